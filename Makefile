@@ -36,11 +36,13 @@ coverage: .venv/.installed ## the quick unit tests, and which share of each file
 	$(PYTEST) -q -m "not slow" tests/unit --cov --cov-report=
 	@$(PYTHON_BIN) -m coverage report | awk 'NR <= 22 || /^TOTAL/'
 
-lint: .venv/.installed ## ruff, mypy, the Dockerfile, and the floors: every import runs downwards
+lint: .venv/.installed ## ruff, mypy, the Dockerfile, the floors (every import runs downwards), and how hard it is to read
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports --no-logo --no-cache
+	@# Counts by room that only go down: `python setup/readable.py --update` writes down what has become less.
+	$(PYTHON_BIN) setup/readable.py
 	.venv/bin/hadolint setup/Dockerfile
 
 trackers: .venv/.installed ## run the tests of tensorboard, wandb and trackio, installed by their extra (about 2 minutes)
@@ -49,10 +51,10 @@ trackers: .venv/.installed ## run the tests of tensorboard, wandb and trackio, i
 pythons: .venv/.installed ## check every supported Python: wheels of all pins, and two training steps where it is installed
 	@bash setup/check_pythons.sh
 
-tiny-model: .venv/.installed ## rebuild the tiny models that are shipped in adora_vl/builtin (about 15 minutes)
+tiny-model: .venv/.installed ## rebuild the tiny models that stand in adora_vl/builtin (about 15 minutes)
 	$(PYTHON_BIN) -m adora_vl.builtin --output adora_vl/builtin/pretrained
-	$(PYTHON_BIN) -m adora_vl.builtin --output adora_vl/builtin/pretrained_perimeter --start perimeter
-	$(PYTHON_BIN) -m adora_vl.builtin --output adora_vl/builtin/pretrained_zoom --start zoom
+	$(PYTHON_BIN) -m adora_vl.builtin --output adora_vl/builtin/pretrained_perimeter --start tiny_perimeter
+	$(PYTHON_BIN) -m adora_vl.builtin --output adora_vl/builtin/pretrained_zoom --start tiny_zoom
 
 clean-runs: ## delete runs/
 	rm -rf runs

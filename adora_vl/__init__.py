@@ -1,6 +1,7 @@
 """adora_vl: GRPO for vision-language models on geometry, with ADORA's dynamic advantages.
 
-From Python: `from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer`, in place of TRL's `GRPOConfig` and `GRPOTrainer`.
+From Python: `from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer`, in place of TRL's
+`GRPOConfig` and `GRPOTrainer`.
 """
 
 import logging
@@ -14,14 +15,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["AdoraGRPOConfig", "AdoraGRPOTrainer", "__version__"]
 
-# On a CPU with AVX-512 in bfloat16 it warns at every import that a kernel from the hub, which is not used, is missing.
+# On a CPU with AVX-512 in bfloat16 it warns at every import that a kernel from the hub, which is
+# not used, is missing.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 _PLACES = {"AdoraGRPOConfig": "adora_vl.config", "AdoraGRPOTrainer": "adora_vl.trainer"}
 
 
 def __getattr__(name: str) -> Any:
-    """The classes are imported when they are asked for: torch, TRL and vLLM take seconds, which grading need not wait
-    for.
+    """The classes are imported when they are asked for: torch, TRL and vLLM take seconds, which
+    grading need not wait for.
     """
     if name not in _PLACES:
         raise AttributeError(f"module 'adora_vl' has no attribute {name!r}")

@@ -1,8 +1,10 @@
-"""`python -m adora_vl.export RUN OUT`: plain Hugging Face weights from a run or one of its checkpoints.
+"""`python -m adora_vl.export RUN OUT`: plain Hugging Face weights from a run or one of its
+checkpoints.
 
-RUN is a checkpoint folder, or an output_dir: of that the newest whole checkpoint, or the final model where none is.
-OUT loads offline with `from_pretrained` and with vLLM. A LoRA adapter is merged into its base model, unless --adapter.
-With --universal OUT is a checkpoint instead, from which DeepSpeed goes on with another number of processes.
+RUN is a checkpoint folder, or an output_dir: of that the newest whole checkpoint, or the final
+model where none is. OUT loads offline with `from_pretrained` and with vLLM. A LoRA adapter is
+merged into its base model, unless --adapter. With --universal OUT is a checkpoint instead, from
+which DeepSpeed goes on with another number of processes.
 """
 
 from __future__ import annotations
@@ -43,25 +45,36 @@ _SERVED_SO = ("--generation-config", "vllm", "--host", "127.0.0.1")
 _CHUNK = 16 << 20  # bytes at a time
 _MODEL = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 _PROCESSOR = (
-    "*processor_config.json", "tokenizer*", "chat_template*", "vocab.json", "merges.txt", "special_tokens_map.json",
-    "added_tokens.json", "README.md",
-)  # fmt: skip
+    "*processor_config.json",
+    "tokenizer*",
+    "chat_template*",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "README.md",
+)
 
 
 def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = False) -> Path:
-    """Write `output`, whole or not at all. Returns what was exported. Raises `UserError` where that cannot be."""
+    """Write `output`, whole or not at all.
+
+    Returns what was exported. Raises `UserError` where that cannot be.
+    """
     source = find_weights(run)
     if list(source.glob("*.safetensors")):  # else they are still in every rank's part
         check_weights("RUN", str(source))
     there = f"OUT: {str(output)!r} is there already; name a new folder"
-    refuse((output.exists(), there))
+    if output.exists():
+        raise UserError(there)
     output.parent.mkdir(parents=True, exist_ok=True)
     if universal:
         from adora_vl.checkpoint.universal import write_universal
 
         write_universal(source, output)
         return source
-    is_of_run = output.resolve() == run.resolve() / MERGED and begun(run)  # as a run's last lines propose
+    # as a run's last lines propose
+    is_of_run = output.resolve() == run.resolve() / MERGED and begun(run)
     with noted(run, writes=is_of_run), replacing_folder(output) as staged:
         if (source / ADAPTER).is_file() and not adapter:
             _merge(source, staged)
@@ -75,14 +88,16 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
 
 
 def save_merged(model: Any, processing_class: Any, folder: Path, accelerator: Accelerator) -> bool:
-    """Write a PEFT model with its adapter merged in, and the processor, into `folder`, whole or not at all. Returns
-    whether anything was: a model without LoRA is whole already; under ZeRO-3, FSDP and over a base in 4 bits merging is
-    left to the user (`python -m adora_vl.export`). The model's adapter is gone then. All ranks call this together.
+    """Write a PEFT model with its adapter merged in, and the processor, into `folder`, whole or not
+    at all. Returns whether anything was: a model without LoRA is whole already; under ZeRO-3, FSDP
+    and over a base in 4 bits merging is left to the user (`python -m adora_vl.export`). The model's
+    adapter is gone then. All ranks call this together.
     """
     from accelerate.utils import is_peft_model
     from trl.distributed import DistributedBackend
 
-    backend, four_bit = DistributedBackend(accelerator), getattr(model, "is_loaded_in_4bit", False)
+    backend = DistributedBackend(accelerator)
+    four_bit = getattr(model, "is_loaded_in_4bit", False)
     if not is_peft_model(model) or backend.is_zero3 or backend.is_fsdp or four_bit:
         return False
     if accelerator.is_main_process:
@@ -94,17 +109,22 @@ def save_merged(model: Any, processing_class: Any, folder: Path, accelerator: Ac
 
 
 def copy_model(checkpoint: Path, output: Path) -> None:
-    """The weights (or the adapter) and the processor of a checkpoint, without what only a resume needs."""
+    """The weights (or the adapter) and the processor of a checkpoint, without what only a resume
+    needs.
+    """
     _copy(checkpoint, output, ("adapter_*.json", *_MODEL, *_PROCESSOR))
 
 
 def find_weights(run: Path) -> Path:
-    """The folder to export: `run` itself where it is a checkpoint, else its newest whole one, else its final model."""
+    """The folder to export: `run` itself where it is a checkpoint, else its newest whole one, else
+    its final model.
+    """
     if not run.is_dir():
         raise UserError(f"RUN: no folder {str(run)!r}")
     if (run / MARK).is_file() or run.name.startswith("checkpoint-"):
         problem = problem_of(run)
-        refuse((problem, f"RUN: {str(run)!r} is not whole: {problem}; name another checkpoint"))
+        if problem:
+            raise UserError(f"RUN: {str(run)!r} is not whole: {problem}; name another checkpoint")
         return run
     checkpoint, _ = newest_valid(run)
     if checkpoint is not None:
@@ -125,11 +145,18 @@ def _merge(source: Path, target: Path) -> None:
     adapters = adapters_of("RUN", str(source))
     base = local_model(adapters[-1].base)
     try:
-        init = {"revision": adapters[-1].revision, "dtype": "auto", "device_map": None, "trust_remote_code": False}
+        init = {
+            "revision": adapters[-1].revision,
+            "dtype": "auto",
+            "device_map": None,
+            "trust_remote_code": False,
+        }
         model = load_merged(base, adapters, init)
     except OSError as error:
         why = why_missing(base, error)
-        raise UserError(f"RUN: the adapter's base model {base!r} cannot be loaded ({why})") from error
+        raise UserError(
+            f"RUN: the adapter's base model {base!r} cannot be loaded ({why})"
+        ) from error
     processor = processor_folder(adapters, base, sees=sees_images(model.config))
     if processor != str(source):  # whose own files are copied
         load_processor(processor, adapters[-1].revision).save_pretrained(target)
@@ -142,16 +169,39 @@ def serve_command(output: Path) -> str:
         return shlex.join(["vllm", "serve", str(output), *_SERVED_SO])
     first, *beneath = adapters_of("OUT", str(output))
     config = first.config
-    plain = getattr(config.peft_type, "value", "") == "LORA" and config.bias == "none" and not config.use_dora
-    if beneath or not plain or config.modules_to_save or config.rank_pattern or config.alpha_pattern:
+    plain = (
+        getattr(config.peft_type, "value", "") == "LORA"
+        and config.bias == "none"
+        and not config.use_dora
+    )
+    if (
+        beneath
+        or not plain
+        or config.modules_to_save
+        or config.rank_pattern
+        or config.alpha_pattern
+    ):
         return f"not as an adapter: vLLM serves it merged alone (export {output} without --adapter)"
-    at = [] if first.revision is None or Path(first.base).is_dir() else ["--revision", first.revision]
-    words = [*at, "--enable-lora", "--max-lora-rank", str(served_rank(config)), "--lora-modules", f"policy={output}"]
+    at = (
+        []
+        if first.revision is None or Path(first.base).is_dir()
+        else ["--revision", first.revision]
+    )
+    words = [
+        *at,
+        "--enable-lora",
+        "--max-lora-rank",
+        str(served_rank(config)),
+        "--lora-modules",
+        f"policy={output}",
+    ]
     return shlex.join(["vllm", "serve", first.base, *_SERVED_SO, *words])
 
 
 def _gather(source: Path, target: Path) -> None:
-    """ZeRO-3 without `zero3_save_16bit_model`: the float32 weights out of every rank's part, in the model's dtype."""
+    """ZeRO-3 without `zero3_save_16bit_model`: the float32 weights out of every rank's part, in the
+    model's dtype.
+    """
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     from adora_vl.checkpoint.universal import without_code
@@ -168,14 +218,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=a_path, metavar="RUN")
     parser.add_argument("output", type=a_path, metavar="OUT")
     parser.add_argument("--adapter", action="store_true", help="leave a LoRA adapter as it is")
-    parser.add_argument("--universal", action="store_true", help="a checkpoint for another number of processes")
+    parser.add_argument(
+        "--universal", action="store_true", help="a checkpoint for another number of processes"
+    )
 
     def command() -> None:
         options = parser.parse_args(arguments)
         from safetensors import SafetensorError
 
         try:
-            source = export(options.run, options.output, adapter=options.adapter, universal=options.universal)
+            source = export(
+                options.run,
+                output=options.output,
+                adapter=options.adapter,
+                universal=options.universal,
+            )
         except (OSError, SafetensorError) as error:  # what safetensors raises for a full disk
             raise unwritable("OUT", options.output, error) from error
         print(f"{source} -> {options.output}")

@@ -1,7 +1,9 @@
-"""A config of another trainer as one of ours: `python -m adora_vl.migrate easyr1|verl|swift|trl CONFIG`.
+"""A config of another trainer as one of ours: `python -m adora_vl.migrate easyr1|verl|swift|trl
+CONFIG`.
 
-Every value names where it came from, also defaults of theirs that stand in no file, and what has no counterpart is
-listed with what that means. The result is a beginning to look through, not a promise of equal runs.
+Every value names where it came from, also defaults of theirs that stand in no file, and what has no
+counterpart is listed with what that means. The result is a beginning to look through, not a promise
+of equal runs.
 """
 
 import argparse
@@ -13,21 +15,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from adora_vl.config.key_list import read_keys
+from adora_vl.config.help import read_keys
 from adora_vl.utils.cli import Parser, dotted, exit_code_of, path, read_mapping, yaml_line
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
 
-Names = Mapping[str, tuple[str, Any]]  # our key, or a name in capitals that is computed with -> theirs, their default
-_W, _M, _O = "worker.actor.", "worker.actor.model.", "worker.rollout."
-_P, _A, _R = "actor_rollout_ref.model.", "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
-# Of EasyR1 names of `examples/config.yaml` and defaults of its code, of verl both of `ppo_trainer.yaml`.
+# our key, or a name in capitals that is computed with -> theirs, their default
+Names = Mapping[str, tuple[str, Any]]
+_W = "worker.actor."
+_M = "worker.actor.model."
+_O = "worker.rollout."
+_P = "actor_rollout_ref.model."
+_A = "actor_rollout_ref.actor."
+_R = "actor_rollout_ref.rollout."
+# Of EasyR1 names of `examples/config.yaml` and defaults of its code, of verl both of
+# `ppo_trainer.yaml`.
 _RAY: Mapping[str, tuple[str, Any, str, Any]] = {
     "model_name_or_path": (f"{_M}model_path", None, f"{_P}path", None),
     "PROMPTS": ("data.rollout_batch_size", 512, "data.train_batch_size", 1024),
     "MINIBATCH": (f"{_W}global_batch_size", 256, f"{_A}ppo_mini_batch_size", 256),
     "per_device_train_batch_size": (
-        f"{_W}micro_batch_size_per_device_for_update", 4, f"{_A}ppo_micro_batch_size_per_gpu", 4,
+        f"{_W}micro_batch_size_per_device_for_update",
+        4,
+        f"{_A}ppo_micro_batch_size_per_gpu",
+        4,
     ),
     "num_generations": (f"{_O}n", 1, f"{_R}n", 1),
     "epsilon": (f"{_W}clip_ratio_low", 0.2, f"{_A}clip_ratio_low", 0.2),
@@ -39,30 +50,58 @@ _RAY: Mapping[str, tuple[str, Any, str, Any]] = {
     "KL_KIND": ("algorithm.kl_penalty", "kl", f"{_A}kl_loss_type", "low_var_kl"),
     "learning_rate": (f"{_W}optim.lr", 1e-6, f"{_A}optim.lr", 1e-6),
     "weight_decay": (f"{_W}optim.weight_decay", 0.01, f"{_A}optim.weight_decay", 0.01),
-    "lr_scheduler_type": (f"{_W}optim.lr_scheduler_type", "constant", f"{_A}optim.warmup_style", "constant"),
+    "lr_scheduler_type": (
+        f"{_W}optim.lr_scheduler_type",
+        "constant",
+        f"{_A}optim.warmup_style",
+        "constant",
+    ),
     "max_grad_norm": (f"{_W}max_grad_norm", 1.0, f"{_A}grad_clip", 1.0),
     "num_iterations": (f"{_W}ppo_epochs", 1, f"{_A}ppo_epochs", 1),
     "entropy_coef": ("", None, f"{_A}entropy_coeff", None),
-    "gradient_checkpointing": (f"{_M}enable_gradient_checkpointing", True, f"{_P}enable_gradient_checkpointing", True),
+    "gradient_checkpointing": (
+        f"{_M}enable_gradient_checkpointing",
+        True,
+        f"{_P}enable_gradient_checkpointing",
+        True,
+    ),
     "LORA": (f"{_M}lora.rank", 0, f"{_P}lora_rank", 0),
     "lora_alpha": (f"{_M}lora.alpha", 16, f"{_P}lora_alpha", 16),
-    "lora_target_modules": (f"{_M}lora.target_modules", "all-linear", f"{_P}target_modules", "all-linear"),
+    "lora_target_modules": (
+        f"{_M}lora.target_modules",
+        "all-linear",
+        f"{_P}target_modules",
+        "all-linear",
+    ),
     "temperature": (f"{_O}temperature", 1.0, f"{_R}temperature", 1.0),
     "top_p": (f"{_O}top_p", 1.0, f"{_R}top_p", 1.0),
-    "vllm_gpu_memory_utilization": (f"{_O}gpu_memory_utilization", 0.6, f"{_R}gpu_memory_utilization", 0.5),
-    "vllm_tensor_parallel_size": (f"{_O}tensor_parallel_size", 2, f"{_R}tensor_model_parallel_size", 2),
+    "vllm_gpu_memory_utilization": (
+        f"{_O}gpu_memory_utilization",
+        0.6,
+        f"{_R}gpu_memory_utilization",
+        0.5,
+    ),
+    "vllm_tensor_parallel_size": (
+        f"{_O}tensor_parallel_size",
+        2,
+        f"{_R}tensor_model_parallel_size",
+        2,
+    ),
     "adora_vllm_enforce_eager": (f"{_O}enforce_eager", None, f"{_R}enforce_eager", None),
     "adora_vllm_max_num_batched_tokens": ("", None, f"{_R}max_num_batched_tokens", None),
     "REWARD": ("worker.reward.reward_function", None, "custom_reward_function.path", None),
     "EVALUATE": ("trainer.val_freq", -1, "trainer.test_freq", -1),
-}  # fmt: skip
+}
 _EASYR1: Names = {key: (name, default) for key, (name, default, _, _) in _RAY.items() if name}
 _VERL: Names = {key: (name, default) for key, (_, _, name, default) in _RAY.items()}
 # ms-swift takes TRL's names for all else.
 _SWIFT: Mapping[str, str] = {
-    "model": "model_name_or_path", "system": "adora_system_prompt", "vllm_max_model_len": "vllm_max_model_length",
-    "lora_rank": "lora_r", "target_modules": "lora_target_modules",
-}  # fmt: skip
+    "model": "model_name_or_path",
+    "system": "adora_system_prompt",
+    "vllm_max_model_len": "vllm_max_model_length",
+    "lora_rank": "lora_r",
+    "target_modules": "lora_target_modules",
+}
 _LOSSES = {"token": "dapo", "token-mean": "dapo", "seq": "grpo", "seq-mean-token-mean": "grpo"}
 _TRACKERS = ("wandb", "tensorboard", "swanlab", "mlflow", "trackio")
 # What it means that a key of theirs is left out, by a part of its name.
@@ -79,7 +118,10 @@ _MEANS = {
 
 @dataclass
 class Migration:
-    """A config on its way. `keys`: our key -> value and where it came from. `left`: of theirs, and what that means."""
+    """A config on its way.
+
+    `keys`: our key -> value and where it came from. `left`: of theirs, and what that means.
+    """
 
     theirs: Mapping[str, Any]  # by dotted names
     keys: dict[str, tuple[Any, str]] = field(default_factory=dict)
@@ -114,8 +156,12 @@ class Migration:
 
 
 def _ray(names: Names, move: Migration, folder: Path) -> None:
-    """EasyR1 and verl, whose batches count prompts, and their micro-batches answers. Their steps are generations."""
-    lora, rank = names["LORA"][0], move.get(*names["LORA"])
+    """EasyR1 and verl, whose batches count prompts, and their micro-batches answers.
+
+    Their steps are generations.
+    """
+    lora = names["LORA"][0]
+    rank = move.get(*names["LORA"])
     for key, (name, default) in names.items():
         if key.islower() and (rank or not key.startswith("lora_")):
             move.take(key, name, default)
@@ -126,7 +172,11 @@ def _ray(names: Names, move: Migration, folder: Path) -> None:
         move.put("adora_freeze", ["vision_tower"], "worker.actor.model.freeze_vision_tower")
     move.put("use_vllm", True, note="rollouts by vLLM")
     move.put("vllm_mode", "colocate", note="in the training's processes")
-    move.put("vllm_enable_sleep_mode", True, note="frees the engine's memory in the policy step, as theirs")
+    move.put(
+        "vllm_enable_sleep_mode",
+        True,
+        note="frees the engine's memory in the policy step, as theirs",
+    )
     note = "theirs corrects nothing; this one goes with top_p"
     move.put("vllm_importance_sampling_mode", "token_truncate", note=note)
     move.put("bf16", True, note="as theirs")
@@ -147,13 +197,16 @@ def _batches(move: Migration, names: Names) -> int:
         passes = size * answers / (rows * gpus)
         of = f"{name} {size} x {answers} answers / ({rows} x {gpus} GPUs)"
         if passes < 1 or passes != int(passes):
-            raise UserError(f"CONFIG: {of} is {passes:g}, no whole number; change a size so that it is one")
+            raise UserError(
+                f"CONFIG: {of} is {passes:g}, no whole number; change a size so that it is one"
+            )
         move.put(key, int(passes), note=of)
     return max(1, int(drawn // learned))
 
 
 def _loss(move: Migration, names: Names) -> None:
-    estimator, (mode, default) = "algorithm.adv_estimator", names["LOSS"]
+    estimator = "algorithm.adv_estimator"
+    (mode, default) = names["LOSS"]
     if (found := move.get(estimator, "grpo")) == "grpo":
         move.put("adora_method", "grpo", estimator, note="adora for ADORA")
     else:
@@ -165,7 +218,8 @@ def _loss(move: Migration, names: Names) -> None:
     if not move.get("algorithm.norm_adv_by_std_in_grpo", True):
         move.put("scale_rewards", "none", "algorithm.norm_adv_by_std_in_grpo")
     on = move.get(*names["KL"]) and not move.get("algorithm.disable_kl", False)
-    coefficient, kind = move.get(*names["KL_COEF"]), move.get(*names["KL_KIND"])
+    coefficient = move.get(*names["KL_COEF"])
+    kind = move.get(*names["KL_KIND"])
     move.put("beta", coefficient if on else 0.0, names["KL"][0], names["KL_COEF"][0])
     if on and kind != "low_var_kl":
         move.left[names["KL_KIND"][0]] = f"{kind}: TRL estimates the KL as low_var_kl does"
@@ -175,12 +229,25 @@ def _data(move: Migration, names: Names, folder: Path) -> None:
     given = move.get("data.train_files", "")
     files = [str(folder / file if (folder / file).exists() else file) for file in _listed(given)]
     move.put("dataset_name", files, "data.train_files")
-    theirs = {"problem": ("prompt", "prompt"), "answer": ("answer", "answer"), "images": ("image", "images")}
-    columns = {ours: move.get(f"data.{name}_key", default) for ours, (name, default) in theirs.items()}
+    theirs = {
+        "problem": ("prompt", "prompt"),
+        "answer": ("answer", "answer"),
+        "images": ("image", "images"),
+    }
+    columns = {
+        ours: move.get(f"data.{name}_key", default) for ours, (name, default) in theirs.items()
+    }
     move.put("adora_columns", columns, *(f"data.{name}_key" for name, _ in theirs.values()))
-    prompt, response = (int(move.get(f"data.max_{name}_length", 512)) for name in ("prompt", "response"))
+    prompt, response = (
+        int(move.get(f"data.max_{name}_length", 512)) for name in ("prompt", "response")
+    )
     move.put("max_completion_length", response, "data.max_response_length")
-    move.put("vllm_max_model_length", prompt + response, "data.max_prompt_length", "data.max_response_length")
+    move.put(
+        "vllm_max_model_length",
+        prompt + response,
+        "data.max_prompt_length",
+        "data.max_response_length",
+    )
     for key in ("min_pixels", "max_pixels", "seed"):
         move.take(key, f"data.{key}")
     if move.get("data.filter_overlong_prompts", False):
@@ -188,9 +255,13 @@ def _data(move: Migration, names: Names, folder: Path) -> None:
     if move.get("data.shuffle", True) is False:
         move.put("shuffle_dataset", False, "data.shuffle")
     if files := move.get("data.val_files"):
-        move.left["data.val_files"] = f"{files}: adora_eval: [geometry3k=FOLDER] asks a folder that data_prep made"
+        move.left["data.val_files"] = (
+            f"{files}: adora_eval: [problems=FOLDER] asks a folder that data_prep made"
+        )
     if names is _VERL:
-        move.left["reward_model.ground_truth"] = "stands inside verl's rows; `python -m data_prep convert` reads them"
+        move.left["reward_model.ground_truth"] = (
+            "stands inside verl's rows; `python -m data_prep convert` reads them"
+        )
     else:
         move.put("adora_system_prompt", None, note="EasyR1 asks without one")
     if template := move.get("data.format_prompt"):
@@ -204,7 +275,11 @@ def _data(move: Migration, names: Names, folder: Path) -> None:
 def _steps(move: Migration, names: Names, updates: int) -> None:
     """`updates`: optimizer steps of a generation, which is a step of theirs."""
     move.used |= {"trainer.project_name", "trainer.n_gpus_per_node", "trainer.nnodes"}
-    move.put("output_dir", f"runs/{move.get('trainer.experiment_name', 'run')}", "trainer.experiment_name")
+    move.put(
+        "output_dir",
+        f"runs/{move.get('trainer.experiment_name', 'run')}",
+        "trainer.experiment_name",
+    )
     for name in ("trainer.total_epochs", "trainer.total_episodes"):
         move.take("num_train_epochs", name)
     for name in ("trainer.max_steps", "trainer.total_training_steps"):
@@ -212,12 +287,20 @@ def _steps(move: Migration, names: Names, updates: int) -> None:
             move.put("max_steps", int(steps) * updates, name)
     every, limit = (int(move.get(f"trainer.{name}", -1)) for name in ("save_freq", "save_limit"))
     if every > 0:
-        move.put("save_steps", every * updates, "trainer.save_freq", note=f"x {updates} optimizer steps")
+        move.put(
+            "save_steps", every * updates, "trainer.save_freq", note=f"x {updates} optimizer steps"
+        )
         move.put("save_total_limit", limit if limit > 0 else None, "trainer.save_limit")
     if (every := int(move.get(*names["EVALUATE"]))) > 0:
         move.put("eval_strategy", "steps", names["EVALUATE"][0])
-        move.put("eval_steps", every * updates, names["EVALUATE"][0], note=f"x {updates} optimizer steps")
-        move.put("eval_on_start", bool(move.get("trainer.val_before_train", True)), "trainer.val_before_train")
+        move.put(
+            "eval_steps", every * updates, names["EVALUATE"][0], note=f"x {updates} optimizer steps"
+        )
+        move.put(
+            "eval_on_start",
+            bool(move.get("trainer.val_before_train", True)),
+            "trainer.val_before_train",
+        )
     logger = move.get("trainer.logger", ["console", "wandb"])
     found = [one for one in _listed(logger) if one in _TRACKERS]
     move.put("report_to", found or "none", "trainer.logger")
@@ -232,19 +315,28 @@ def _template(move: Migration, name: str, file: Path) -> None:
     try:
         text = file.read_text(encoding="utf-8").strip()
     except OSError:
-        move.left[name] = f"{str(file)!r} cannot be read; write its text as adora_prompt, with {{problem}} in it"
+        move.left[name] = (
+            f"{str(file)!r} cannot be read; write its text as adora_prompt, with {{problem}} in it"
+        )
         return
     ours = re.sub(r"{{\s*content\s*(\|\s*trim\s*)?}}", "\0", text)
     if "{{" in ours or "{%" in ours or "\0" not in ours:
-        move.left[name] = "more than the problem stands in it; write it as adora_prompt, with {problem} in it"
+        move.left[name] = (
+            "more than the problem stands in it; write it as adora_prompt, with {problem} in it"
+        )
         return
-    move.put("adora_prompt", ours.replace("{", "{{").replace("}", "}}").replace("\0", "{problem}"), name)
+    move.put(
+        "adora_prompt", ours.replace("{", "{{").replace("}", "}}").replace("\0", "{problem}"), name
+    )
 
 
 def _swift(move: Migration, folder: Path) -> None:
     """ms-swift: the file that `swift rlhf` takes."""
     if move.get("rlhf_type", "grpo") != "grpo":
-        raise UserError(f"CONFIG: rlhf_type: {move.theirs['rlhf_type']} is not grpo, and nothing else is trained here")
+        raise UserError(
+            f"CONFIG: rlhf_type: {move.theirs['rlhf_type']} is not grpo, and nothing else is "
+            "trained here"
+        )
     for name, key in _SWIFT.items():
         move.take(key, name)
     for name, key in (("dataset", "dataset_name"), ("reward_funcs", "adora_reward")):
@@ -252,11 +344,19 @@ def _swift(move: Migration, folder: Path) -> None:
             move.put(key, _listed(given), name)
     if move.get("tuner_type", move.get("train_type", "lora")) == "lora":
         move.put("use_peft", True, "train_type")
-    parts = {"freeze_vit": "vision_tower", "freeze_aligner": "projector", "freeze_llm": "language_model"}
+    parts = {
+        "freeze_vit": "vision_tower",
+        "freeze_aligner": "projector",
+        "freeze_llm": "language_model",
+    }
     if frozen := [part for name, part in parts.items() if move.get(name, False)]:
         move.put("adora_freeze", frozen, *(name for name in parts if move.theirs.get(name)))
     if move.get("dynamic_sample", False):
-        move.put("adora_rollouts", {"refill": int(move.get("max_resample_times", 3))}, "max_resample_times")
+        move.put(
+            "adora_rollouts",
+            {"refill": int(move.get("max_resample_times", 3))},
+            "max_resample_times",
+        )
     if (level := move.get("sleep_level")) is not None:
         move.put("vllm_enable_sleep_mode", bool(int(level)), "sleep_level")
     _trl(move, folder)
@@ -269,14 +369,19 @@ def _trl(move: Migration, folder: Path) -> None:
 
 
 TRAINERS: Mapping[str, Callable[[Migration, Path], None]] = {
-    "easyr1": partial(_ray, _EASYR1), "verl": partial(_ray, _VERL), "swift": _swift, "trl": _trl,
-}  # fmt: skip
+    "easyr1": partial(_ray, _EASYR1),
+    "verl": partial(_ray, _VERL),
+    "swift": _swift,
+    "trl": _trl,
+}
 
 
 def moved(trainer: str, config: Path, reward: str | None = None) -> Migration:
     """The config of another trainer with our keys. Raises `UserError`."""
     content = read_mapping("CONFIG", config)
-    flat = {name: each for key, value in content.items() for name, each in dotted(key, value).items()}
+    flat = {
+        name: each for key, value in content.items() for name, each in dotted(key, value).items()
+    }
     move = Migration(content if trainer == "trl" else flat)
     TRAINERS[trainer](move, config.parent)
     if reward:
@@ -288,11 +393,18 @@ def moved(trainer: str, config: Path, reward: str | None = None) -> Migration:
 
 
 def written(move: Migration, trainer: str, config: Path) -> str:
-    lines = [f"# From {config.name} of {trainer}, by `python -m adora_vl.migrate {trainer}`. Look it through."]
+    lines = [
+        f"# From {config.name} of {trainer}, by `python -m adora_vl.migrate {trainer}`. Look it "
+        "through."
+    ]
     entries = [(f"{key}: {yaml_line(value)}", source) for key, (value, source) in move.keys.items()]
     lines += [f"{entry:<50} # {source}" for entry, source in entries]
     if move.left:
-        lines += ["", "# Without a counterpart:", *(f"#   {name}: {why}" for name, why in sorted(move.left.items()))]
+        lines += [
+            "",
+            "# Without a counterpart:",
+            *(f"#   {name}: {why}" for name, why in sorted(move.left.items())),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -308,11 +420,19 @@ def _write(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python -m adora_vl.migrate", description=(__doc__ or "").partition(":")[0])
+    parser = Parser(
+        prog="python -m adora_vl.migrate", description=(__doc__ or "").partition(":")[0]
+    )
     parser.add_argument("trainer", choices=list(TRAINERS), help="whose config it is")
     parser.add_argument("config", type=path, metavar="CONFIG", help="its YAML file")
-    parser.add_argument("--output", type=path, metavar="FILE", help="default: CONFIG with .adora.yaml at its end")
-    parser.add_argument("--reward", metavar="FILE.py:FUNCTION", help="the reward function, in its own form or in TRL's")
+    parser.add_argument(
+        "--output", type=path, metavar="FILE", help="default: CONFIG with .adora.yaml at its end"
+    )
+    parser.add_argument(
+        "--reward",
+        metavar="FILE.py:FUNCTION",
+        help="the reward function, in its own form or in TRL's",
+    )
     return exit_code_of(lambda: _write(parser.parse_args(arguments)), "nothing was written")
 
 

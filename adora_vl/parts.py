@@ -7,34 +7,41 @@ from typing import Any
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOTrainer
 
-from adora_vl.checkpoint.library_state import Losses, MovingReference
+from adora_vl.checkpoint.trl_state import Losses, MovingReference
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.advantage import method_run
-from adora_vl.config.batch_plan import Shape
+from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.data.dataloader import NoPrefetch
-from adora_vl.dedup.images import DistinctImages
-from adora_vl.dedup.policy_pass import PolicyPass, has_dropout
+from adora_vl.data.prompts import control_tokens
 from adora_vl.evaluation import EvaluateOnTheWay
-from adora_vl.experimental import extensions
 from adora_vl.models.precision import RefuseWrongBuffers
+from adora_vl.packing.images import DistinctImages
+from adora_vl.packing.policy_pass import PolicyPass, bound_of, computing_dtype, has_dropout
+from adora_vl.preflight.resolved_run import ResolvedRun
 from adora_vl.record import metrics, trackers
-from adora_vl.record.recorder import GenerationLog, Recorder
+from adora_vl.record.recorder import MetricsLogger, Recorder
 from adora_vl.rollout.agreement import SelfCheck, drift_measured
 from adora_vl.rollout.importance import ImportanceRatio
 from adora_vl.rollout.prompt_tokens import never_sample, never_sampled_ids
-from adora_vl.rollout.sources import EngineNow, PolicyNow, Sampler, ServersAhead
-from adora_vl.rollout.turns import Tools, Turns
-from adora_vl.start.checked import Checked
+from adora_vl.rollout.samplers import AsyncServerSampler, Sampler, TransformersSampler, VLLMSampler
+from adora_vl.rollout.turns import ToolLoop, Tools
 from adora_vl.training.advantages import AdvantageComputer
+from adora_vl.training.batch_builder import BatchBuilder
+from adora_vl.training.entropy_bonus import EntropyBonus
 from adora_vl.training.generation import Generation
-from adora_vl.training.guards import DriftGuard, GenerationGuard, RatioGuard, RewardGuard
-from adora_vl.training.judge import Judge
+from adora_vl.training.guards import (
+    DriftGuard,
+    GenerationGuard,
+    RatioGuard,
+    ReferenceGuard,
+    RewardGuard,
+)
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.optimizer_steps import ScaledRate, SkipBadSteps
 from adora_vl.training.pool import Pool
 from adora_vl.training.pool_ahead import PoolAhead
-from adora_vl.training.scores import Ends, Grader, RewardFunctions
+from adora_vl.training.scoring import Grader, RewardFunctions, StopCriteria
 from adora_vl.training.unfinished import UnfinishedGeneration
 from adora_vl.types import StepContext
 
@@ -44,79 +51,167 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
 
     reward_funcs: list[Any]
     toolbox: Tools | None = None  # what the policy may call
-    run: Checked
+    run: ResolvedRun
     clock: metrics.PhaseClock
 
     def _build_collaborators(self, args: AdoraGRPOConfig, models: list[Any]) -> None:
         """The objects that a step is made of; each gets the context, never the trainer."""
-        accelerator, log, pad_id = self.accelerator, self.log_figure, self._tokenizer.pad_token_id
-        context = StepContext(accelerator, args, log, pad_id, lambda: self.state, self._policy_logps, self.save_here)
-        self.context, self.shape = context, Shape.of(args)
-        dataset, draws = self.train_dataset, self.toolbox is not None
-        self.images = DistinctImages(models, self.processing_class, accelerator.device, args, dataset, draws=draws)
+        accelerator = self.accelerator
+        log = self.log_figure
+        pad_id = self._tokenizer.pad_token_id
+        context = StepContext(
+            accelerator=accelerator,
+            config=args,
+            log=log,
+            pad_id=pad_id,
+            state=lambda: self.state,
+            policy_logps=self._policy_logps,
+            save_now=self.save_here,
+        )
+        self.context = context
+        self.shape = BatchLayout.of(args)
+        dataset = self.train_dataset
+        draws = self.toolbox is not None
+        self.images = DistinctImages(
+            models=models,
+            processor=self.processing_class,
+            device=accelerator.device,
+            config=args,
+            dataset=dataset,
+            draws=draws,
+        )
         self.methods = method_run(args)
-        self.advantages = AdvantageComputer(context, self.methods, self.reward_weights, tools=self.toolbox is not None)
-        self.checkpoints = CheckpointWriter(Path(args.output_dir), args.save_total_limit, accelerator)
+        self.advantages = AdvantageComputer(
+            context=context,
+            methods=self.methods,
+            reward_weights_F=self.reward_weights,
+            tools=self.toolbox is not None,
+        )
+        self.checkpoints = CheckpointWriter(
+            Path(args.output_dir), args.save_total_limit, accelerator
+        )
         reference = None if self.ref_model is None else accelerator.unwrap_model(self.ref_model)
-        is_main, zero3 = accelerator.is_main_process, self._dist.is_zero3
-        self.reference = MovingReference(reference, moves=args.sync_ref_model, is_main=is_main, zero3=zero3)
+        is_main = accelerator.is_main_process
+        zero3 = self._dist.is_zero3
+        self.reference = MovingReference(
+            reference, moves=args.sync_ref_model, is_main=is_main, zero3=zero3
+        )
         self.loss_sums = Losses(self)
-        self.drift_guard, self.ratio_guard = DriftGuard(context), RatioGuard(context)
+        self.drift_guard = DriftGuard(context)
+        self.ratio_guard = RatioGuard(context)
+        self.reference_guard = ReferenceGuard(
+            context, bound_of(computing_dtype(accelerator, self.model))
+        )
         reward_guard = RewardGuard(context)
         to_device = super(GRPOTrainer, self)._prepare_inputs
         rewards = RewardFunctions(
-            reward_guard.around(self.reward_funcs, self.reward_func_names), self.reward_processing_classes,
-            self.chat_template_kwargs, to_device, lambda: self.async_loop,
-        )  # fmt: skip
+            functions=reward_guard.around(self.reward_funcs, self.reward_func_names),
+            tokenizers=self.reward_processing_classes,
+            template=self.chat_template_kwargs,
+            to_device=to_device,
+            loop=lambda: self.async_loop,
+        )
         decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-        ends = Ends.of({*self.eos_token_ids, pad_id}, args.generation_kwargs or {}, decode)
-        grader = Grader(context, reward_guard, self.reward_weights, self.reward_func_names)
+        ends = StopCriteria.of({*self.eos_token_ids, pad_id}, args.generation_kwargs or {}, decode)
+        grader = Grader(
+            context=context,
+            guard=reward_guard,
+            weights_F=self.reward_weights,
+            names=self.reward_func_names,
+        )
         counts_all = bool(self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled)
         self.prefetch = NoPrefetch()  # until there is a loader
         self.batcher = MicroBatcher(context, self.images.banks, every_row_counts=counts_all)
+        self.entropy_bonus = EntropyBonus(args, self.batcher)
         self.unfinished = UnfinishedGeneration(context, self.images.banks)
         self.policy_pass = PolicyPass(accelerator, args, images=self.images.shown)
-        self.extensions = extensions(context, self.images, has_dropout=has_dropout(self.model))
-        self.sampler: Sampler = PolicyNow(self._turn)
+        self.has_dropout = has_dropout(self.model)
+        self.extensions = [*self.run.extensions.values()]
+        for extension in self.extensions:
+            extension.start(context, self.images)
+        self.sampler: Sampler = TransformersSampler(self._turn)
         if self.use_vllm:
-            who = ServersAhead if args.adora_rollouts.ahead else EngineNow
+            who = AsyncServerSampler if args.adora_rollouts.ahead else VLLMSampler
             self.sampler = who(context, self.images, self.vllm_generation)
-        self.ratio, self.recorder = ImportanceRatio(context), Recorder(context, decode if self.toolbox else None)
+        self.ratio, self.recorder = (
+            ImportanceRatio(context),
+            Recorder(context, decode if self.toolbox else None),
+        )
         notice = metrics.TieNotice(self.methods.judged_by, speaks=accelerator.is_main_process)
         sent = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
-        noted = GenerationLog(context, self.recorder, self._metrics, self._logs, self.reward_func_names, notice, sent)
-        judge = Judge(
-            context, self.images, self.processing_class, ends, rewards, grader, to_device, self._score, self.advantages,
-            self.drift_guard, noted, self.clock.phase, scored=self.sampler.scores, multiple=self.pad_to_multiple_of,
+        noted = MetricsLogger(
+            context=context,
+            recorder=self.recorder,
+            figures=self._metrics,
+            table=self._logs,
+            functions=self.reward_func_names,
+            notice=notice,
+            bytes_sent=sent,
+        )
+        judge = BatchBuilder(
+            context=context,
+            images=self.images,
+            processor=self.processing_class,
+            ends=ends,
+            rewards=rewards,
+            grader=grader,
+            to_device=to_device,
+            score=self._score,
+            advantages=self.advantages,
+            drift_guard=self.drift_guard,
+            watcher=noted,
+            phase=self.clock.phase,
+            scored=self.sampler.scores,
+            multiple=self.pad_to_multiple_of,
             tools=self.toolbox is not None,
-        )  # fmt: skip
+            other_images=any(extension.changes_images for extension in self.extensions),
+        )
         drift = partial(drift_measured, self, self.drift_guard.check)
         ahead = partial(
-            PoolAhead, drift=drift,  # the loader's order is there once the training has begun
-            next_rows=lambda numbers, far: self._distinct_rows.rows_after(numbers, self._row_order, far),
-        )  # fmt: skip
+            PoolAhead,
+            drift=drift,  # the loader's order is there once the training has begun
+            next_rows=lambda numbers, far: self._distinct_rows.rows_after(
+                numbers, self._row_order, far
+            ),
+        )
         self.pool = (ahead if args.adora_rollouts.ahead else Pool)(
-            context, self.images, self.sampler, judge, GenerationGuard(context), self.extensions,
-            self.clock.phase, self.train_dataset, self._turns(), self.run.tools.environments,
-        )  # fmt: skip
+            context,
+            self.images,
+            self.sampler,
+            judge,
+            GenerationGuard(context, control_tokens(self.processing_class)),
+            self.extensions,
+            self.clock.phase,
+            self.train_dataset,
+            self._turns(),
+            self.run.tools.environments,
+        )
         self._generation: Generation | None = None  # the one that is being learned from
         self._collecting: Generation | None = None  # the one that is being sampled and graded
         self.log_multimodal = trackers.logs_images(args)
         if not self.use_vllm:
-            never_sample(never_sampled_ids(self._tokenizer), self.generation_kwargs, self.generation_config)
+            never_sample(
+                never_sampled_ids(self._tokenizer), self.generation_kwargs, self.generation_config
+            )
         self._add_callbacks(context, args)
 
-    def _turns(self) -> Turns | None:
+    def _turns(self) -> ToolLoop | None:
         """How calls are answered; None without tools."""
-        options, toolbox = self.args.adora_tool_options, self.toolbox
+        options = self.args.adora_tool_options
+        toolbox = self.toolbox
         if toolbox is None:
             return None
         decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-        return Turns(
-            toolbox, self.processing_class, self.args.chat_template_kwargs or {}, self.images.tokens_of,
-            self.args.max_tool_calling_iterations, decode, options.turn_tokens,
+        return ToolLoop(
+            tools=toolbox,
+            processor=self.processing_class,
+            template=self.args.chat_template_kwargs or {},
+            tokens_of=self.images.tokens_of,
+            most=self.args.max_tool_calling_iterations,
+            decode=decode,
+            tokens=options.turn_tokens,
             room=self.args.vllm_max_model_length,
-        )  # fmt: skip
+        )
 
     def _add_callbacks(self, context: StepContext, args: AdoraGRPOConfig) -> None:
         """Ours, in the order in which they act at a step; Transformers' own output goes."""
@@ -125,13 +220,26 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         deepspeed = (lambda: self.model_wrapped) if self.is_deepspeed_enabled else None
         self.bad_steps = SkipBadSteps(context, self.ratio_guard, deepspeed)
         callbacks: list[TrainerCallback] = [
-            self.loss_sums, ScaledRate(lambda: self.methods.rate), self.clock, self.recorder, metrics.ProgressLine(),
-            metrics.MetricsFile(), self.bad_steps, RefuseWrongBuffers(self),
-        ]  # fmt: skip
+            self.loss_sums,
+            ScaledRate(lambda: self.methods.rate),
+            self.clock,
+            self.recorder,
+            metrics.ProgressLine(),
+            metrics.MetricsFile(),
+            self.bad_steps,
+            RefuseWrongBuffers(self),
+        ]
         if args.adora_self_check:
             callbacks.append(SelfCheck(self))
         run = self.run
         if run.evaluations is not None:
-            callbacks.append(EvaluateOnTheWay(self, run.evaluations, run.system_prompt, run.revision))
+            callbacks.append(
+                EvaluateOnTheWay(
+                    trainer=self,
+                    plan=run.evaluations,
+                    system_prompt=run.system_prompt,
+                    revision=run.revision,
+                )
+            )
         for callback in callbacks:
             self.add_callback(callback)

@@ -7,45 +7,52 @@ from typing import TYPE_CHECKING, Any
 from adora_vl.utils.launch import prepare_engine_environment, use_expandable_segments
 
 if TYPE_CHECKING:
-    from adora_vl.config.reading import Given
-    from adora_vl.config.where import DryRunOptions
-    from adora_vl.start.checked import Checked
+    from adora_vl.config.command import CliArgs
+    from adora_vl.config.run_context import DryRunOptions
+    from adora_vl.preflight.resolved_run import ResolvedRun
 
 
-def prepare(given: Given, *, to_train: bool = True) -> Checked:
-    """A run of this command. Raises `UserError`. With `to_train` false `output_dir` is only looked at."""
+def prepare(given: CliArgs, *, to_train: bool = True) -> ResolvedRun:
+    """A run of this command.
+
+    Raises `UserError`. With `to_train` false `output_dir` is only looked at.
+    """
     prepare_engine_environment()
     use_expandable_segments()
+    from adora_vl.config.run_context import RunContext
     from adora_vl.config.schema import build
-    from adora_vl.config.where import Where
-    from adora_vl.start.road import walk
+    from adora_vl.preflight.run_checks import walk
 
-    run = walk(_asked(given, build(given)), Where.of_launch("take" if to_train else "look"))
+    run = walk(_asked(given, build(given)), RunContext.of_launch("take" if to_train else "look"))
     if to_train and run.first:
         print("\n".join(run.first_lines()), flush=True)
     return run
 
 
-def prepare_on_paper(given: Given, options: DryRunOptions) -> Checked:
+def prepare_on_paper(given: CliArgs, options: DryRunOptions) -> ResolvedRun:
     """The same command as a dry run, on this machine or for another one. Raises `UserError`."""
     prepare_engine_environment()
-    from adora_vl.config.where import Where
-    from adora_vl.start.road import walk
+    from adora_vl.config.run_context import RunContext
+    from adora_vl.preflight.run_checks import walk
 
     parsed, here = _build_for_any_machine(given)
-    return walk(_asked(given, parsed, options.rows), Where.of_dry_run(options, here=here))
+    return walk(_asked(given, parsed, options.rows), RunContext.of_dry_run(options, here=here))
 
 
-def _asked(given: Given, parsed: Any, most: int | None = None) -> Any:
+def _asked(given: CliArgs, parsed: Any, most: int | None = None) -> Any:
     from adora_vl.models.check import lora_of
-    from adora_vl.start.checked import Asked, ModelSource
+    from adora_vl.preflight.resolved_run import ModelSource, RunRequest
 
     script, config, model = parsed
-    return Asked(config, ModelSource(model, lora_of(model)), script, given=given, most=most)
+    return RunRequest(
+        config=config, model=ModelSource(model, lora_of(model)), rows=script, given=given, most=most
+    )
 
 
-def _build_for_any_machine(given: Given) -> tuple[Any, bool]:
-    """The three dataclasses, and whether this machine could run them: a GPU's config is read on a laptop too."""
+def _build_for_any_machine(given: CliArgs) -> tuple[Any, bool]:
+    """The three dataclasses, and whether this machine could run them: a GPU's config is read on a
+    laptop too.
+    """
     from adora_vl.config.schema import NoGPUError, build
 
     try:

@@ -1,6 +1,7 @@
 """The entry point: read the config, build, train, report.
 
-accelerate launch --config_file configs/accelerate/cpu.yaml -m adora_vl.train --config configs/train/smoke_cpu.yaml
+accelerate launch --config_file configs/accelerate/cpu.yaml -m adora_vl.train --config
+configs/train/smoke_cpu.yaml
 """
 
 from __future__ import annotations
@@ -17,42 +18,50 @@ from adora_vl.utils import errors
 from adora_vl.utils.cli import EXIT_INTERRUPTED, imports
 from adora_vl.utils.errors import DiskFullError, RolloutError, RunError, UserError
 from adora_vl.utils.files import disk_is_full, written_to
-from adora_vl.utils.hidden import masked, masked_text
 from adora_vl.utils.launch import STARTUP_LOG, StartupLog, leave, watch_launcher
+from adora_vl.utils.secrets import masked, masked_text
 from adora_vl.utils.versions import check_versions
 
 with imports():
-    from adora_vl.config.key_list import asks_for_help, help_text
-    from adora_vl.config.reading import Given, read
-    from adora_vl.config.where import take_options
+    from adora_vl.config.command import CliArgs, read
+    from adora_vl.config.help import asks_for_help, help_text
+    from adora_vl.config.run_context import take_options
     from adora_vl.prepare import prepare
 
 if TYPE_CHECKING:
-    from adora_vl.start.checked import Checked
+    from adora_vl.preflight.resolved_run import ResolvedRun
     from adora_vl.trainer import AdoraGRPOTrainer
 
-# Seconds before a rank other than the first reports its own mistake. Where torch is imported Python takes seconds to
-# end, and longer on a busy machine.
+# Seconds before a rank other than the first reports its own mistake. Where torch is imported Python
+# takes seconds to end, and longer on a busy machine.
 _ALONE_S = 20.0
 
 
-def build_trainer(run: Checked) -> AdoraGRPOTrainer:
+def build_trainer(run: ResolvedRun) -> AdoraGRPOTrainer:
     """Weights are loaded here, and nowhere before."""
     from adora_vl.trainer import AdoraGRPOTrainer
 
-    config, model = run.config, run.model
+    config = run.config
+    model = run.model
     own: dict[str, Any] = {"revision": run.revision, "dtype": model.dtype}
     if model.attn_implementation is not None:
         own["attn_implementation"] = model.attn_implementation
     config.model_init_kwargs = {**own, **(config.model_init_kwargs or {})}
     return AdoraGRPOTrainer(
-        model=model.model_name_or_path, reward_funcs=list(run.rewards.functions), args=config,
-        train_dataset=run.dataset, peft_config=run.asked.model.peft_config, run=run,
-    )  # fmt: skip
+        model=model.model_name_or_path,
+        reward_funcs=list(run.rewards.functions),
+        args=config,
+        train_dataset=run.dataset,
+        peft_config=run.asked.model.peft_config,
+        run=run,
+    )
 
 
-def load(run: Checked, log: Path) -> AdoraGRPOTrainer:
-    """As `build_trainer`, what is said goes into `log`. Raises `UserError` for `model_init_kwargs`, else `RunError`."""
+def load(run: ResolvedRun, log: Path) -> AdoraGRPOTrainer:
+    """As `build_trainer`, what is said goes into `log`.
+
+    Raises `UserError` for `model_init_kwargs`, else `RunError`.
+    """
     given = dict(run.config.model_init_kwargs or {})
     if run.first:
         print(f"Loading model and engine; what the libraries say is in {log}", flush=True)
@@ -64,13 +73,20 @@ def load(run: Checked, log: Path) -> AdoraGRPOTrainer:
     except Exception as error:  # model, engine, optimizer and trackers each have their own
         wrong = next((key for key in given if key in str(error)), None)
         if wrong is not None and isinstance(error, TypeError | ValueError):
-            value, why = f"{masked(given)[wrong]!r:.60}", errors.in_one_line(error)
-            raise UserError(f"model_init_kwargs: {wrong}: {value} is refused by the model ({why})") from error
-        raise RunError(f"the model or the engine could not be loaded ({errors.in_one_line(error)})") from error
+            value = f"{masked(given)[wrong]!r:.60}"
+            why = errors.in_one_line(error)
+            raise UserError(
+                f"model_init_kwargs: {wrong}: {value} is refused by the model ({why})"
+            ) from error
+        raise RunError(
+            f"the model or the engine could not be loaded ({errors.in_one_line(error)})"
+        ) from error
 
 
 def speak_from_the_first_step(trainer: AdoraGRPOTrainer, startup: StartupLog) -> None:
-    """Give the screen back where the training begins, before any other callback has something to say."""
+    """Give the screen back where the training begins, before any other callback has something to
+    say.
+    """
     from transformers import TrainerCallback
     from transformers.utils.logging import disable_progress_bar
 
@@ -83,8 +99,10 @@ def speak_from_the_first_step(trainer: AdoraGRPOTrainer, startup: StartupLog) ->
 
 
 def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
-    """Save model and state into `output_dir`. Returns the folder of the whole model: with LoRA `output_dir/merged`, as
-    neither vLLM nor the evaluators load an adapter alone. Raises `RunError` where they cannot be written.
+    """Save model and state into `output_dir`.
+
+    Returns the folder of the whole model: with LoRA `output_dir/merged`, as neither vLLM nor the
+    evaluators load an adapter alone. Raises `RunError` where they cannot be written.
     """
     from adora_vl.checkpoint.writer import noted
     from adora_vl.export import save_merged
@@ -97,7 +115,12 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
         with noted(output_dir, is_main):
             trainer.save_state()
             merged = output_dir / MERGED
-            if not save_merged(trainer.model, trainer.processing_class, merged, trainer.accelerator):
+            if not save_merged(
+                trainer.model,
+                processing_class=trainer.processing_class,
+                folder=merged,
+                accelerator=trainer.accelerator,
+            ):
                 return output_dir
             if is_main:
                 write_card(trainer.manifest, merged, trainer.state)
@@ -105,13 +128,20 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
         where = trainer.checkpoints.where_to_go_on()
         if disk_is_full(error):
             why = f"no space left on the disk of {str(output_dir)!r}"
-            raise DiskFullError(f"the model could not be written ({why}); make room there, and {where}") from None
-        raise RunError(f"the model could not be written into {str(output_dir)!r} ({error}); {where}") from error
+            raise DiskFullError(
+                f"the model could not be written ({why}); make room there, and {where}"
+            ) from None
+        raise RunError(
+            f"the model could not be written into {str(output_dir)!r} ({error}); {where}"
+        ) from error
     return merged
 
 
 def copy_finished(checkpoint: Path, output_dir: Path) -> None:
-    """Copy the model of a run's last checkpoint into `output_dir`. Raises `UserError` where it cannot be written."""
+    """Copy the model of a run's last checkpoint into `output_dir`.
+
+    Raises `UserError` where it cannot be written.
+    """
     from adora_vl.checkpoint.writer import noted
     from adora_vl.export import copy_model
 
@@ -126,13 +156,18 @@ def note_stop(manifest: dict[str, Any], output_dir: Path, step: int) -> None:
     from adora_vl.record.manifest import end_manifest
 
     mark_stopped(output_dir, step)
-    end_manifest(manifest, output_dir, "stopped", step)
-    print(f"Stopped after step {step}; the same command goes on from checkpoint-{step}:", file=sys.stderr)
+    end_manifest(manifest, output_dir=output_dir, status="stopped", steps=step)
+    print(
+        f"Stopped after step {step}; the same command goes on from checkpoint-{step}:",
+        file=sys.stderr,
+    )
     print(manifest["command"], file=sys.stderr)
 
 
-def train(given: Given) -> int:
-    """Train, save the model with its processor into `output_dir`, and print what happened and where to look."""
+def train(given: CliArgs) -> int:
+    """Train, save the model with its processor into `output_dir`, and print what happened and where
+    to look.
+    """
     from adora_vl.checkpoint.stop import EXIT_STOPPED, StopOnSignal
     from adora_vl.checkpoint.writer import delete_aside
     from adora_vl.record.manifest import end_manifest, failure_noted
@@ -145,7 +180,8 @@ def train(given: Given) -> int:
             copy_finished(run.finished, output_dir)
         return 0
     trainer = load(run, output_dir / STARTUP_LOG)
-    is_main, stop = trainer.accelerator.is_main_process, StopOnSignal()
+    is_main = trainer.accelerator.is_main_process
+    stop = StopOnSignal()
     trainer.callback_handler.callbacks.insert(0, stop)
     until_step = StartupLog(output_dir / STARTUP_LOG)
     speak_from_the_first_step(trainer, until_step)
@@ -157,13 +193,31 @@ def train(given: Given) -> int:
         if is_main:
             note_stop(trainer.manifest, output_dir, trainer.state.global_step)
     else:
-        with failure_noted(trainer.manifest, output_dir, lambda: trainer.state.global_step, is_main):
+        with failure_noted(
+            trainer.manifest,
+            output_dir=output_dir,
+            steps=lambda: trainer.state.global_step,
+            is_main=is_main,
+        ):
             model_folder = save_final_model(trainer, output_dir)
         if is_main:
             delete_aside(output_dir)
-            end_manifest(trainer.manifest, output_dir, "finished", trainer.state.global_step)
-            log, command = trainer.state.log_history, trainer.manifest["command"]
-            lines = summary_lines(log, run.config, model_folder, seconds, data=run.data[0], command=command)
+            end_manifest(
+                trainer.manifest,
+                output_dir=output_dir,
+                status="finished",
+                steps=trainer.state.global_step,
+            )
+            log = trainer.state.log_history
+            command = trainer.manifest["command"]
+            lines = summary_lines(
+                log,
+                config=run.config,
+                model=model_folder,
+                seconds=seconds,
+                data=run.data[0],
+                command=command,
+            )
             print("\n".join(lines), flush=True)
     trainer.accelerator.wait_for_everyone()
     stop.release()
@@ -173,10 +227,13 @@ def train(given: Given) -> int:
 
 
 def report_stop(error: Exception, cause: BaseException | None = None) -> None:
-    """Print one line, after the traceback of the error's cause if it has one. `cause`: by default the error that
-    `error` was raised from. Without a cause all ranks stop together, and the first reports it.
+    """Print one line, after the traceback of the error's cause if it has one.
+
+    `cause`: by default the error that `error` was raised from. Without a cause all ranks stop
+    together, and the first reports it.
     """
-    rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    rank = os.environ.get("RANK", "0")
+    ranks = os.environ.get("WORLD_SIZE", "1")
     cause = cause or error.__cause__
     alone = cause is not None or isinstance(error, DiskFullError)
     if cause is not None:
@@ -188,8 +245,11 @@ def report_stop(error: Exception, cause: BaseException | None = None) -> None:
 
 
 def report_mistake(error: UserError) -> None:
-    """Print one line. Most mistakes are found by every rank: the first rank of each machine reports them, and the
-    launcher ends the others. One that nobody has ended after some seconds has found its mistake alone, and reports it.
+    """Print one line.
+
+    Most mistakes are found by every rank: the first rank of each machine reports them, and the
+    launcher ends the others. One that nobody has ended after some seconds has found its mistake
+    alone, and reports it.
     """
     place = ""
     if isinstance(error, errors.SharedUserError) and os.environ.get("RANK", "0") != "0":
@@ -201,9 +261,9 @@ def report_mistake(error: UserError) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 2 the user's input is wrong (one line), 75 stopped by a signal with a checkpoint, 130
-    interrupted outside the training, 1 anything else (one line, after its cause's traceback), or a dry run that does
-    not fit.
+    """Exit codes: 0 done, 2 the user's input is wrong (one line), 75 stopped by a signal with a
+    checkpoint, 130 interrupted outside the training, 1 anything else (one line, after its cause's
+    traceback), or a dry run that does not fit.
     """
     words = sys.argv[1:] if arguments is None else arguments
     watch_launcher()

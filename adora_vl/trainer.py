@@ -1,11 +1,13 @@
-"""One training step, from top to bottom: TRL's `GRPOTrainer` with ADORA's weights and rollouts that can be trusted.
+"""One training step, from top to bottom: TRL's `GRPOTrainer` with ADORA's weights and rollouts that
+can be trusted.
 
     1. a generation   sample, grade, record; resample, weigh; then rebalance, cut into micro-batches
     2. a micro-batch  the policy's pass, its ratio to the engine, the loss
     3. a checkpoint   written beside its place, sealed, renamed
 
-The parts of a step are objects that `parts.py` makes; this file has the order in which they work. Where a
-method of stock TRL is overridden, the docstring says what TRL does there and why that is not enough.
+The parts of a step are objects that `parts.py` makes; this file has the order in which they work.
+Where a method of stock TRL is overridden, the docstring says what TRL does there and why that is
+not enough.
 """
 
 import time
@@ -29,77 +31,125 @@ from adora_vl.checkpoint.universal import expect_universal, is_universal, load_s
 from adora_vl.checkpoint.writer import noted, set_aside
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import regroup_obstacle, regroups
-from adora_vl.config.where import Where
+from adora_vl.config.run_context import RunContext
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler
-from adora_vl.dedup.policy_pass import evaluating, generation_logps, has_dropout
-from adora_vl.dedup.prompts import PromptBatch
-from adora_vl.dedup.split_attention import plan_no_shapes
 from adora_vl.models.adapter import begin_with, in_float32, name_base, trained_alone
 from adora_vl.models.families import freeze, sees_images
 from adora_vl.models.load import restore_weights
 from adora_vl.models.precision import restore_buffers
-from adora_vl.models.shape import refuse_tied_adapters
+from adora_vl.models.reference import copied_policy
+from adora_vl.packing.policy_pass import evaluating, generation_logps
+from adora_vl.packing.prompts import PromptBatch
+from adora_vl.packing.split_attention import plan_no_shapes
 from adora_vl.parts import TrainerParts
+from adora_vl.preflight.python_inputs import Datasets, config_of, model_keys, refuse_objects
+from adora_vl.preflight.resolved_run import ModelSource, ResolvedRun, RunRequest
+from adora_vl.preflight.run_checks import walk
 from adora_vl.record import metrics, trackers
 from adora_vl.record.card import write_card
 from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import engine_settings
 from adora_vl.rollout.prompt_tokens import folder_settings_left_out
-from adora_vl.rollout.sources import ServersAhead
+from adora_vl.rollout.samplers import AsyncServerSampler
 from adora_vl.rollout.weight_sync import refuse_unmergeable
-from adora_vl.start.checked import Asked, Checked, ModelSource
-from adora_vl.start.objects import Datasets, config_of, model_keys, refuse_objects
-from adora_vl.start.road import walk
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import errors_with_step
 from adora_vl.types import Batch, Row
 from adora_vl.utils import compat
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.files import usual_modes
+from adora_vl.utils.seeding import drawn_at
 
 
 class AdoraGRPOTrainer(TrainerParts):
     """As `trl.GRPOTrainer`; `args` is an `AdoraGRPOConfig`."""
 
     def __init__(
-        self, model: Any, reward_funcs: Any = None, args: AdoraGRPOConfig | None = None, train_dataset: Any = None,
-        eval_dataset: Any = None, processing_class: Any = None, reward_processing_classes: Any = None,
-        callbacks: list[Any] | None = None, optimizers: tuple[Any, Any] = (None, None), quantization_config: Any = None,
-        peft_config: Any = None, tools: Any = None, rollout_func: Any = None, environment_factory: Any = None, *,
-        run: Checked | None = None,
-    ) -> None:  # fmt: skip
-        """The parameters of stock TRL 1.16, which loads the weights first and builds its own generation class. Ours
-        makes every stop of `adora_vl/start/road.py` before, unless `run` has made them, and puts its class in place.
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: AdoraGRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+        *,
+        run: ResolvedRun | None = None,
+    ) -> None:
+        """The parameters of stock TRL 1.16, which loads the weights first and builds its own
+        generation class. Ours makes every stop of `adora_vl/preflight/run_checks.py` before, unless `run` has
+        made them, and puts its class in place.
 
         Raises `UserError` for what cannot work, in one line.
         """
         if run is None:
-            refuse_objects(train_dataset, reward_funcs, rollout_func, environment_factory)
-            args, loaded = config_of(args, model), None if isinstance(model, str) else model
-            keys = model_keys(model, args, peft_config, quantization_config)
-            source = ModelSource(keys, peft_config, loaded, processing_class)
+            refuse_objects(
+                train_dataset,
+                reward_funcs=reward_funcs,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
+            )
+            args = config_of(args, model)
+            loaded = None if isinstance(model, str) else model
+            keys = model_keys(
+                model, config=args, peft_config=peft_config, quantised=quantization_config
+            )
+            source = ModelSource(
+                keys=keys, peft_config=peft_config, loaded=loaded, processor=processing_class
+            )
             rows = Datasets(train_dataset, eval_dataset)
-            asked = Asked(args, source, rows, reward_funcs, tools=tools or (), environment=environment_factory)
-            run = walk(asked, Where.of_launch("leave"))
-            train_dataset, eval_dataset = run.dataset, run.evaluated
-        args, self.run = run.config, run
+            asked = RunRequest(
+                config=args,
+                model=source,
+                rows=rows,
+                rewards=reward_funcs,
+                tools=tools or (),
+                environment=environment_factory,
+            )
+            run = walk(asked, RunContext.of_launch("leave"))
+            train_dataset = run.dataset
+            eval_dataset = run.evaluated
+        args = run.config
+        self.run = run
         self.toolbox = run.toolbox or self.toolbox
         plan_no_shapes()
         self.run_facts: dict[str, Any] = {}  # into the manifest of every checkpoint
         self.manifest: dict[str, Any] = {}  # of the run, from the beginning of `train` on
-        self.clock = metrics.PhaseClock(self.log_figure, sleep_mode=args.use_vllm and args.vllm_enable_sleep_mode)
+        self.clock = metrics.PhaseClock(
+            self.log_figure, sleep_mode=args.use_vllm and args.vllm_enable_sleep_mode
+        )
         trackers.prepare_trackers(args.report_to, args.output_dir)
-        engine = partial(AdoraVLLMGeneration, settings=engine_settings(args, run.revision), timed=self.clock.phase)
+        engine = partial(
+            AdoraVLLMGeneration,
+            settings=engine_settings(args, run.revision),
+            timed=self.clock.phase,
+        )
         compat.SHARD_LOADING.install(load_shards, on=transformers_trainer)
-        with compat.GENERATION_CLASS.replaced_by(engine, on=grpo_trainer):
+        policy = run.policy() if isinstance(model, str) else model
+        with (
+            compat.GENERATION_CLASS.replaced_by(engine, on=grpo_trainer),
+            self._reference_of(policy),
+        ):
             super().__init__(
-                model=run.policy() if isinstance(model, str) else model,
-                reward_funcs=list(run.rewards.functions), args=args, train_dataset=train_dataset,
-                eval_dataset=eval_dataset, processing_class=run.processor,
-                reward_processing_classes=reward_processing_classes, callbacks=callbacks, optimizers=optimizers,
+                model=policy,
+                reward_funcs=list(run.rewards.functions),
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=run.processor,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
                 peft_config=peft_config,
-            )  # fmt: skip
+            )
         if run.adapter is not None:
             begin_with(self.model, run.adapter)
         elif run.four_bit:
@@ -109,23 +159,41 @@ class AdoraGRPOTrainer(TrainerParts):
             restore_buffers(one)
         if is_peft_model(self.model):
             name_base(self.model, run.adapters[run.adapter is not None :])
-            refuse_tied_adapters(self.model)
             if not self._dist.is_fsdp and not run.four_bit:
                 refuse_unmergeable(self.model, self._dist.gather_params)
         freeze(self.model, args.adora_freeze)
         self._build_collaborators(args, models)
 
-    def train(
-        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
-    ) -> Any:
-        """Stock TRL leaves this to Transformers, which takes any folder for its own, and goes on from the newest
-        checkpoint in it, of whatever run. Ours holds `output_dir` for this run alone, goes on from its own checkpoints
-        with all that they have, and notes in `manifest.json` how it ends.
+    @staticmethod
+    def _reference_of(policy: Any) -> AbstractContextManager[None]:
+        """Inside, the reference beside a model object is a copy of it.
 
-        From Python `resume_from_checkpoint` is True, "auto", or a folder; None and False begin anew. A command's run
-        has its folder already. Raises `UserError` for a folder of another run, and `RunError` where a step fails.
+        Stock TRL reads the folder that the object's config names, whatever has become of the
+        weights since, and fails where there is no folder.
         """
-        run, output_dir, is_main = self.run, Path(self.args.output_dir), self.accelerator.is_main_process
+        if isinstance(policy, str):
+            return nullcontext()
+        copied = partial(copied_policy, policy)
+        return compat.REFERENCE_MODEL.replaced_by(copied, on=grpo_trainer)
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: Any = None,
+    ) -> Any:
+        """Stock TRL leaves this to Transformers, which takes any folder for its own, and goes on
+        from the newest checkpoint in it, of whatever run. Ours holds `output_dir` for this run
+        alone, goes on from its own checkpoints with all that they have, and notes in
+        `manifest.json` how it ends.
+
+        From Python `resume_from_checkpoint` is True, "auto", or a folder; None and False begin
+        anew. A command's run has its folder already. Raises `UserError` for a folder of another
+        run, and `RunError` where a step fails.
+        """
+        run = self.run
+        output_dir = Path(self.args.output_dir)
+        is_main = self.accelerator.is_main_process
         from_python = run.asked.given is None
         if from_python:
             run.take(resume_from_checkpoint)
@@ -135,27 +203,43 @@ class AdoraGRPOTrainer(TrainerParts):
             if from_python and run.finished is not None:
                 return self._nothing_left(run.finished)
             self._begin_run(output_dir)
-            with failure_noted(self.manifest, output_dir, lambda: self.state.global_step, is_main):
-                with errors_with_step(lambda: self.state.global_step, self.checkpoints.where_to_go_on):
+            with failure_noted(
+                self.manifest,
+                output_dir=output_dir,
+                steps=lambda: self.state.global_step,
+                is_main=is_main,
+            ):
+                with errors_with_step(
+                    lambda: self.state.global_step, self.checkpoints.where_to_go_on
+                ):
                     found = super().train(run.start.checkpoint, trial, ignore_keys_for_eval)
                 if self.bad_steps.reason:
                     raise RunError(f"step {self.state.global_step}: {self.bad_steps.reason}")
             if from_python and is_main:
-                end_manifest(self.manifest, output_dir, "finished", self.state.global_step)
+                end_manifest(
+                    self.manifest,
+                    output_dir=output_dir,
+                    status="finished",
+                    steps=self.state.global_step,
+                )
             return found
         finally:
             if from_python:
                 run.folder.release()
 
     def _begin_run(self, output_dir: Path) -> None:
-        """The manifest, the folder without an older run, and what the checkpoint has besides weights and optimizer."""
+        """The manifest, the folder without an older run, and what the checkpoint has besides
+        weights and optimizer.
+        """
         run = self.run
         self.run_facts = {"fingerprint": run.fingerprint}
         self.manifest = run.manifest()
         self.manifest["model"]["sees_images"] = sees_images(self.model.config)
         if run.adapters:
             self.manifest["model"]["base"] = run.name
-        self.manifest["vllm_model_runner"] = self.vllm_generation.model_runner if self.use_vllm else None
+        self.manifest["vllm_model_runner"] = (
+            self.vllm_generation.model_runner if self.use_vllm else None
+        )
         if self.accelerator.is_main_process:
             if run.start.replaces:
                 set_aside(output_dir)  # now that all that is known of the new run is in order
@@ -170,18 +254,20 @@ class AdoraGRPOTrainer(TrainerParts):
         """The end of a run of Python's whose last step has been made: its weights and state."""
         if self.is_deepspeed_enabled:
             raise UserError(
-                f"{checkpoint} is the last step: nothing left to train; `python -m adora_vl.export` loads it"
+                f"{checkpoint} is the last step: nothing left to train; `python -m "
+                "adora_vl.export` loads it"
             )
         self._load_from_checkpoint(str(checkpoint))
         self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         print(f"{checkpoint} is the last step: nothing left to train")
         return TrainOutput(self.state.global_step, 0.0, {})
 
-    # ------------------------------------------------------------------------------------------- 1. a generation
+    # ------------------------------------------------------------------------------ 1. a generation
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """Stock TRL shuffles the rows of a generation and divides them into micro-batches, padded to its longest row.
-        Ours keeps groups together, leaves out those without signal, and cuts padding. A second call returns the same.
+        """Stock TRL shuffles the rows of a generation and divides them into micro-batches, padded
+        to its longest row. Ours keeps groups together, leaves out those without signal, and cuts
+        padding. A second call returns the same.
         """
         if not self.model.training or not self._cuts:
             found = super()._prepare_inputs(generation_batch)
@@ -196,13 +282,17 @@ class AdoraGRPOTrainer(TrainerParts):
 
     @property
     def _cuts(self) -> bool:
-        """Whether a generation is divided here. Otherwise TRL divides it, into `_buffered_inputs`."""
+        """Whether a generation is divided here.
+
+        Otherwise TRL divides it, into `_buffered_inputs`.
+        """
         return regroups(self.args) and not regroup_obstacle(self.args)
 
     def _sample(self, rows: list[Row]) -> Generation:
         """A generation from these rows, ready to be learned from."""
         with self._engine_awake():
-            batch = self._generate_and_score_completions(rows)  # TRL's name for it, which a subclass may override
+            # TRL's name for it, which a subclass may override
+            batch = self._generate_and_score_completions(rows)
         generation = self._collecting
         assert generation is not None
         generation.batch = batch
@@ -212,14 +302,19 @@ class AdoraGRPOTrainer(TrainerParts):
         return generation
 
     def _engine_awake(self) -> AbstractContextManager[None]:
-        """Inside, the engine stays awake through dynamic sampling, unless passes of the policy need its memory."""
+        """Inside, the engine stays awake through dynamic sampling, unless passes of the policy need
+        its memory.
+        """
         passes = self.beta != 0.0 or not self._skips_old_pass
-        return nullcontext() if passes or not self.args.adora_rollouts.refill else self.sampler.awake()
+        return (
+            nullcontext() if passes or not self.args.adora_rollouts.refill else self.sampler.awake()
+        )
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
-        """Stock TRL processes the image of every copy of a row twice, samples, makes a pass for the old
-        log-probabilities whenever vLLM samples, grades, and returns group-normalised advantages. Ours processes each
-        image once, makes that pass only if it is needed, replaces groups without signal, and then weighs all together.
+        """Stock TRL processes the image of every copy of a row twice, samples, makes a pass for the
+        old log-probabilities whenever vLLM samples, grades, and returns group-normalised
+        advantages. Ours processes each image once, makes that pass only if it is needed, replaces
+        groups without signal, and then weighs all together.
         """
         self.prefetch.finish()
         training = self.model.training
@@ -228,35 +323,50 @@ class AdoraGRPOTrainer(TrainerParts):
         if training and self._step == self._step_began:
             self.unfinished.begins(self._step, self._facts())
         generation = Generation(
-            rows=inputs, mode="train" if training else "eval", step=self.state.global_step, key=self._step_key,
-            attempt=0, group_size=self.num_generations if training else self.num_generations_eval,
+            rows=inputs,
+            mode="train" if training else "eval",
+            step=self.state.global_step,
+            key=self._step_key,
+            attempt=0,
+            group_size=self.num_generations if training else self.num_generations_eval,
             first_micro_step=self._step - self._step % self.shape.cycle,
-        )  # fmt: skip
+        )
         self.pool.fill(generation)
         if training:
             self.prefetch.start()
-        # Where nothing more is made of it, its rows and images are not held while the policy learns.
+        # Where nothing more is made of it, its rows and images are not held while the policy
+        # learns.
         self._collecting = generation if training and self._cuts else None
         return generation.batch
 
     def _turn(self, prompts: PromptBatch) -> list[list[int]]:
-        """The policy's own rollouts. Stock TRL takes settings of the model's folder where no key says another."""
-        with folder_settings_left_out(self.model):
+        """The policy's own rollouts.
+
+        Stock TRL takes settings of the model's folder where no key says another, and samples with
+        dropout, of which the log-probabilities of the answers know nothing.
+        """
+        with folder_settings_left_out(self.model), evaluating(self.model):
             turn = self._generate_single_turn(prompts.ids, prompts.images, prompts.fields, 1)
         return cast("list[list[int]]", turn[0])
 
     def _score(self, batch: Batch, mode: str) -> None:
-        """Put the log-probabilities into a batch that the loss compares its own with: of the policy that has sampled,
-        unless the policy's own pass gives them, and of the reference model.
+        """Put the log-probabilities into a batch that the loss compares its own with: of the policy
+        that has sampled, unless the policy's own pass gives them, and of the reference model.
         """
-        args, training = self.args, mode == "train"
+        args = self.args
+        training = mode == "train"
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
         corrects = corrects and not (training and self._skips_old_pass)
-        one_step = args.gradient_accumulation_steps % (args.steps_per_generation * self.num_iterations) == 0
+        one_step = (
+            args.gradient_accumulation_steps % (args.steps_per_generation * self.num_iterations)
+            == 0
+        )
         rows = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
 
         def scored(model: Any) -> Tensor:
-            return generation_logps(batch, partial(self._get_per_token_logps_and_entropies, model), rows)
+            return generation_logps(
+                batch, partial(self._get_per_token_logps_and_entropies, model), rows
+            )
 
         with disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
             if corrects or not one_step:
@@ -268,21 +378,27 @@ class AdoraGRPOTrainer(TrainerParts):
                 batch["ref_per_token_logps"] = scored(self.ref_model)
             elif self.beta != 0.0:  # the base model of an adapter, or the adapter as it was
                 policy = self.accelerator.unwrap_model(self.model)
-                with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
+                with use_adapter(
+                    policy, adapter_name="ref" if "ref" in policy.peft_config else None
+                ):
                     batch["ref_per_token_logps"] = scored(self.model)
-                freeze(policy, args.adora_freeze)  # PEFT has made all of the adapter trainable again
+                # PEFT has made all of the adapter trainable again
+                freeze(policy, args.adora_freeze)
+            if training and self.reference_guard.is_due(self.state.global_step):
+                self.reference_guard.check(batch, self._policy_logps)
 
     @property
     def _step_key(self) -> str:
         """Where the run stands: the optimizer step and the micro-batch in it."""
         return f"{self.state.global_step}/{self._step % self.args.gradient_accumulation_steps}"
 
-    # ------------------------------------------------------------------------------------------ 2. a micro-batch
+    # ----------------------------------------------------------------------------- 2. a micro-batch
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        """Stock TRL runs every micro-batch forward and backward, and counts them through all epochs. Ours skips those
-        that are empty, which they are on all ranks alike. Where several generations make a step and an epoch's last one
-        has fewer, the next begins at its own first micro-batch, as in a run that goes on from there.
+        """Stock TRL runs every micro-batch forward and backward, and counts them through all
+        epochs. Ours skips those that are empty, which they are on all ranks alike. Where several
+        generations make a step and an epoch's last one has fewer, the next begins at its own first
+        micro-batch, as in a run that goes on from there.
         """
         started = time.perf_counter()
         model.train()
@@ -297,55 +413,88 @@ class AdoraGRPOTrainer(TrainerParts):
         return loss
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
-        """Stock TRL takes the ratio to the engine from an earlier pass, averages over the rows of a micro-batch,
-        however many, and clips the ratio of new to old policy on one side only. Ours computes the former in the
-        policy's own pass, weighs a micro-batch by its rows, and skips a step in which the latter explodes.
+        """Stock TRL takes the ratio to the engine from an earlier pass, averages over the rows of a
+        micro-batch, however many, and clips the ratio of new to old policy on one side only. Ours
+        computes the former in the policy's own pass, weighs a micro-batch by its rows or tokens,
+        and skips a step in which the latter explodes. What is drawn for a micro-batch, as dropout,
+        depends on its place alone, so that a run that goes on draws the same.
         """
         micro = cast("Batch", {**inputs})
+        if self.has_dropout and self.shape.has_one_step:
+            # The weights are those of the old pass, so the ratio of new to old policy is 1; with
+            # the old values it would be that of a pass with dropout to one without. TRL takes the
+            # values of this pass where there are none.
+            micro.pop("old_per_token_logps", None)
         logps: list[Tensor] = []
+        entropies: list[Tensor] = []
+        coefficient = self._entropy_coefficient
         corrects_ratio = self.use_vllm and self.vllm_importance_sampling_correction
 
-        def seen(logps_BC: Tensor) -> None:
+        def seen(logps_BC: Tensor, entropies_BC: Tensor | None) -> None:
             logps.append(logps_BC)
+            if entropies_BC is not None:
+                entropies.append(entropies_BC)
             if corrects_ratio and self.ratio.is_due(micro):
                 self.drift_guard.check_batch(micro, self.state.global_step, logps_BC)
                 self.recorder.measured(micro, logps_BC)
                 for name, value in self.ratio.complete(micro, logps_BC).items():
                     self.log_figure(name, value)
 
-        with self.policy_pass.watched(seen, micro):
+        rank = self.accelerator.process_index
+        place = f"micro-batch/{self.args.seed}/{self._step_key}/{rank}"
+        draws = drawn_at(place) if model.training else nullcontext()
+        with self.policy_pass.watched(seen, micro), draws:
             loss = super()._compute_loss(model, micro)
         if model.training:
             loss = self.ratio_guard.loss(loss, logps[0] if logps else None, micro)
-            if self.ratio_guard.exploded is not None:
-                self.pool.forget_kept()
-        return self.batcher.scaled(loss, micro)
+        loss = self.batcher.scaled(loss, micro)
+        if model.training and self.entropy_bonus.is_on:
+            accumulated = self.current_gradient_accumulation_steps
+            (entropies_BC,) = entropies
+            loss = loss + self.entropy_bonus.missing(micro, entropies_BC, coefficient, accumulated)
+        return loss
+
+    @property
+    def _entropy_coefficient(self) -> float:
+        """That of TRL's bonus in this step; its adaptive one changes at the end of the step."""
+        too_high = self._last_world_entropy > self.args.entropy_target
+        return 0.0 if self.use_adaptive_entropy and too_high else float(self.entropy_coef)
+
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        """Stock TRL chooses the tokens with the highest entropy; ours keeps them for the bonus."""
+        chosen_BC: Tensor = super().get_high_entropy_mask(entropies, mask, threshold)
+        self.entropy_bonus.chosen_BC = chosen_BC
+        return chosen_BC
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        """Stock TRL computes the prompt again with every rollout, and pads rows to one length. Ours computes it once
-        per group and without padding where that is less work and the model's attention allows it.
+        """Stock TRL computes the prompt again with every rollout, and pads rows to one length.
+
+        Ours computes it once per group and without padding where that is less work and the model's
+        attention allows it.
         """
         return self.policy_pass(super()._get_per_token_logps_and_entropies, *args, **kwargs)
 
     def _policy_logps(self, batch: Batch, pixels: Tensor | None = None) -> Tensor:
-        """The log-probabilities of a generation's completions by the policy without dropout, (B, C)."""
+        """The log-probabilities of a generation's completions by the policy, (B, C)."""
         policy = partial(self._get_per_token_logps_and_entropies, self.model)
-        with evaluating(self.model):
-            return generation_logps(batch, policy, self.args.per_device_train_batch_size, pixels)
+        return generation_logps(
+            batch, policy=policy, rows=self.args.per_device_train_batch_size, pixels=pixels
+        )
 
     @property
     def _skips_old_pass(self) -> bool:
-        """Whether the old log-probabilities equal those of the policy's own pass, and nothing asks for them before."""
-        asks = self.args.adora_rollouts.replay or any(extension.needs_old_logps for extension in self.extensions)
-        return self.args.own("skip_old_pass") and self.shape.has_one_step and not has_dropout(self.model) and not asks
+        """Whether the old log-probabilities equal those of the policy's own pass."""
+        return self.args.own("skip_old_pass") and self.shape.has_one_step and not self.has_dropout
 
-    # ------------------------------------------------------------------------------------------ 3. a checkpoint
+    # ------------------------------------------------------------------------------ 3. a checkpoint
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Stock TRL writes into `checkpoint-N` itself and deletes older ones on the way, so a crash can leave an
-        incomplete checkpoint, or none. Ours writes into another folder, seals it, renames it, then deletes older ones.
+        """Stock TRL writes into `checkpoint-N` itself and deletes older ones on the way, so a crash
+        can leave an incomplete checkpoint, or none. Ours writes into another folder, seals it,
+        renames it, then deletes older ones.
         """
-        stock, facts = super()._save_checkpoint, self.unfinished.facts(self._step_began, self._facts())
+        stock = super()._save_checkpoint
+        facts = self.unfinished.facts(self._step_began, self._facts())
 
         def save(folder: Path) -> dict[str, Any]:
             stock(model, trial)
@@ -361,31 +510,38 @@ class AdoraGRPOTrainer(TrainerParts):
         self.checkpoints.write(self.state.global_step, save)
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Stock TRL returns `output_dir`; ours returns the checkpoint's staging folder while one is being written."""
+        """Stock TRL returns `output_dir`; ours returns the checkpoint's staging folder while one is
+        being written.
+        """
         staging = self.checkpoints.staging
         return str(staging) if staging is not None else str(super()._get_output_dir(trial))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Stock TRL leaves this to Transformers 5.17, which loads weights by their names in the file. Qwen2.5-VL's
-        modules have other names, so a resumed run would only print a warning and start from the untrained weights. Of
-        several adapters it reads those in folders alone, and not the one that is trained.
+        """Stock TRL leaves this to Transformers 5.17, which loads weights by their names in the
+        file. Qwen2.5-VL's modules have other names, so a resumed run would only print a warning and
+        start from the untrained weights. Of several adapters it reads those in folders alone, and
+        not the one that is trained.
         """
-        model, folder = self.model if model is None else model, Path(resume_from_checkpoint)
+        model = self.model if model is None else model
+        folder = Path(resume_from_checkpoint)
         if self._dist.is_fsdp or not list(folder.glob("*.safetensors")):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
             restore_weights(model, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
-        """Stock TRL restores these and the coefficient of the entropy; ours also what no library saves."""
+        """Stock TRL restores these and the coefficient of the entropy; ours also what no library
+        saves.
+        """
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self.reference.load(Path(checkpoint))
             self.loss_sums.load(Path(checkpoint))
 
     def restore(self, checkpoint: str) -> None:
-        """Restore what a checkpoint holds besides weights and optimizer, which `train` restores: what the methods
-        remember, the rollouts that are still to be learned from, and the figures since the last log.
+        """Restore what a checkpoint holds besides weights and optimizer, which `train` restores:
+        what the methods remember, the rollouts that are still to be learned from, and the figures
+        since the last log.
         """
         facts = facts_of(Path(checkpoint))
         self.checkpoints.began_at = checkpoint
@@ -394,27 +550,44 @@ class AdoraGRPOTrainer(TrainerParts):
         unfinished = self.unfinished.load(Path(checkpoint))
         if unfinished is not None:
             self._step, self._buffered_inputs, table = unfinished
-            self._generation = Generation.restored(self._step - self._step % self.shape.cycle, self._buffered_inputs)
+            self._generation = Generation.restored(
+                self._step - self._step % self.shape.cycle, self._buffered_inputs
+            )
             trackers.from_json(table, self._logs)
         for name, values in facts.get("metrics", {}).items():
             self._metrics["train"][name] = list(values)
 
     def save_here(self) -> Path:
-        """The checkpoint of the present step, written unless it is there already. All ranks call this together."""
-        return self.checkpoints.at(self.state.global_step, lambda: self._save_checkpoint(self.model, None))
+        """The checkpoint of the present step, written unless it is there already.
+
+        All ranks call this together.
+        """
+        return self.checkpoints.at(
+            self.state.global_step, lambda: self._save_checkpoint(self.model, None)
+        )
 
     def _facts(self) -> dict[str, Any]:
         """What is known now of the run, for a checkpoint's manifest."""
         figures = {name: list(values) for name, values in self._metrics["train"].items()}
-        return {**self.run_facts, **self.loss_sums.now(), "methods": self.methods.state(), "metrics": figures}
+        return {
+            **self.run_facts,
+            **self.loss_sums.now(),
+            "methods": self.methods.state(),
+            "metrics": figures,
+        }
 
     @property
     def _step_began(self) -> int:
-        """TRL's `_step` where the present optimizer step began. A run that goes on from a checkpoint makes it whole."""
+        """TRL's `_step` where the present optimizer step began.
+
+        A run that goes on from a checkpoint makes it whole.
+        """
         return int(self._step - self._step % self.args.gradient_accumulation_steps)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Stock TRL saves weights and processor; ours also the model card, readable by others as the umask says."""
+        """Stock TRL saves weights and processor; ours also the model card, readable by others as
+        the umask says.
+        """
         folder = Path(output_dir or self.args.output_dir)
         final = folder == Path(self.args.output_dir)
         lacks_reference = self._dist.is_zero3 and is_peft_model(self.model)
@@ -426,43 +599,80 @@ class AdoraGRPOTrainer(TrainerParts):
                 write_card(self.manifest, folder, self.state)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Stock TRL copies the model into output_dir, to push it; ours also notes that a run wrote it."""
+        """Stock TRL copies the model into output_dir, to push it; ours also notes that a run wrote
+        it.
+        """
         with noted(Path(self.args.output_dir), self.accelerator.is_main_process):
             super()._push_from_checkpoint(checkpoint_folder)
 
-    def create_model_card(self, model_name: Any = None, dataset_name: Any = None, tags: Any = None) -> None:
-        """Stock TRL writes a card of its own into output_dir at every save, which would replace ours."""
+    def create_model_card(
+        self, model_name: Any = None, dataset_name: Any = None, tags: Any = None
+    ) -> None:
+        """Stock TRL writes a card of its own into output_dir at every save, which would replace
+        ours.
+        """
 
-    # -------------------------------------------------------------------------------- data, log, and the engine's end
+    # -------------------------------------------------------------- data, log, and the engine's end
 
     def _get_dataloader(
-        self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, is_training: bool = False,
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Any = None,
+        is_training: bool = False,
         dataloader_key: str | None = None,
-    ) -> Any:  # fmt: skip
-        """Stock TRL reads every copy of a row; ours reads each once, if possible while the policy learns."""
-        asked, share = self.args.adora_rollouts, self.args.own("cache_images")
-        numbered = asked.budget is not None or asked.ahead > 0 or asked.replay > 0
+    ) -> Any:
+        """Stock TRL reads every copy of a row; ours reads each once, if possible while the policy
+        learns.
+        """
+        asked = self.args.adora_rollouts
+        share = self.args.own("cache_images")
+        numbered = asked.budget is not None or asked.ahead > 0
         if not is_training or not (share or numbered) or not hasattr(dataset, "__len__"):
-            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+            return super()._get_dataloader(
+                dataset,
+                description=description,
+                batch_size=batch_size,
+                sampler_fn=sampler_fn,
+                is_training=is_training,
+                dataloader_key=dataloader_key,
+            )
         rows = self._distinct_rows = DistinctRows(dataset, numbered=numbered, share=share)
-        loader = super()._get_dataloader(rows, description, batch_size, sampler_fn, is_training, dataloader_key)
+        loader = super()._get_dataloader(
+            rows,
+            description=description,
+            batch_size=batch_size,
+            sampler_fn=sampler_fn,
+            is_training=is_training,
+            dataloader_key=dataloader_key,
+        )
         self.prefetch = self.images.prefetch(rows, self._row_order, dataset)
         return loader
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        """Stock TRL's sampler draws one epoch's order after the other; ours draws each from the epoch's number."""
-        self._row_order = EpochRepeatSampler.like(super()._get_train_sampler(dataset))
+        """Stock TRL's sampler draws one epoch's order after the other, from `seed` alone; ours draws
+        each from the epoch's number, and from `data_seed` where it is set.
+        """
+        stock = super()._get_train_sampler(dataset)
+        self._row_order = EpochRepeatSampler.like(stock, seed=self.args.seed_of_rows)
         return self._row_order
 
     def log_figure(self, name: str, value: float) -> None:
-        """Add a value of this step to the next log, which averages them. It is the same on every rank."""
+        """Add a value of this step to the next log, which averages them.
+
+        It is the same on every rank.
+        """
         self._metrics["train"][name].append(value)
 
     def close(self) -> None:
-        """Shut a colocated engine down while its process groups still exist. Nothing can be sampled after this."""
+        """Shut a colocated engine down while its process groups still exist.
+
+        Nothing can be sampled after this.
+        """
         self.prefetch.finish()
         self.run.folder.release()
-        if isinstance(self.sampler, ServersAhead):
+        if isinstance(self.sampler, AsyncServerSampler):
             self.sampler.close()
         if self.use_vllm and self.vllm_mode == "colocate":
             self.vllm_generation.llm.llm_engine.engine_core.shutdown()

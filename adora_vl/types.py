@@ -1,4 +1,6 @@
-"""What passes between the parts of a training step: a row, a batch, and the context that the parts are built from."""
+"""What passes between the parts of a training step: a row, a batch, and the context that the parts
+are built from.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from adora_vl.config import AdoraGRPOConfig
 
 
 class Row(TypedDict, total=False):
-    """One example of the data set, as TRL's data loader gives it. Reward functions get every column, also others."""
+    """One example of the data set, as TRL's data loader gives it.
+
+    Reward functions get every column, also others.
+    """
 
     id: str
     prompt: list[dict[str, Any]]  # messages
@@ -29,7 +34,10 @@ class Row(TypedDict, total=False):
 
 
 class Batch(TypedDict, total=False):
-    """One rank's rollouts: a whole generation, or a micro-batch of it. B rollouts, P prompt and C completion tokens."""
+    """One rank's rollouts: a whole generation, or a micro-batch of it.
+
+    B rollouts, P prompt and C completion tokens.
+    """
 
     prompt_ids: Tensor  # (B, P), padded on the left
     prompt_mask: Tensor
@@ -39,51 +47,79 @@ class Batch(TypedDict, total=False):
     num_items_in_batch: Tensor  # (), tokens of the loss, of all ranks
     old_per_token_logps: Tensor  # (B, C), of the policy that the generation was sampled with
     ref_per_token_logps: Tensor  # (B, C), of the reference model
-    sampling_per_token_logps: Tensor  # (B, C), of the engine
+    # (B, C), of the engine: NaN where it was not asked, minus infinity where it gave no number
+    sampling_per_token_logps: Tensor
     importance_sampling_ratio: Tensor  # (B, C) or (B, 1), policy over engine
     tool_mask: Tensor  # (B, C)
     mm_token_type_ids: Tensor  # (B, P + C), 1 at the tokens of images
-    pixel_values: Tensor  # patches, or references to them (adora_vl.dedup.image_store)
+    pixel_values: Tensor  # patches, or references to them (adora_vl.packing.image_store)
     image_grid_thw: Tensor  # (images, 3)
     num_images: list[int]  # (B,)
     # added by this package
-    distorted: Tensor  # (B,), bool: sampled on a distorted image (noisy_rollouts); only where some can be
-    visual_dependency: Tensor  # (B,), nats per token, NaN without an image
-    visual_scale: Tensor  # (B,), the factor of the rollout in its advantages
-    stale_tokens: Tensor  # (B,), tokens at the beginning that earlier weights sampled (adora_rollouts.budget)
+    # (B,), tokens at the beginning that are not compared with the engine: sampled by earlier weights
+    # (adora_rollouts.budget), or all of a rollout that saw other images (an extension)
+    stale_tokens: Tensor
     segments: Tensor  # (B,), in how many parts the rollout was sampled
     age: Tensor  # (B,), generations since its group began
-    rollout_number: Tensor  # (B,), adora_vl.record.recorder; -1 for one of an earlier generation
-    signal: Tensor  # (B,), bool: of a group that has something to teach. Until the groups are weighed, as `grades`
-    grades: Tensor  # (B, functions + 3): rewards as they count, length, whether it has no end, surprisal
+    rollout_number: Tensor  # (B,), adora_vl.record.recorder
+    # (B,), bool: of a group that has something to teach. Until the groups are weighed, as `grades`
+    signal: Tensor
+    # (B, functions + 3): rewards as they count, length, whether it has no end, surprisal
+    grades: Tensor
     share_of_rows: float  # rows of this micro-batch over per_device_train_batch_size
+    share_of_tokens: Tensor  # (), its tokens over those of a micro-batch on average
     host: HostRows  # of a micro-batch; left out of checkpoints
 
 
 @dataclass(frozen=True)
 class HostRows:
-    """What the host knows of B rows, so that a pass does not wait for the device to ask it. Tensors are on the CPU."""
+    """What the host knows of B rows, so that a pass does not wait for the device to ask it.
+
+    Tensors are on the CPU.
+    """
 
     prompt_ids: Tensor  # (B, P)
     prompt_mask: Tensor  # (B, P)
     token_types: Tensor | None  # (B, P), 1 at the tokens of images
     lengths: list[int]  # completion tokens of each row
-    images: list[tuple[Tensor, Tensor] | None]  # of each row: references (patches, 1) or pixels, and grids (images, 3)
+    # of each row: references (patches, 1) or pixels, and grids (images, 3)
+    images: list[tuple[Tensor, Tensor] | None]
     own: Tensor | None = None  # (B, C), not 0 where the policy has sampled; None: everywhere
-    answer_types: Tensor | None = None  # (B, C), as `token_types`; None where completions have no images
+    # (B, C), as `token_types`; None where completions have no images
+    answer_types: Tensor | None = None
 
     @classmethod
     def of(
-        cls, prompt_ids: Tensor, prompt_mask: Tensor, completion_mask: Tensor, columns: Mapping[str, Any]
+        cls,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        completion_mask: Tensor,
+        columns: Mapping[str, Any],
     ) -> HostRows:
-        """Copied from rows and from their `columns` of images and tools. Pixels that are no references stay there."""
-        types, grids, counts = (columns.get(name) for name in ("mm_token_type_ids", "image_grid_thw", "num_images"))
-        pixels, images = columns.get("pixel_values"), list[tuple[Tensor, Tensor] | None]([None] * len(prompt_ids))
-        own, width = columns.get("tool_mask"), prompt_ids.size(1)
+        """Copied from rows and from their `columns` of images and tools.
+
+        Pixels that are no references stay there.
+        """
+        types, grids, counts = (
+            columns.get(name) for name in ("mm_token_type_ids", "image_grid_thw", "num_images")
+        )
+        pixels = columns.get("pixel_values")
+        images = list[tuple[Tensor, Tensor] | None]([None] * len(prompt_ids))
+        own = columns.get("tool_mask")
+        width = prompt_ids.size(1)
         answers = types[:, width:] if types is not None and own is not None else None
         types = types[:, :width] if types is not None else None
         references = pixels if pixels is not None and not pixels.is_floating_point() else None
-        asked = (prompt_ids, prompt_mask, completion_mask.sum(dim=1), types, grids, references, own, answers)
+        asked = (
+            prompt_ids,
+            prompt_mask,
+            completion_mask.sum(dim=1),
+            types,
+            grids,
+            references,
+            own,
+            answers,
+        )
         ids, mask, lengths, types, grids, references, own, answers = _on_host(asked)
         answers = answers if answers is not None and answers.any() else None
         if pixels is not None and grids is not None and counts is not None:
@@ -105,10 +141,22 @@ class HostRows:
         """Of these rows, and of their prompts the columns from `first` on."""
         own = list(rows)
         types = self.token_types[own, first:] if self.token_types is not None else None
-        ids, mask = self.prompt_ids[own, first:], self.prompt_mask[own, first:]
-        sampled, answers = (None if part is None else part[own] for part in (self.own, self.answer_types))
-        lengths, images = [self.lengths[row] for row in own], [self.images[row] for row in own]
-        return HostRows(ids, mask, types, lengths, images, sampled, answers)
+        ids = self.prompt_ids[own, first:]
+        mask = self.prompt_mask[own, first:]
+        sampled, answers = (
+            None if part is None else part[own] for part in (self.own, self.answer_types)
+        )
+        lengths = [self.lengths[row] for row in own]
+        images = [self.images[row] for row in own]
+        return HostRows(
+            prompt_ids=ids,
+            prompt_mask=mask,
+            token_types=types,
+            lengths=lengths,
+            images=images,
+            own=sampled,
+            answer_types=answers,
+        )
 
 
 def _on_host(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -120,7 +168,8 @@ def _on_host(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if tensor is None else next(back) for tensor in tensors]
 
 
-SaveNow = Callable[[], Path]  # the checkpoint of the present step, written by all ranks unless it is there
+# the checkpoint of the present step, written by all ranks unless it is there
+SaveNow = Callable[[], Path]
 LogFigure = Callable[[str, float], None]  # name and value, for the next log; the same on every rank
 
 
@@ -128,7 +177,10 @@ class PolicyLogps(Protocol):
     """The policy without dropout, on a whole generation."""
 
     def __call__(self, batch: Batch, pixels: Tensor | None = None) -> Tensor:
-        """Log-probabilities of the completions, (B, C), without gradients. `pixels`: in place of the batch's own."""
+        """Log-probabilities of the completions, (B, C), without gradients.
+
+        `pixels`: in place of the batch's own.
+        """
 
 
 @dataclass(frozen=True)
@@ -151,12 +203,10 @@ def loss_mask(batch: Batch) -> Tensor:
 
 
 def compared_mask(batch: Batch) -> Tensor:
-    """The tokens of the loss on which the engine can be compared with the policy, (B, C): both have seen the same
-    prompt, and the present weights have sampled them.
+    """The tokens of the loss on which the engine can be compared with the policy, (B, C): both have
+    seen the same prompt, and the present weights have sampled them.
     """
     mask_BC = loss_mask(batch)
-    if "distorted" in batch:
-        mask_BC = mask_BC * ~batch["distorted"][:, None]
     if "stale_tokens" in batch:
         places_C = torch.arange(mask_BC.size(1), device=mask_BC.device)
         mask_BC = mask_BC * (places_C >= batch["stale_tokens"][:, None])

@@ -1,1 +1,4 @@
-"""What is claimed, measured again: one command each, `python -m benchmarks.NAME`. README.md has the figures."""
+"""What is claimed, measured again: one command each, `python -m benchmarks.NAME`.
+
+README.md has the figures.
+"""

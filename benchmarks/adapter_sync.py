@@ -1,10 +1,11 @@
-"""A weight sync with LoRA, the adapter alone (as for a base in 4 bits) against merged tensors, into a real engine.
+"""A weight sync with LoRA, the adapter alone (as for a base in 4 bits) against merged tensors, into
+a real engine.
 
     python -m benchmarks.adapter_sync [--server]
 
-A random Qwen2.5-VL of --width and --layers in bfloat16 on this machine's CPU; medians of --turns. Both syncs are by the
-code of a run: `push_adapter`, and `push_weights` of `merged_parameters`, with the caches emptied after each; with
---server by files, which a vLLM server on loopback reads.
+A random Qwen2.5-VL of --width and --layers in bfloat16 on this machine's CPU; medians of --turns.
+Both syncs are by the code of a run: `push_adapter`, and `push_weights` of `merged_parameters`, with
+the caches emptied after each; with --server by files, which a vLLM server on loopback reads.
 """
 
 import argparse
@@ -50,14 +51,18 @@ def write_model(folder: str, width: int, layers: int) -> None:
     config = Qwen2_5_VLConfig.from_pretrained(PRETRAINED)
     text = config.text_config
     text.hidden_size = config.vision_config.out_hidden_size = width
-    text.intermediate_size, text.num_hidden_layers = 4 * width, layers
-    text.num_attention_heads, text.layer_types = width // text.head_dim, ["full_attention"] * layers
+    text.intermediate_size = 4 * width
+    text.num_hidden_layers = layers
+    text.num_attention_heads = width // text.head_dim
+    text.layer_types = ["full_attention"] * layers
     AutoModelForImageTextToText.from_config(config).bfloat16().save_pretrained(folder)
     AutoProcessor.from_pretrained(PRETRAINED).save_pretrained(folder)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, value in (("width", 512), ("layers", 12), ("rank", 16), ("turns", 5)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--server", action="store_true", help="into a vLLM server, by files")
@@ -67,15 +72,26 @@ def main() -> None:
         base = AutoModelForImageTextToText.from_pretrained(folder, dtype="bfloat16")
         lora = LoraConfig(r=options.rank, target_modules=r".*language_model.*_proj")
         policy: Any = get_peft_model(base, lora)
-        push = by_files(folder, options.rank, until) if options.server else into_engine(folder, options.rank)
+        push = (
+            by_files(folder, options.rank, until)
+            if options.server
+            else into_engine(folder, options.rank)
+        )
         compare(policy, push, options.turns)
 
 
 def into_engine(folder: str, rank: int) -> Push:
     llm = PolicyLLM(
-        model=folder, dtype="bfloat16", enforce_eager=True, gpu_memory_utilization=0.3, max_model_len=256,
-        limit_mm_per_prompt={"video": 0}, enable_lora=True, max_loras=1, max_lora_rank=rank,
-    )  # fmt: skip
+        model=folder,
+        dtype="bfloat16",
+        enforce_eager=True,
+        gpu_memory_utilization=0.3,
+        max_model_len=256,
+        limit_mm_per_prompt={"video": 0},
+        enable_lora=True,
+        max_loras=1,
+        max_lora_rank=rank,
+    )
     llm.adapter = LoRARequest("policy", 1, "in memory")
 
     def push(way: str, tensors: Tensors) -> None:
@@ -87,18 +103,28 @@ def into_engine(folder: str, rank: int) -> Push:
 
 def by_files(folder: str, rank: int, until: ExitStack) -> Push:
     port = free_port()
-    words = ["--model", folder, "--dtype", "bfloat16", "--enforce-eager", "--gpu-memory-utilization", "0.3"]
+    words = [
+        "--model",
+        folder,
+        "--dtype",
+        "bfloat16",
+        "--enforce-eager",
+        "--gpu-memory-utilization",
+        "0.3",
+    ]
     words += ["--max-model-len", "256", "--port", str(port), "--host", "127.0.0.1"]
     words += ["--enable-lora", "--max-lora-rank", str(rank)]
     told = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     server = subprocess.Popen(
         [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words],
-        env={**os.environ, **told}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        env={**os.environ, **told},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     until.callback(server.wait)
     until.callback(server.terminate)
     (client,) = connect([f"http://127.0.0.1:{port}"], 0, 300.0)
-    reader = Server(client, 300.0)
+    reader = Server(client, answer_s=300.0, vocabulary=0)  # it is asked for no rollouts
     reader.look()
     ways = {"adapter": Server.read_adapter, "merged": Server.read_weights}
     files = {way: WeightFiles(Path(folder, way), Path(folder)) for way in ways}
@@ -120,7 +146,9 @@ def compare(policy: Any, push: Push, turns: int) -> None:
         wanted = lambda name: component_of(name) == LANGUAGE_MODEL  # noqa: E731
         whole = lambda parameters: nullcontext()  # noqa: E731
         alone = way == "adapter"
-        for name, tensor in adapter_tensors(policy, whole) if alone else merged_parameters(policy, whole, wanted):
+        for name, tensor in (
+            adapter_tensors(policy, whole) if alone else merged_parameters(policy, whole, wanted)
+        ):
             sent += tensor.nbytes
             yield name, tensor
 
@@ -128,13 +156,18 @@ def compare(policy: Any, push: Push, turns: int) -> None:
     for way in ("adapter", "merged"):
         times = []
         for _ in range(turns):
-            sent, began = 0, time.perf_counter()
+            sent = 0
+            began = time.perf_counter()
             push(way, counted(way))
             times.append(time.perf_counter() - began)
         found[way] = sent, statistics.median(times)
         print(f"{way:8} {sent / 1e6:9.2f} MB {found[way][1]:8.3f} s")
-    (small, quick), (large, slow) = found["adapter"], found["merged"]
-    print(f"merged / adapter: {large / small:.0f} times the bytes, {slow / quick:.0f} times the seconds")
+    (small, quick) = found["adapter"]
+    (large, slow) = found["merged"]
+    print(
+        f"merged / adapter: {large / small:.0f} times the bytes, {slow / quick:.0f} times the "
+        "seconds"
+    )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""Seconds of a step with rollouts one and two generations ahead, and one after the other, with a server that only
-waits: what two machines give.
+"""Seconds of a step with rollouts one and two generations ahead, and one after the other, with a
+server that only waits: what two machines give.
 
     python -m benchmarks.ahead [--seconds 3] [--steps 12]
 
-One after the other, the seconds of sampling and of the weight sync are the server's part, and the rest is the
-trainer's. A step ahead should take little more than the longer of the two. At last every second generation takes the
-server three times as long as the others, as long on average, and the policy's part is made as long, by a reward that
-waits: then a second generation ahead helps most. If nothing else took time, it would take 0.8 of one ahead, and no
-other order of short and long generations would take less than 0.79. The figures are means without the first two steps
-and the last two.
+One after the other, the seconds of sampling and of the weight sync are the server's part, and the
+rest is the trainer's. A step ahead should take little more than the longer of the two. At last
+every second generation takes the server three times as long as the others, as long on average, and
+the policy's part is made as long, by a reward that waits: then a second generation ahead helps
+most. If nothing else took time, it would take 0.8 of one ahead, and no other order of short and
+long generations would take less than 0.79. The figures are means without the first two steps and
+the last two.
 """
 
 import argparse
@@ -24,8 +25,10 @@ from pathlib import Path
 from adora_vl.record.metrics import METRICS, read_metrics
 from benchmarks.stand_in_server import StandIn
 
-# Of an answer, and its limit, by which the server waits: the 8 tokens that measure the drift take it a 64th of that.
-TOKENS, LIMIT = 32, 512
+# Of an answer, and its limit, by which the server waits: the 8 tokens that measure the drift take
+# it a 64th of that.
+TOKENS = 32
+LIMIT = 512
 WAITS = "BENCHMARK_AHEAD_WAITS"  # of the environment, in seconds
 
 
@@ -36,49 +39,81 @@ def waits(completions: Sequence[object], **_: object) -> list[float]:
 
 
 def parts_of_a_step(
-    folder: Path, ahead: int, waiting: float, steps: int, *, uneven: bool = False, learning: float = 0.0
+    folder: Path,
+    ahead: int,
+    waiting: float,
+    steps: int,
+    *,
+    uneven: bool = False,
+    learning: float = 0.0,
 ) -> tuple[float, float]:
-    """Train the tiny model in a process of its own; the mean seconds of its steps for sampling, and for the rest.
-    `learning`: seconds that the trainer waits in addition.
+    """Train the tiny model in a process of its own; the mean seconds of its steps for sampling, and
+    for the rest. `learning`: seconds that the trainer waits in addition.
     """
     server = StandIn(vocabulary=200, tokens=TOKENS, seconds_per_token=waiting / LIMIT)
     if uneven:
         server.pace = lambda syncs: 0.5 + syncs % 2
     keys = {
-        "config": "configs/train/smoke_cpu.yaml", "output_dir": folder, "use_vllm": "true", "vllm_mode": "server",
-        "vllm_server_base_url": server.url, "adora_weight_transfer": "file", "adora_rollouts.ahead": ahead,
-        "adora_max_drift": "null", "adora_self_check": "false", "max_steps": steps, "save_strategy": "no",
-        "logging_steps": 1, "adora_synthetic_rows": 64, "max_completion_length": LIMIT, "vllm_max_model_length": 1024,
-        "entropy_coef": 1.0, "adora_reward": f"{__file__}:{waits.__name__}",
-    }  # fmt: skip
+        "config": "configs/train/smoke_cpu.yaml",
+        "output_dir": folder,
+        "use_vllm": "true",
+        "vllm_mode": "server",
+        "vllm_server_base_url": server.url,
+        "adora_weight_transfer": "file",
+        "adora_rollouts.ahead": ahead,
+        "adora_max_drift": "null",
+        "adora_self_check": "false",
+        "max_steps": steps,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "adora_synthetic_rows": 64,
+        "max_completion_length": LIMIT,
+        "vllm_max_model_length": 1024,
+        "entropy_coef": 1.0,
+        "adora_reward": f"{__file__}:{waits.__name__}",
+    }
     words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-    command, environment = [sys.executable, "-m", "adora_vl.train", *words], {**os.environ, WAITS: str(learning)}
+    command = [sys.executable, "-m", "adora_vl.train", *words]
+    environment = {**os.environ, WAITS: str(learning)}
     try:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
     finally:
         server.close()
     logged = [entry for entry in read_metrics(folder / METRICS) if "seconds/rollout" in entry][2:-2]
     sampling = [entry["seconds/rollout"] + entry["seconds/sync"] for entry in logged]
-    whole = [sum(value for name, value in entry.items() if name.startswith("seconds/")) for entry in logged]
+    whole = [
+        sum(value for name, value in entry.items() if name.startswith("seconds/"))
+        for entry in logged
+    ]
     return statistics.mean(sampling), statistics.mean(whole) - statistics.mean(sampling)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--seconds", type=float, default=3.0, help="that the server waits for a generation")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="that the server waits for a generation"
+    )
     parser.add_argument("--steps", type=int, default=12)
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         even = asked.seconds, asked.steps
         server, trainer = parts_of_a_step(Path(name, "after"), 0, *even)
-        print(f"one after the other {server + trainer:.2f} s: server {server:.2f}, trainer {trainer:.2f}", flush=True)
+        print(
+            f"one after the other {server + trainer:.2f} s: server {server:.2f}, trainer "
+            f"{trainer:.2f}",
+            flush=True,
+        )
         one, two = (sum(parts_of_a_step(Path(name, f"{k}"), k, *even)) for k in (1, 2))
         longer = max(server, trainer)
         print(
-            f"one step ahead {one:.2f} s, two {two:.2f} s: {one / longer:.2f} and {two / longer:.2f} of the longer part"
+            f"one step ahead {one:.2f} s, two {two:.2f} s: {one / longer:.2f} and "
+            f"{two / longer:.2f} of the longer part"
         )
         as_long = max(0.0, server - trainer)
-        one, two = (sum(parts_of_a_step(Path(name, f"u{k}"), k, *even, uneven=True, learning=as_long)) for k in (1, 2))
+        one, two = (
+            sum(parts_of_a_step(Path(name, f"u{k}"), k, *even, uneven=True, learning=as_long))
+            for k in (1, 2)
+        )
     print(f"uneven: one step ahead {one:.2f} s, two {two:.2f} s: {two / one:.2f}")
 
 

@@ -1,8 +1,11 @@
-"""What `data_prep convert` takes: `python -m benchmarks.convert`. Under a minute.
+"""What `data_prep convert` takes: `python -m benchmarks.convert`.
 
-Prints the processor's milliseconds for a row with a picture of a megapixel in a table of one split, by what its file
-is, beside those of decoding that file alone, and for each number of `--rows` of text the most memory and the rows a
-second of the processor, each in a process of its own. `--rows 100000 1000000` takes five minutes.
+Under a minute.
+
+Prints the processor's milliseconds for a row with a picture of a megapixel in a table of one split,
+by what its file is, beside those of decoding that file alone, and for each number of `--rows` of
+text the most memory and the rows a second of the processor, each in a process of its own. `--rows
+100000 1000000` takes five minutes.
 """
 
 import argparse
@@ -21,11 +24,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
+from adora_vl.conversion.columns import Columns
+from adora_vl.conversion.pipeline import clean_one
+from adora_vl.conversion.problem import PixelLimits
+from adora_vl.conversion.tables import open_local, reads
 from data_prep.cli import main as data_prep
-from data_prep.columns import Columns
-from data_prep.pipeline import clean_one
-from data_prep.problem import PixelLimits
-from data_prep.tables import open_local, reads
 
 SIZE = (1152, 896)
 PICTURES = 12
@@ -43,8 +46,11 @@ def encoded(number: int, form: str, photograph: bool, orientation: int | None) -
     if photograph:
         noise = np.random.default_rng(number).normal(0, 6, (SIZE[1], SIZE[0], 3))
         image = Image.fromarray((np.asarray(image) + noise).clip(0, 255).astype(np.uint8))
-    ImageDraw.Draw(image).polygon([(100 + number, 800), (900, 820), (120, 150)], outline="black", width=5)
-    tags, stream = Image.Exif(), io.BytesIO()
+    ImageDraw.Draw(image).polygon(
+        [(100 + number, 800), (900, 820), (120, 150)], outline="black", width=5
+    )
+    tags = Image.Exif()
+    stream = io.BytesIO()
     if orientation is not None:
         tags[271], tags[274] = "Camera", orientation
     image.save(stream, form, **({} if orientation is None else {"exif": tags}))
@@ -74,10 +80,15 @@ def pictures(folder: Path) -> None:
         files = [folder / f"{number}.img" for number in range(PICTURES)]
         for number, file in enumerate(files):
             file.write_bytes(encoded(number, *form))
-        rows = [{"q": f"How long is side {n}?", "a": str(n), "i": file.name} for n, file in enumerate(files)]
+        rows = [
+            {"q": f"How long is side {n}?", "a": str(n), "i": file.name}
+            for n, file in enumerate(files)
+        ]
         (folder / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         opened = open_local(folder / "t.jsonl", columns)
-        calls = list(reads(opened, "train", "t", columns, None, None))
+        calls = list(
+            reads(opened, split="train", name="t", columns=columns, tests=None, limit=None)
+        )
         ours = milliseconds([partial(clean_one, call, PixelLimits(), near=False) for call in calls])
         alone = milliseconds([partial(decode, file) for file in files])
         print(f"{name:<30} {ours:8.1f} {alone:9.1f} {ours / alone:6.2f}")
@@ -85,7 +96,9 @@ def pictures(folder: Path) -> None:
 
 def text_table(rows: int, form: str, folder: Path) -> None:
     """Write so many rows of text."""
-    table = ({"q": f"What is {n} plus {n * 7 % 1000}?", "a": str(n + n * 7 % 1000)} for n in range(rows))
+    table = (
+        {"q": f"What is {n} plus {n * 7 % 1000}?", "a": str(n + n * 7 % 1000)} for n in range(rows)
+    )
     if form == "xlsx":
         import openpyxl
 
@@ -108,12 +121,32 @@ def text_table(rows: int, form: str, folder: Path) -> None:
 
 
 def converted(rows: int, form: str, folder: Path) -> None:
-    """Convert so many rows of text; prints the most memory that it took, in MiB, and the processor's seconds."""
+    """Convert so many rows of text; prints the most memory that it took, in MiB, and the
+    processor's seconds.
+    """
     # Written by a process of its own, whose memory does not count here.
-    words = [sys.executable, "-m", "benchmarks.convert", "--rows", str(rows), "--form", form, "--write", str(folder)]
+    words = [
+        sys.executable,
+        "-m",
+        "benchmarks.convert",
+        "--rows",
+        str(rows),
+        "--form",
+        form,
+        "--write",
+        str(folder),
+    ]
     subprocess.run(words, check=True)
     begin = time.process_time()
-    words = ["--input", str(folder / f"t.{form}"), "--columns", "problem=q", "answer=a", "--workers", "1"]
+    words = [
+        "--input",
+        str(folder / f"t.{form}"),
+        "--columns",
+        "problem=q",
+        "answer=a",
+        "--workers",
+        "1",
+    ]
     data_prep(["convert", *words, "--output", str(folder / "out")])
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, time.process_time() - begin)
 
@@ -135,9 +168,21 @@ def main() -> None:
             return
         pictures(Path(made))
     for rows in arguments.rows:
-        words = [sys.executable, "-m", "benchmarks.convert", "--once", "--form", arguments.form, "--rows", str(rows)]
+        words = [
+            sys.executable,
+            "-m",
+            "benchmarks.convert",
+            "--once",
+            "--form",
+            arguments.form,
+            "--rows",
+            str(rows),
+        ]
         out = subprocess.run(words, capture_output=True, check=True, text=True).stdout.split()
-        print(f"{rows:>9,} rows of text: {float(out[-2]):.0f} MiB at most, {rows / float(out[-1]):,.0f} rows a second")
+        print(
+            f"{rows:>9,} rows of text: {float(out[-2]):.0f} MiB at most, "
+            f"{rows / float(out[-1]):,.0f} rows a second"
+        )
 
 
 if __name__ == "__main__":

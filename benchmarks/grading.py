@@ -1,14 +1,17 @@
-"""Graders on the labelled corpus, and how fast ours is: `python -m benchmarks.grading`. Needs the `dev` extra.
+"""Graders on the labelled corpus, and how fast ours is: `python -m benchmarks.grading`.
 
-By itself it prints a Markdown table of three graders: ours, math-verify as its README has it (`verify(parse(gold),
-parse(response))`, the reference answer as it is and between dollar signs) and TRL's `accuracy_reward`. They run in a
-child process that is killed after `--limit` seconds on one case, since the others do not come back from every attack.
-About six minutes.
+Needs the `dev` extra.
 
-`--speed` grades `--responses` mixed responses instead, 1 % of them attacks, and prints throughput, the slowest percent,
-the verdicts and the memory over time; its times are the processor's, whatever else the machine does. Then it compares
-with math-verify on honest answers alone, on one thread, in alternation, as completions per second and their ratio.
-`--generations N` measures what the grades of a generation of 128 rollouts take, N times.
+By itself it prints a Markdown table of three graders: ours, math-verify as its README has it
+(`verify(parse(gold), parse(response))`, the reference answer as it is and between dollar signs) and
+TRL's `accuracy_reward`. They run in a child process that is killed after `--limit` seconds on one
+case, since the others do not come back from every attack. About six minutes.
+
+`--speed` grades `--responses` mixed responses instead, 1 % of them attacks, and prints throughput,
+the slowest percent, the verdicts and the memory over time; its times are the processor's, whatever
+else the machine does. Then it compares with math-verify on honest answers alone, on one thread, in
+alternation, as completions per second and their ratio. `--generations N` measures what the grades
+of a generation of 128 rollouts take, N times.
 """
 
 import argparse
@@ -34,7 +37,10 @@ Grader = Callable[[Case], bool]
 
 
 def ours(case: Case) -> bool:
-    return grade(case.response, case.gold, choices=case.choices, rounding=case.rounding).verdict == "correct"
+    return (
+        grade(case.response, case.gold, choices=case.choices, rounding=case.rounding).verdict
+        == "correct"
+    )
 
 
 def math_verify(case: Case, gold: str | None = None) -> bool:
@@ -54,7 +60,9 @@ def trl(case: Case) -> bool:
 
 
 def trl_in_a_thread(case: Case) -> bool:
-    """TRL's grader in a thread, where math-verify's time-outs do not work, because they are signals."""
+    """TRL's grader in a thread, where math-verify's time-outs do not work, because they are
+    signals.
+    """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(trl, case).result()
 
@@ -148,10 +156,15 @@ def correctness(limit: float, list_cases: bool) -> None:
         listed += [f"\n{name}", *failed]
         by_kind[name] = counts
     print("\nBy kind, false accepts / false rejects:\n")
-    print(f"| kind | to accept, to reject | {' | '.join(by_kind)} |\n|---|---|{'---|' * len(by_kind)}")
+    print(
+        f"| kind | to accept, to reject | {' | '.join(by_kind)} |\n|---|---|{'---|' * len(by_kind)}"
+    )
     for kind in sorted({case.kind for case in corpus}):
         labels = [case.label == "correct" for case in corpus if case.kind == kind]
-        cells = [f"{one[f'{kind} false accept']} / {one[f'{kind} false reject']}" for one in by_kind.values()]
+        cells = [
+            f"{one[f'{kind} false accept']} / {one[f'{kind} false reject']}"
+            for one in by_kind.values()
+        ]
         print(f"| {kind} | {labels.count(True)}, {labels.count(False)} | {' | '.join(cells)} |")
     if list_cases:
         print("\n".join(listed))
@@ -163,7 +176,9 @@ def resident_mb() -> float:
 
 
 def mixed(count: int, seed: int) -> list[Case]:
-    """`count` cases: 1 % attacks, the others drawn from the rest of the corpus, inside a chain of thought."""
+    """`count` cases: 1 % attacks, the others drawn from the rest of the corpus, inside a chain of
+    thought.
+    """
     rng = random.Random(seed)
     corpus = cases()
     attacks = [case for case in corpus if case.kind == "attacks" and case.label != "correct"]
@@ -178,20 +193,31 @@ def soak(count: int, seed: int) -> None:
     drawn = mixed(count, seed)
     thought = "The triangle is right, so I use $a^2 + b^2 = c^2$ and {2} \\frac{1}{2}. " * 20
     verdicts: Counter[str] = Counter()
-    times_ms = {"honest": array("d"), "attacks": array("d")}  # no grade is kept, so that what grows is the grader's
+    # no grade is kept, so that what grows is the grader's
+    times_ms = {
+        "honest": array("d"),
+        "attacks": array("d"),
+    }
     memory: list[str] = []
 
     began = time.process_time()
     for step in range(CHECKPOINTS):
         for case in drawn[step * count // CHECKPOINTS : (step + 1) * count // CHECKPOINTS]:
             before = time.process_time()
-            found = grade(thought + case.response, case.gold, choices=case.choices, rounding=case.rounding)
-            times_ms["attacks" if case.kind == "attacks" else "honest"].append(1000 * (time.process_time() - before))
+            found = grade(
+                thought + case.response, case.gold, choices=case.choices, rounding=case.rounding
+            )
+            times_ms["attacks" if case.kind == "attacks" else "honest"].append(
+                1000 * (time.process_time() - before)
+            )
             verdicts[found.verdict] += 1
             verdicts["not as labelled"] += found.verdict != case.label and case.label != "rejected"
         memory.append(f"{resident_mb():.0f}")
     seconds = time.process_time() - began
-    print(f"soak: {count} responses, 1 % attacks: {seconds:.1f} s of the processor, {count / seconds:.0f} per second")
+    print(
+        f"soak: {count} responses, 1 % attacks: {seconds:.1f} s of the processor, "
+        f"{count / seconds:.0f} per second"
+    )
     for name, times in {"all": times_ms["honest"] + times_ms["attacks"], **times_ms}.items():
         ordered = sorted(times)
         median, p99 = (ordered[int(share * len(ordered))] for share in (0.5, 0.99))
@@ -206,13 +232,19 @@ def generations(count: int, seed: int) -> None:
     grade_batch([r"\boxed{\sin(30)}"], ["1"])  # imports mpmath
     for number in range(count):
         drawn = mixed(128, seed + number)
-        for name, batch in (("honest", [case for case in drawn if case.kind != "attacks"]), ("one attack", drawn)):
+        for name, batch in (
+            ("honest", [case for case in drawn if case.kind != "attacks"]),
+            ("one attack", drawn),
+        ):
             began = time.process_time()
             grade_batch([case.response for case in batch], [case.gold for case in batch])
             found[name].append(time.process_time() - began)
     for name, seconds in found.items():
         median = sorted(seconds)[len(seconds) // 2]
-        print(f"128 rollouts, {name}: median of {count} {median:.3f} s of the processor, longest {max(seconds):.3f} s")
+        print(
+            f"128 rollouts, {name}: median of {count} {median:.3f} s of the processor, longest "
+            f"{max(seconds):.3f} s"
+        )
 
 
 def rate(grader: Grader, corpus: list[Case]) -> float:
@@ -224,25 +256,43 @@ def rate(grader: Grader, corpus: list[Case]) -> float:
 
 
 def speed(rounds: int) -> None:
-    honest = [case for case in cases() if case.label == "correct" and case.kind not in ("attacks", "responses")]
+    honest = [
+        case
+        for case in cases()
+        if case.label == "correct" and case.kind not in ("attacks", "responses")
+    ]
     for grader in (ours, math_verify_dollars):
         rate(grader, honest[:20])  # imports, the first parser
     ratios = []
     for _ in range(rounds):
-        fast, slow = rate(ours, honest), rate(math_verify_dollars, honest)
+        fast = rate(ours, honest)
+        slow = rate(math_verify_dollars, honest)
         ratios.append(fast / slow)
-        print(f"speed: {len(honest)} honest answers a second: ours {fast:.0f}, math-verify {slow:.0f}")
+        print(
+            f"speed: {len(honest)} honest answers a second: ours {fast:.0f}, math-verify {slow:.0f}"
+        )
     print(f"  median ratio {sorted(ratios)[len(ratios) // 2]:.1f}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit", type=float, default=10.0, help="seconds for one case before its process is killed")
-    parser.add_argument("--cases", action="store_true", help="also list every case that a grader gets wrong")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=10.0,
+        help="seconds for one case before its process is killed",
+    )
+    parser.add_argument(
+        "--cases", action="store_true", help="also list every case that a grader gets wrong"
+    )
     parser.add_argument("--speed", action="store_true", help="throughput instead")
     parser.add_argument("--responses", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=3, help="of the comparison of speeds; 0 leaves it out")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="of the comparison of speeds; 0 leaves it out"
+    )
     parser.add_argument("--generations", type=int, default=0)
     options = parser.parse_args()
     if options.generations:

@@ -1,11 +1,13 @@
-"""The grader on data of others: `python -m benchmarks.grading_data --cases cases.jsonl --golds test.jsonl`.
+"""The grader on data of others: `python -m benchmarks.grading_data --cases cases.jsonl --golds
+test.jsonl`.
 
-`--cases`: rows with `gold`, `answer` and `right`, as in math-verify's tests. An answer without a box is put into one,
-and of a gold with boxes the last ones count. Prints every verdict that does not agree, and a table of those that do by
-`group`. The exit code is 1 if a wrong answer is accepted.
-`--golds`: rows with an `answer` or `solution`. Prints the golds that are refused, and every pair of different texts of
-which one is accepted for the other: they should be the same value. Of rows with `options` it prints each option, as
-its letter or its value, that is not graded as it should be.
+`--cases`: rows with `gold`, `answer` and `right`, as in math-verify's tests. An answer without a
+box is put into one, and of a gold with boxes the last ones count. Prints every verdict that does
+not agree, and a table of those that do by `group`. The exit code is 1 if a wrong answer is
+accepted. `--golds`: rows with an `answer` or `solution`. Prints the golds that are refused, and
+every pair of different texts of which one is accepted for the other: they should be the same value.
+Of rows with `options` it prints each option, as its letter or its value, that is not graded as it
+should be.
 """
 
 import argparse
@@ -32,22 +34,43 @@ def agreement(path: Path) -> bool:
     kinds: dict[str, list[bool]] = {}
     for number, row in enumerate(every, 1):
         gold = ", ".join(boxes_in_a_row(row["gold"], answer_tags=False)) or row["gold"]
-        answer = row["answer"] if last_boxed(row["answer"]) is not None else rf"\boxed{{{row['answer']}}}"
+        answer = (
+            row["answer"]
+            if last_boxed(row["answer"]) is not None
+            else rf"\boxed{{{row['answer']}}}"
+        )
         found = grade(answer, gold)
-        kinds.setdefault(row.get("group", "all"), []).append(agrees := (found.verdict == "correct") == row["right"])
+        kinds.setdefault(row.get("group", "all"), []).append(
+            agrees := (found.verdict == "correct") == row["right"]
+        )
         if not agrees:
             accepted += found.verdict == "correct"
-            print(f"{number:4} {found.verdict} ({found.reason}): {row['answer']!r:.{SHOWN}} for {gold!r:.{SHOWN}}")
+            print(
+                f"{number:4} {found.verdict} ({found.reason}): {row['answer']!r:.{SHOWN}} for "
+                f"{gold!r:.{SHOWN}}"
+            )
     wrong = sum(not row["right"] for row in every)
-    print("\n".join(f"| {kind.removeprefix('test_')} | {sum(held)} of {len(held)} |" for kind, held in kinds.items()))
-    print(f"{sum(map(sum, kinds.values()))} of {len(every)} agree; {accepted} of {wrong} wrong answers are accepted")
+    print(
+        "\n".join(
+            f"| {kind.removeprefix('test_')} | {sum(held)} of {len(held)} |"
+            for kind, held in kinds.items()
+        )
+    )
+    print(
+        f"{sum(map(sum, kinds.values()))} of {len(every)} agree; {accepted} of {wrong} wrong "
+        "answers are accepted"
+    )
     return not accepted
 
 
 def neighbours(path: Path) -> None:
-    """Prints the refused golds, and the pairs of different texts of which one is accepted for the other."""
+    """Prints the refused golds, and the pairs of different texts of which one is accepted for the
+    other.
+    """
     with_options = [row for row in rows(path) if row.get("options")]
-    every = sorted({row.get("answer") or row["solution"] for row in rows(path) if not row.get("options")})
+    every = sorted(
+        {row.get("answer") or row["solution"] for row in rows(path) if not row.get("options")}
+    )
     reasons = {gold: verify_gold(gold) for gold in every}
     for gold, reason in reasons.items():
         if reason:
@@ -59,17 +82,24 @@ def neighbours(path: Path) -> None:
                 print(f"accepted: {answer!r:.{SHOWN}} for {gold!r:.{SHOWN}}")
     print(f"{len(usable)} of {len(every)} different golds are graded as right against themselves")
     if with_options:
-        print(f"{sum(map(options_as_they_should_be, with_options))} of {len(with_options)} rows with options are, too")
+        print(
+            f"{sum(map(options_as_they_should_be, with_options))} of {len(with_options)} rows "
+            "with options are, too"
+        )
 
 
 def options_as_they_should_be(row: dict[str, Any]) -> bool:
-    """Whether the right option is right and no other one is, as a letter and as a value; prints what is not so."""
-    gold, options = row["answer"], row["options"]
+    """Whether the right option is right and no other one is, as a letter and as a value; prints
+    what is not so.
+    """
+    gold = row["answer"]
+    options = row["options"]
     odd = [
         answer
         for letter, value in zip(ascii_uppercase, options, strict=False)
         for answer in (letter, value)
-        if (grade(rf"\boxed{{{answer}}}", gold, choices=options).verdict == "correct") != (letter == gold)
+        if (grade(rf"\boxed{{{answer}}}", gold, choices=options).verdict == "correct")
+        != (letter == gold)
     ]
     for answer in odd:
         print(f"option {answer!r:.{SHOWN}} of {options!r:.{SHOWN}} for {gold!r}")
@@ -77,7 +107,9 @@ def options_as_they_should_be(row: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=Path)
     parser.add_argument("--golds", type=Path)
     options = parser.parse_args()

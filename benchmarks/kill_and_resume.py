@@ -1,9 +1,11 @@
-"""Does a run that is killed again and again have the same losses, rollouts and weights as an uninterrupted one?
+"""Compares losses, rollouts and weights of a run that is killed with an uninterrupted one's.
 
-    python -m benchmarks.kill_and_resume --kills rollout:4,grading:9,backward:13,saving:18 --processes 1
+    python -m benchmarks.kill_and_resume --kills rollout:4,grading:9,backward:13,saving:18
+        --processes 1
 
-Each kill is a SIGKILL to every process of the run, at a random moment inside the phase of that step. Then the same
-command is started again. Prints a table, and ends with exit code 1 where anything differs.
+Each kill is a SIGKILL to every process of the run, at a random moment inside the phase of that
+step. Then the same command is started again. Prints a table, and ends with exit code 1 where
+anything differs.
 """
 
 import argparse
@@ -19,41 +21,75 @@ import time
 from pathlib import Path
 from typing import Any
 
+from adora_vl.record.rollouts import ROLLOUTS, parts, read_parts
+
 REPOSITORY = Path(__file__).parents[1]
 PHASES = ("rollout", "grading", "backward", "saving")
 CHILD = "--child"
 KILL = "ADORA_KILL"  # phase:step:delay in seconds, for the child; with :rank that rank alone dies
 UNTIMED = (
-    "step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "grading/ms",
-    "seconds/", "adora/servers_waited_s", "adora/trainer_waited_s", "adora/tools_s",
+    "step_time",
+    "train_runtime",
+    "train_samples_per_second",
+    "train_steps_per_second",
+    "total_flos",
+    "grading/ms",
+    "seconds/",
+    "adora/servers_waited_s",
+    "adora/trainer_waited_s",
+    "adora/tools_s",
     "adora/sync_mb",  # the first sync of a start sends the engine everything
-)  # fmt: skip
+)
 
 
 def settings(folder: Path, steps: int, extra: list[str]) -> list[str]:
     """The demo's command, smaller, with every step logged."""
     own = {
-        "config": "configs/train/smoke_cpu.yaml", "output_dir": str(folder), "max_steps": steps, "logging_steps": 1,
-        "save_steps": 3, "save_total_limit": 2, "per_device_train_batch_size": 16, "num_generations": 4,
-        "adora_synthetic_rows": 128, "max_completion_length": 24,
-    }  # fmt: skip
+        "config": "configs/train/smoke_cpu.yaml",
+        "output_dir": str(folder),
+        "max_steps": steps,
+        "logging_steps": 1,
+        "save_steps": 3,
+        "save_total_limit": 2,
+        "per_device_train_batch_size": 16,
+        "num_generations": 4,
+        "adora_synthetic_rows": 128,
+        "max_completion_length": 24,
+    }
     return [word for key, value in own.items() for word in (f"--{key}", str(value))] + extra
 
 
 def launch(folder: Path, options: argparse.Namespace, kill: str = "") -> int:
     """Run the training command in a session of its own. Returns 0, or -9 where it was killed."""
-    zero3 = ["-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu_zero3.yaml"]
-    command = [sys.executable, *(zero3 if options.processes == 2 else []), "-m", "benchmarks.kill_and_resume", CHILD]
+    zero3 = [
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        "configs/accelerate/cpu_zero3.yaml",
+    ]
+    command = [
+        sys.executable,
+        *(zero3 if options.processes == 2 else []),
+        "-m",
+        "benchmarks.kill_and_resume",
+        CHILD,
+    ]
     command += settings(folder, options.steps, options.extra)
     environment = {**os.environ, KILL: kill, "TOKENIZERS_PARALLELISM": "false"}
     log = folder.with_suffix(".log")
     with log.open("a") as stream:
         process = subprocess.Popen(
-            command, cwd=REPOSITORY, env=environment, stdout=stream, stderr=stream, start_new_session=True
+            command,
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
         )
         code = process.wait()
     if kill and code == 1 and "SIGKILL" in log.read_text():
-        return -signal.SIGKILL  # the launcher of several processes outlives them, and says what they died of
+        # the launcher of several processes outlives them, and says what they died of
+        return -signal.SIGKILL
     if code not in (0, -signal.SIGKILL):
         sys.exit(f"the run ended with {code}; see {log}\n{log.read_text()[-1500:]}")
     return code
@@ -72,7 +108,7 @@ def place_of(phase: str) -> tuple[Any, Any, str]:
     """The trainer's class, and what is patched for this phase: owner and name."""
     from adora_vl.checkpoint import store
     from adora_vl.trainer import AdoraGRPOTrainer
-    from adora_vl.training.scores import RewardFunctions
+    from adora_vl.training.scoring import RewardFunctions
 
     places = {
         "rollout": (AdoraGRPOTrainer, "_generate_and_score_completions"),
@@ -110,7 +146,9 @@ _TABLE = ("step", "prompt", "completion", "advantage", "adora_weight")
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """What has to be equal: the figures and rollouts of each step, and the bytes of the final weights."""
+    """What has to be equal: the figures and rollouts of each step, TRL's tables of completions where
+    the run writes them, and the bytes of the final weights.
+    """
     import pandas as pd
 
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
@@ -119,14 +157,33 @@ def facts(folder: Path) -> dict[str, Any]:
         if not entry.keys().isdisjoint({"loss", "train_loss"}):
             timeless = {key: value for key, value in entry.items() if not key.startswith(UNTIMED)}
             steps.setdefault(entry["step"], {}).update(timeless)
-    rollouts = {}
+    tables = {}
     for path in sorted((folder / "completions").glob("*.parquet")):
         table = pd.read_parquet(path, columns=list(_TABLE))
-        rollouts[path.stem] = hashlib.sha256(table.to_json().encode()).hexdigest()
+        tables[path.stem] = hashlib.sha256(table.to_json().encode()).hexdigest()
     weights = hashlib.sha256()
     for file in sorted({*folder.glob("*.safetensors"), *folder.glob("ref/*.safetensors")}):
         weights.update(file.read_bytes())
-    return {"steps": steps, "rollouts": rollouts, "weights": weights.hexdigest()}
+    return {
+        "steps": steps,
+        "rollouts": recorded(folder),
+        "tables": tables,
+        "weights": weights.hexdigest(),
+    }
+
+
+def recorded(folder: Path) -> dict[str, str]:
+    """A hash of all that the record of a run says of each step's rollouts, but for the seconds that
+    tools took. Empty where nothing was recorded.
+    """
+    files = parts(folder / ROLLOUTS)
+    digests: dict[str, Any] = {}
+    for row in read_parts(files).to_pylist() if files else ():
+        for turn in row["turns"] or ():
+            del turn["seconds"]
+        digest = digests.setdefault(f"step {row['step']}", hashlib.sha256())
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+    return {step: digest.hexdigest() for step, digest in digests.items()}
 
 
 def compare(reference: dict[str, Any], killed: dict[str, Any]) -> list[str]:
@@ -137,10 +194,18 @@ def compare(reference: dict[str, Any], killed: dict[str, Any]) -> list[str]:
         names = [name for name in figures if figures[name] != other.get(name)]
         if names:
             name = names[0]
-            lines.append(f"step {step}: {name} is {figures[name]} and {other.get(name)} ({len(names)} figures differ)")
-    if reference["rollouts"] != killed["rollouts"]:
-        other = killed["rollouts"]
-        lines.append("rollouts of " + ", ".join(k for k, v in reference["rollouts"].items() if other.get(k) != v))
+            lines.append(
+                f"step {step}: {name} is {figures[name]} and {other.get(name)} ({len(names)} "
+                "figures differ)"
+            )
+    if not reference["rollouts"]:
+        lines.append("no rollouts, because none were recorded: set adora_record_every: 1")
+    for kind, words in (("rollouts", "rollouts of"), ("tables", "the table")):
+        first = reference[kind]
+        second = killed[kind]
+        names = [name for name in first | second if first.get(name) != second.get(name)]
+        if names:
+            lines.append(f"{words} {', '.join(names)}")
     if reference["weights"] != killed["weights"]:
         lines.append("the final weights")
     return lines
@@ -153,17 +218,27 @@ def killed_run(folder: Path, options: argparse.Namespace) -> None:
     for number, kill in enumerate([*options.kills.split(","), ""]):
         phase, _, step = kill.partition(":")
         delay = rng.uniform(0, 0.05 if phase in ("grading", "saving") else 0.3)
-        before = sorted((int(p.name.split("-")[1]) for p in folder.glob("checkpoint-*")), reverse=True)
+        before = sorted(
+            (int(p.name.split("-")[1]) for p in folder.glob("checkpoint-*")), reverse=True
+        )
         code = launch(folder, options, f"{kill}:{delay:.3f}" if kill else "")
-        assert bool(code) == bool(kill), f"start {number} was to be killed in {kill!r} and ended with {code}"
+        assert bool(code) == bool(kill), (
+            f"start {number} was to be killed in {kill!r} and ended with {code}"
+        )
         start = f"checkpoint-{before[0]}" if before else "the beginning"
-        print(f"{number:>5}  {phase or '(finished)':<12}{step:>8}{delay if kill else 0:>9.3f}  {start}", flush=True)
+        print(
+            f"{number:>5}  {phase or '(finished)':<12}{step:>8}{delay if kill else 0:>9.3f}  "
+            f"{start}",
+            flush=True,
+        )
 
 
 def main() -> int:
     if sys.argv[1:2] == [CHILD]:
         return child(sys.argv[2:])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--kills", default="rollout:4,grading:10,backward:14,saving:18,rollout:25")
     parser.add_argument("--processes", type=int, choices=(1, 2), default=1)
@@ -177,7 +252,10 @@ def main() -> int:
     killed_run(out / "killed", options)
     reference = facts(out / "whole")
     differences = compare(reference, facts(out / "killed"))
-    print(f"{len(reference['steps'])} steps, {len(reference['rollouts'])} tables of rollouts, weights: ", end="")
+    print(
+        f"{len(reference['steps'])} steps, the rollouts of {len(reference['rollouts'])}, weights: ",
+        end="",
+    )
     print("all equal" if not differences else "\n".join(["different", *differences]))
     return 1 if differences else 0
 

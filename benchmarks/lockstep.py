@@ -1,8 +1,9 @@
-"""How long ranks in lockstep wait for the one with the longest group, over a run in which none waits.
+"""How long ranks in lockstep wait for the one with the longest group, over a run in which none
+waits.
 
-`python -m benchmarks.lockstep` simulates it: lognormal lengths, a micro-batch takes as long as its most tokens on any
-rank. `torchrun --nproc_per_node 2 -m benchmarks.lockstep --measured` times the tiny model under ZeRO-3, in three
-orders of the same groups.
+`python -m benchmarks.lockstep` simulates it: lognormal lengths, a micro-batch takes as long as its
+most tokens on any rank. `torchrun --nproc_per_node 2 -m benchmarks.lockstep --measured` times the
+tiny model under ZeRO-3, in three orders of the same groups.
 """
 
 import argparse
@@ -19,12 +20,15 @@ import torch
 from adora_vl.models.load import PRETRAINED
 from adora_vl.training.micro_batches import by_length, plan_moves
 
-Ranks = list[list[int]]  # the tokens of each rank's units, in the order in which they are learned from
+# the tokens of each rank's units, in the order in which they are learned from
+Ranks = list[list[int]]
 
 
 @dataclass(frozen=True)
 class DrawnLengths:
-    """Tokens of a prompt and of its rollouts, and how far the mean of a prompt, and a rollout, are spread (sigma)."""
+    """Tokens of a prompt and of its rollouts, and how far the mean of a prompt, and a rollout, are
+    spread (sigma).
+    """
 
     of_prompts: float
     of_rollouts: float
@@ -36,7 +40,8 @@ class DrawnLengths:
         """The tokens of one group."""
         mean = self.mean * _lognormal(rng, self.of_prompts)
         return self.prompt + sum(
-            min(self.longest, math.ceil(mean * _lognormal(rng, self.of_rollouts))) for _ in range(rollouts)
+            min(self.longest, math.ceil(mean * _lognormal(rng, self.of_rollouts)))
+            for _ in range(rollouts)
         )
 
 
@@ -55,12 +60,18 @@ def shuffled(units: Ranks, rng: random.Random) -> Ranks:
 
 def ordered(units: Ranks, rng: random.Random) -> Ranks:
     """Each rank in order of length, as where groups cannot move."""
-    return [[own[number] for number in by_length(range(len(own)), own, 1, "")] for own in units]
+    return [
+        [own[number] for number in by_length(range(len(own)), tokens=own, chunks=1, place="")]
+        for own in units
+    ]
 
 
 def moved(units: Ranks, rng: random.Random) -> Ranks:
     """As a run does it."""
-    held = [{(rank, number): tokens for number, tokens in enumerate(own)} for rank, own in enumerate(units)]
+    held = [
+        {(rank, number): tokens for number, tokens in enumerate(own)}
+        for rank, own in enumerate(units)
+    ]
     for source, number, target in plan_moves([dict(enumerate(own)) for own in units]):
         held[target][source, number] = held[source].pop((source, number))
     return ordered([list(own.values()) for own in held], rng)
@@ -77,11 +88,21 @@ def waited(order: Ranks) -> float:
 
 
 def simulate(
-    lengths: DrawnLengths, arrange: Callable[[Ranks, random.Random], Ranks], *, ranks: int = 8, groups: int = 16,
-    rollouts: int = 8, trials: int = 100, seed: int = 0,
-) -> float:  # fmt: skip
-    """The mean ratio to the ideal. `groups`: on each rank. All arrangements of one seed get the same lengths."""
-    drawing, shuffling = random.Random(seed), random.Random(seed + 1)
+    lengths: DrawnLengths,
+    arrange: Callable[[Ranks, random.Random], Ranks],
+    *,
+    ranks: int = 8,
+    groups: int = 16,
+    rollouts: int = 8,
+    trials: int = 100,
+    seed: int = 0,
+) -> float:
+    """The mean ratio to the ideal.
+
+    `groups`: on each rank. All arrangements of one seed get the same lengths.
+    """
+    drawing = random.Random(seed)
+    shuffling = random.Random(seed + 1)
     ratios = []
     for _ in range(trials):
         units = [[lengths.draw(drawing, rollouts) for _ in range(groups)] for _ in range(ranks)]
@@ -92,7 +113,10 @@ def simulate(
 def print_table(ranks: int, groups: int, rollouts: int) -> None:
     sizes = {"ranks": ranks, "groups": groups, "rollouts": rollouts}
     print(f"{ranks} ranks, {groups} groups of {rollouts} on each; time in lockstep over the ideal")
-    print("| spread of prompts, of rollouts | own shuffles | in order of length | groups move too | groups that move |")
+    print(
+        "| spread of prompts, of rollouts | own shuffles | in order of length | groups move too | "
+        "groups that move |"
+    )
     print("|---|---|---|---|---|")
     for case in CASES:
         found = [simulate(case, arrange, **sizes) for arrange in (shuffled, ordered, moved)]
@@ -110,7 +134,8 @@ def measure(groups: int, repeats: int) -> None:
     from transformers import AutoModelForImageTextToText
 
     deepspeed.init_distributed("nccl" if torch.cuda.is_available() else "gloo", verbose=False)
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank = torch.distributed.get_rank()
+    ranks = torch.distributed.get_world_size()
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 3},
@@ -121,14 +146,15 @@ def measure(groups: int, repeats: int) -> None:
     model = deepspeed.initialize(model=plain, optimizer=optimizer, config=settings)[0]
     PartialState()  # which gather_object asks
     rng = random.Random(0)
-    case = DrawnLengths(0.7, 0.6, prompt=790, mean=500, longest=2048)
+    case = DrawnLengths(of_prompts=0.7, of_rollouts=0.6, prompt=790, mean=500, longest=2048)
     units = [[case.draw(rng, 8) for _ in range(groups)] for _ in range(ranks)]
 
     def seconds(order: Sequence[int]) -> float:
         torch.distributed.barrier()
         start = time.perf_counter()
         for tokens in order:
-            ids = torch.full((tokens // 128, 128), 5, device=model.device)  # so that seconds go with tokens
+            # so that seconds go with tokens
+            ids = torch.full((tokens // 128, 128), 5, device=model.device)
             model.backward(model(input_ids=ids, labels=ids).loss)
         torch.distributed.barrier()
         return max(gather_object([time.perf_counter() - start]))
@@ -152,7 +178,9 @@ def measure(groups: int, repeats: int) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lockstep", description=__doc__)
-    parser.add_argument("--measured", action="store_true", help="time passes of the tiny model on these processes")
+    parser.add_argument(
+        "--measured", action="store_true", help="time passes of the tiny model on these processes"
+    )
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--groups", type=int, default=16, help="on each rank")
     parser.add_argument("--rollouts", type=int, default=8, help="of a group")

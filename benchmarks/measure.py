@@ -24,8 +24,8 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 class Clock:
     """Seconds by phase, each without the phases inside it.
 
-    `now`: `time.perf_counter`, or `time.process_time` for the seconds of all the process's threads, which other work on
-    the machine disturbs less.
+    `now`: `time.perf_counter`, or `time.process_time` for the seconds of all the process's threads,
+    which other work on the machine disturbs less.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -53,14 +53,21 @@ class Clock:
                 self._inner[-1] += spent
 
     def around(self, owner: Any, method: str, name: str | Callable[[Clock], str]) -> None:
-        """Time every call of `owner.method`. `name`: of the phase, or what names it at the time of the call."""
+        """Time every call of `owner.method`.
+
+        `name`: of the phase, or what names it at the time of the call.
+        """
         original = getattr(owner, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             with self.phase(name if isinstance(name, str) else name(self)):
                 return original(*args, **kwargs)
 
-        setattr(owner, method, staticmethod(timed) if isinstance(owner, type) and _is_static(owner, method) else timed)
+        setattr(
+            owner,
+            method,
+            staticmethod(timed) if isinstance(owner, type) and _is_static(owner, method) else timed,
+        )
 
 
 def _is_static(owner: type, method: str) -> bool:
@@ -68,7 +75,10 @@ def _is_static(owner: type, method: str) -> bool:
 
 
 def resident_bytes(*, mapped: bool = True) -> int:
-    """The memory of this process. `mapped`: with mapped files and shared memory, such as weights that are read."""
+    """The memory of this process.
+
+    `mapped`: with mapped files and shared memory, such as weights that are read.
+    """
     resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
     return (int(resident) - (0 if mapped else int(shared))) * _PAGE
 
@@ -76,19 +86,28 @@ def resident_bytes(*, mapped: bool = True) -> int:
 class PeakMemory:
     """The most memory of this process since the last `restart`, looked at every few milliseconds.
 
-    With `MALLOC_MMAP_THRESHOLD_` at 65536 large blocks go back to the system when they are freed, so this follows what
-    tensors there are. `apart`: whether the present moment belongs to a part of the step whose memory is not to count in
-    `peak_of_rest`.
+    With `MALLOC_MMAP_THRESHOLD_` at 65536 large blocks go back to the system when they are freed,
+    so this follows what tensors there are. `apart`: whether the present moment belongs to a part of
+    the step whose memory is not to count in `peak_of_rest`.
     """
 
-    def __init__(self, *, mapped: bool = True, every: float = 0.002, apart: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        *,
+        mapped: bool = True,
+        every: float = 0.002,
+        apart: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.peak = self.peak_of_rest = 0
-        self._mapped, self._every, self._apart = mapped, every, apart
+        self._mapped = mapped
+        self._every = every
+        self._apart = apart
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         while True:
-            before, now = self._apart(), self.now()
+            before = self._apart()
+            now = self.now()
             self.peak = max(self.peak, now)
             if not before and not self._apart():
                 self.peak_of_rest = max(self.peak_of_rest, now)
@@ -115,7 +134,9 @@ def seconds_of(device: torch.device, run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def by_turns(device: torch.device, ways: Mapping[str, Callable[..., object]], repeats: int) -> dict[str, float]:
+def by_turns(
+    device: torch.device, ways: Mapping[str, Callable[..., object]], repeats: int
+) -> dict[str, float]:
     """Median seconds of each, after one run that is not counted."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(repeats + 1):
@@ -141,17 +162,23 @@ def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
 
 
 class NewTensors(TorchDispatchMode):
-    """Bytes of the tensors that operations have made and that are still there; `peak`: the most at a time."""
+    """Bytes of the tensors that operations have made and that are still there; `peak`: the most at
+    a time.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak, self._sizes = 0, dict[int, int]()
+        self.peak = 0
+        self._sizes = dict[int, int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and (number := _storage(leaf)) not in given | self._sizes.keys():
+            if (
+                isinstance(leaf, Tensor)
+                and (number := _storage(leaf)) not in given | self._sizes.keys()
+            ):
                 self._sizes[number] = leaf.untyped_storage().nbytes()
                 weakref.finalize(leaf.untyped_storage(), self._sizes.pop, number, None)
         self.peak = max(self.peak, sum(self._sizes.values()))

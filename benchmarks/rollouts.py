@@ -1,8 +1,10 @@
-"""Rollouts from a real engine, asked for in stock TRL's way and in ours: `python -m benchmarks.rollouts`.
+"""Rollouts from a real engine, asked for in stock TRL's way and in ours: `python -m
+benchmarks.rollouts`.
 
-The ways differ in one thing each, come by turns in one engine, and sample as many tokens: 32 requests or one request
-per prompt, with a seed for each rollout or none, with the text of the answer or its token ids alone. The caches are
-emptied before each call, as they are after each weight sync. Medians of the processor's seconds.
+The ways differ in one thing each, come by turns in one engine, and sample as many tokens: 32
+requests or one request per prompt, with a seed for each rollout or none, with the text of the
+answer or its token ids alone. The caches are emptied before each call, as they are after each
+weight sync. Medians of the processor's seconds.
 """
 
 import argparse
@@ -25,8 +27,7 @@ from adora_vl.models.load import PRETRAINED  # noqa: E402
 from adora_vl.rollout.engine_settings import machine_options  # noqa: E402
 from adora_vl.rollout.prompt_tokens import never_sampled_ids  # noqa: E402
 from adora_vl.rollout.weight_sync import reset_caches  # noqa: E402
-from benchmarks.long_tailed import compare  # noqa: E402
-from data_prep.synthetic.generate import generate  # noqa: E402
+from adora_vl.synthetic.generate import generate  # noqa: E402
 
 # name -> one request per prompt, seeds, text
 WAYS = {
@@ -38,7 +39,9 @@ WAYS = {
 }
 
 
-def prompts(side: int, problems: int, generations: int) -> tuple[list[tuple[list[int], list[Any]]], int]:
+def prompts(
+    side: int, problems: int, generations: int
+) -> tuple[list[tuple[list[int], list[Any]]], int]:
     """Ids and images of each rollout, those of a group with the same image, and the image token."""
     processor: Any = AutoProcessor.from_pretrained(PRETRAINED)
     rows = []
@@ -46,34 +49,49 @@ def prompts(side: int, problems: int, generations: int) -> tuple[list[tuple[list
         image = row["images"][0].resize((side, side), Image.Resampling.BICUBIC)
         messages = conversation(row["problem"])
         content = [{"type": "image"}, {"type": "text", "text": messages[-1]["content"]}]
-        text = processor.apply_chat_template([*messages[:-1], {"role": "user", "content": content}], tokenize=False)
+        text = processor.apply_chat_template(
+            [*messages[:-1], {"role": "user", "content": content}], tokenize=False
+        )
         rows += [(processor.tokenizer(text)["input_ids"], [image])] * generations
     return rows, processor.image_token_id
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("side", 448), ("problems", 4), ("generations", 8), ("tokens", 40), ("turns", 5)):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, value in (
+        ("side", 448),
+        ("problems", 4),
+        ("generations", 8),
+        ("tokens", 40),
+        ("turns", 5),
+    ):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--compile", action="store_true", help="with torch.compile, as vLLM does by itself")
-    parser.add_argument("--lengths", choices=["long-tailed"], help="what partial rollouts save, instead")
-    parser.add_argument("--generations-of-a-run", type=int, default=40, help="with --lengths")
-    parser.add_argument("--server", metavar="URL", default="", help="with --lengths: who samples instead of an engine")
-    parser.add_argument("--profile", choices=list(WAYS), help="also print where this way spends its time")
+    parser.add_argument(
+        "--compile", action="store_true", help="with torch.compile, as vLLM does by itself"
+    )
+    parser.add_argument(
+        "--profile", choices=list(WAYS), help="also print where this way spends its time"
+    )
     options = parser.parse_args()
-    if options.lengths:
-        compare(options.generations_of_a_run, options.server)
-        return
     from adora_vl.rollout.llm import PolicyLLM
-    from adora_vl.rollout.rollouts import RolloutAsk
+    from adora_vl.rollout.rollouts import SamplingRequest
 
-    longest, start = 512 + options.tokens, time.process_time()
+    longest = 512 + options.tokens
+    start = time.process_time()
     llm: Any = PolicyLLM(
-        model=str(PRETRAINED), dtype="float32", max_model_len=longest, gpu_memory_utilization=0.25, seed=0,
-        max_num_seqs=options.problems * options.generations, logprobs_mode="raw_logprobs",
-        limit_mm_per_prompt={"video": 0}, mm_processor_kwargs={"min_pixels": 784, "max_pixels": options.side**2},
+        model=str(PRETRAINED),
+        dtype="float32",
+        max_model_len=longest,
+        gpu_memory_utilization=0.25,
+        seed=0,
+        max_num_seqs=options.problems * options.generations,
+        logprobs_mode="raw_logprobs",
+        limit_mm_per_prompt={"video": 0},
+        mm_processor_kwargs={"min_pixels": 784, "max_pixels": options.side**2},
         **machine_options(longest, 4096, not options.compile),
-    )  # fmt: skip
+    )
     print(f"the engine's start: {time.process_time() - start:.1f} s")
     rows, image_token = prompts(options.side, options.problems, options.generations)
     groups = [row // options.generations for row in range(len(rows))]
@@ -89,10 +107,21 @@ def main() -> None:
                 "logit_bias": banned,
                 "detokenize": text,
             }
-            seeds = [turn + 1000 * group + place % options.generations for place, group in enumerate(groups)]
+            seeds = [
+                turn + 1000 * group + place % options.generations
+                for place, group in enumerate(groups)
+            ]
             asks = [
-                RolloutAsk(ids, images, group if together else row, seed if seeded else None, options.tokens)
-                for row, ((ids, images), group, seed) in enumerate(zip(rows, groups, seeds, strict=True))
+                SamplingRequest(
+                    ids=ids,
+                    images=images,
+                    together=group if together else row,
+                    seed=seed if seeded else None,
+                    limit=options.tokens,
+                )
+                for row, ((ids, images), group, seed) in enumerate(
+                    zip(rows, groups, seeds, strict=True)
+                )
             ]
             reset_caches(llm)
             if turn and way == options.profile:
@@ -106,7 +135,10 @@ def main() -> None:
     stock = statistics.median(found["as stock TRL"])
     for way, seconds in found.items():
         median = statistics.median(seconds)
-        print(f"{way:<28}{median:>8.3f} s {median / stock:>6.2f}   {' '.join(f'{second:.2f}' for second in seconds)}")
+        print(
+            f"{way:<28}{median:>8.3f} s {median / stock:>6.2f}   "
+            f"{' '.join(f'{second:.2f}' for second in seconds)}"
+        )
     if options.profile:
         pstats.Stats(profile, stream=sys.stdout).sort_stats("tottime").print_stats(30)
 

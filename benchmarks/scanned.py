@@ -1,10 +1,12 @@
-"""ADORA against GRPO on handwritten digits: `python -m benchmarks.scanned` (needs `pip install scikit-learn`).
+"""ADORA against GRPO on handwritten digits: `python -m benchmarks.scanned` (needs `pip install
+scikit-learn`).
 
-The demo's task, the last digit of a perimeter, with scanned digits at the figure in the place of drawn ones, and the
-last digit alone rewarded. `benchmarks/scanned.yaml` is the plan: question, unit, stopping rule, and all settings. No
-scanned picture is in the train and in the test split. Every finished run is a line of OUTPUT/runs.jsonl; the command
-can be stopped and started again, and goes on with what is missing, in the order of the plan. `--pilot` runs the pilot's
-seeds alone. `--tables` prints the tables of docs/experiments.md from `benchmarks/scanned.jsonl`.
+The demo's task, the last digit of a perimeter, with scanned digits at the figure in the place of
+drawn ones, and the last digit alone rewarded. `benchmarks/scanned.yaml` is the plan: question,
+unit, stopping rule, and all settings. No scanned picture is in the train and in the test split.
+Every finished run is a line of OUTPUT/runs.jsonl; the command can be stopped and started again, and
+goes on with what is missing, in the order of the plan. `--pilot` runs the pilot's seeds alone.
+`--tables` prints the tables of docs/experiments.md from `benchmarks/scanned.jsonl`.
 """
 
 import argparse
@@ -15,23 +17,25 @@ import os
 import random
 import shutil
 import statistics
+import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import yaml
 from PIL import Image
 
+from adora_vl.evals.scoring.statistics import half_width
+from adora_vl.synthetic.drawing import OVERSAMPLING, Canvas, Point
+from adora_vl.synthetic.perimeter import USUAL_DIGITS, perimeter_digit
 from adora_vl.utils.launch import prepare_engine_environment
-from benchmarks.attenuation.__main__ import commit
-from benchmarks.attenuation.report import end, interval, sign_flips
 from benchmarks.attenuation.start import fingerprint
-from data_prep.synthetic.drawing import OVERSAMPLING, Canvas, Point
-from data_prep.synthetic.perimeter import USUAL_DIGITS, perimeter_digit
 
 REPOSITORY = Path(__file__).parents[1]
 PLAN, RUNS = (Path(__file__).with_suffix(suffix) for suffix in (".yaml", ".jsonl"))
@@ -43,15 +47,44 @@ Run = dict[str, Any]
 Place = tuple[str, int, int, str]  # case, start, seed, arm
 
 
+def commit() -> str:
+    """The commit that the runs are made from, with a plus sign where files differ from it."""
+    command = ["git", "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*"]
+    described = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    return described.stdout.strip() or "unknown"
+
+
+def sign_flips(differences: Sequence[float]) -> float:
+    """The exact two-sided p of the sign-flip test: the share of all 2^n ways to give the n paired
+    differences a sign whose sum is as far from 0 as that of the signs they have.
+    """
+    size = abs(sum(differences)) * (1 - 1e-12)  # what differs by rounding counts as equal
+    flips = product(*((difference, -difference) for difference in differences))
+    far = [abs(sum(flipped)) >= size for flipped in flips]
+    return sum(far) / len(far)
+
+
+def interval(differences: Sequence[float]) -> str:
+    """The mean with its 95 % interval, as `+4.1 [+1.0, +7.2]`; in bold where 0 lies outside."""
+    if len(differences) < 2:
+        return "-"
+    mean = statistics.fmean(differences)
+    half = half_width(differences)
+    text = f"{mean:+.1f} [{mean - half:+.1f}, {mean + half:+.1f}]"
+    return f"**{text}**" if abs(mean) > half else text
+
+
 def scanned_digits(split: str, pixels: int) -> Digits:
-    """The pictures of a split, black on white: of each digit one in five is for testing. Raises `SystemExit` where
-    scikit-learn, which has them, is not installed.
+    """The pictures of a split, black on white: of each digit one in five is for testing.
+
+    Raises `SystemExit` where scikit-learn, which has them, is not installed.
     """
     try:
         loaded = import_module("sklearn.datasets").load_digits()
     except ImportError:
         raise SystemExit(
-            "benchmarks.scanned: the scanned digits come with scikit-learn; pip install scikit-learn"
+            "benchmarks.scanned: the scanned digits come with scikit-learn; pip install "
+            "scikit-learn"
         ) from None
     found: Digits = defaultdict(list)
     for grey, digit in zip(loaded.images, loaded.target, strict=True):  # 8 x 8 numbers from 0 to 16
@@ -64,38 +97,56 @@ def scanned_digits(split: str, pixels: int) -> Digits:
     return found
 
 
-def draw_rows(number: int, split: str, seed: int, pixels: int, one_digit: float = 0.0) -> list[dict[str, Any]]:
-    """Problems whose two sides at the figure are scanned digits, `pixels` wide. Each digit is one of its split's.
+def draw_rows(
+    number: int, split: str, seed: int, pixels: int, one_digit: float = 0.0
+) -> list[dict[str, Any]]:
+    """Problems whose two sides at the figure are scanned digits, `pixels` wide.
 
-    `one_digit`: the share of the problems that are drawn until their answer is the first of the usual digits.
+    Each digit is one of its split's.
+
+    `one_digit`: the share of the problems that are drawn until their answer is the first of the
+    usual digits.
     """
-    rng, digits = random.Random(f"scanned/{split}/{seed}"), scanned_digits(split, pixels * OVERSAMPLING)
+    rng = random.Random(f"scanned/{split}/{seed}")
+    digits = scanned_digits(split, pixels * OVERSAMPLING)
 
     class Paper(Canvas):
         def label(self, text: str, centre: Point) -> None:
-            (x, y), side = self._scaled([centre])[0], pixels * OVERSAMPLING
+            (x, y) = self._scaled([centre])[0]
+            side = pixels * OVERSAMPLING
             for place, digit in enumerate(text):
                 left = x + side * (place - len(text) / 2)
                 self._image.paste(rng.choice(digits[digit]), (round(left), round(y - side / 2)))
 
     rows = []
     for index in range(number):
-        wanted, problem = rng.random() < one_digit, perimeter_digit(rng, SIZE, paper=Paper)
+        wanted = rng.random() < one_digit
+        problem = perimeter_digit(rng, SIZE, paper=Paper)
         while wanted and problem.answer != str(USUAL_DIGITS[0]):
             problem = perimeter_digit(rng, SIZE, paper=Paper)
-        meta = {key: getattr(problem, key) for key in ("goal", "family", "kind", "solution", "slip")}
-        rows.append({
-            "id": f"scanned/{seed}/{split}/{index}", "images": [problem.image], "problem": problem.question,
-            "answer": problem.answer, "answer_raw": problem.answer, "choices": None, "split": split,
-            "source": "scanned", "meta": meta | {"shapes": list(problem.shapes)},
-        })  # fmt: skip
+        meta = {
+            key: getattr(problem, key) for key in ("goal", "family", "kind", "solution", "slip")
+        }
+        rows.append(
+            {
+                "id": f"scanned/{seed}/{split}/{index}",
+                "images": [problem.image],
+                "problem": problem.question,
+                "answer": problem.answer,
+                "answer_raw": problem.answer,
+                "choices": None,
+                "split": split,
+                "source": "scanned",
+                "meta": meta | {"shapes": list(problem.shapes)},
+            }
+        )
     return rows
 
 
 def build_data(folder: Path, plan: Plan, case: str) -> None:
     """Training and held-out problems of a case, the same for all its runs; what is there stays."""
     from adora_vl.data.dataset import write_manifest, write_split
-    from data_prep.output import complete_or_absent
+    from adora_vl.data.output import complete_or_absent
 
     if folder.is_dir():
         return
@@ -103,19 +154,27 @@ def build_data(folder: Path, plan: Plan, case: str) -> None:
     counts = {}
     with complete_or_absent(folder, description) as made:
         for split, number in plan["rows"].items():
-            rows = draw_rows(number, split, 0, plan["pixels"], plan["cases"][case]["one_digit"])
+            rows = draw_rows(
+                number,
+                split=split,
+                seed=0,
+                pixels=plan["pixels"],
+                one_digit=plan["cases"][case]["one_digit"],
+            )
             counts[split] = write_split(rows, made, split)
         write_manifest(made, description, counts)
 
 
 def build_start(folder: Path, plan: Plan, start: int) -> None:
     """The tiny model, taught on other problems with the training pictures; what is there stays."""
+    from adora_vl.builtin.small_model import build_start as build
     from adora_vl.builtin.small_model import is_built
-    from adora_vl.builtin.tiny_perimeter import PerimeterStart, build_perimeter_model
+    from adora_vl.builtin.tiny_perimeter import PerimeterStart, begin_perimeter
 
     own = PerimeterStart(**plan["start"], seed=start)
     if not is_built(folder, asdict(own)):
-        build_perimeter_model(folder, own, draw_rows(own.rows, "train", start, plan["pixels"]))
+        rows = draw_rows(own.rows, split="train", seed=start, pixels=plan["pixels"])
+        build(folder, own, partial(begin_perimeter, rows=rows))
 
 
 def places(plan: Plan, pilot: bool) -> list[Place]:
@@ -134,14 +193,21 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
     """Keys of a training config as a command has them."""
     words = []
     for key, value in options.items():
-        values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+        values = (
+            value
+            if isinstance(value, list)
+            else [json.dumps(value) if isinstance(value, dict) else value]
+        )
         words += [f"--{key}", *map(str, values)]
     return words
 
 
 def train(words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
-    """What `python -m adora_vl.train` does, with this process's engine and without saving. Returns the log's lines."""
-    from adora_vl.config.reading import read
+    """What `python -m adora_vl.train` does, with this process's engine and without saving.
+
+    Returns the log's lines.
+    """
+    from adora_vl.config.command import read
     from adora_vl.prepare import prepare
     from adora_vl.record.metrics import METRICS, read_metrics
     from adora_vl.train import build_trainer
@@ -158,13 +224,24 @@ def train(words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     return lines
 
 
-# of a run's log: what is held out, by step, and what the training answers are like, as means of five steps
-HELD_OUT = {"accuracy": "accuracy", "perimeter_usual_accuracy": "usual", "perimeter_any_accuracy": "any"}
+# of a run's log: what is held out, by step, and what the training answers are like, as means of
+# five steps
+HELD_OUT = {
+    "accuracy": "accuracy",
+    "perimeter_usual_accuracy": "usual",
+    "perimeter_any_accuracy": "any",
+}
 TRAINING = {
-    "grading/worked": "worked", "rewards/every_step/mean": "every_step", "grading/correct": "right",
-    "completions/mean_length": "tokens", "adora/tds_share": "tds_share", "adora/weight_mean": "weight_mean",
-}  # fmt: skip
+    "grading/worked": "worked",
+    "rewards/every_step/mean": "every_step",
+    "grading/correct": "right",
+    "completions/mean_length": "tokens",
+    "adora/tds_share": "tds_share",
+    "adora/weight_mean": "weight_mean",
+}
 BLOCK = 5
+# The accuracy of the held-out split in a log; earlier runs have it under the second name.
+HELD_OUT_KEYS = ("eval_problems_accuracy", "eval_geometry3k_accuracy")
 
 
 def kept(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -172,12 +249,16 @@ def kept(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     held_out, steps = [], []
     for line in lines:
         if line["kind"] == "eval":
-            known = {new: round(line[f"eval_geometry3k_{old}"], 4) for old, new in HELD_OUT.items()}
+            prefix = next(key.removesuffix("accuracy") for key in HELD_OUT_KEYS if key in line)
+            known = {new: round(line[f"{prefix}{old}"], 4) for old, new in HELD_OUT.items()}
             held_out.append({"step": line["step"], **known})
     trained = [line for line in lines if line["kind"] == "train"]
     for first in range(0, len(trained), BLOCK):
         block = trained[first : first + BLOCK]
-        known = {new: [line[old] for line in block if line.get(old) is not None] for old, new in TRAINING.items()}
+        known = {
+            new: [line[old] for line in block if line.get(old) is not None]
+            for old, new in TRAINING.items()
+        }
         means = {key: round(statistics.fmean(values), 4) for key, values in known.items() if values}
         steps.append({"step": block[-1]["step"], **means})
     return {"held_out": held_out, "steps": steps}
@@ -190,24 +271,47 @@ def train_all(plan: Plan, output: Path, pilot: bool) -> None:
     from benchmarks.attenuation.run import keep_one_engine
 
     keep_one_engine()
-    file, code = output / "runs.jsonl", commit()
+    file = output / "runs.jsonl"
+    code = commit()
     done = {place_of(run) for run in read_runs(file)} if file.is_file() else set()
     for case in plan["cases"]:
         build_data(output / "data" / case, plan, case)
     for case, start, seed, arm in places(plan, pilot):
         if (case, start, seed, arm) in done:
             continue
-        model, began, processor = output / "starts" / str(start), time.perf_counter(), time.process_time()
+        model = output / "starts" / str(start)
+        began = time.perf_counter()
+        processor = time.process_time()
         build_start(model, plan, start)
-        where = {"model_name_or_path": str(model), "dataset_name": str(output / "data" / case), "seed": seed}
-        where["eval_on_start"] = arm == plan["cases"][case]["arms"][0]  # the same for all arms and seeds of a start
-        words = ["--config", str(CONFIG), *words_of({**plan["train"], **plan["arms"][arm], **where})]
+        where = {
+            "model_name_or_path": str(model),
+            "dataset_name": str(output / "data" / case),
+            "seed": seed,
+        }
+        # the same for all arms and seeds of a start
+        where["eval_on_start"] = arm == plan["cases"][case]["arms"][0]
+        words = [
+            "--config",
+            str(CONFIG),
+            *words_of({**plan["train"], **plan["arms"][arm], **where}),
+        ]
         found = kept(train(words, output / "run"))
-        own = {"case": case, "start": start, "seed": seed, "arm": arm, "model": fingerprint(model), "commit": code}
+        own = {
+            "case": case,
+            "start": start,
+            "seed": seed,
+            "arm": arm,
+            "model": fingerprint(model),
+            "commit": code,
+        }
         seconds = {"processor_seconds": round(time.process_time() - processor, 1)}
         with file.open("a") as lines:
             lines.write(json.dumps({**own, **found, **seconds}) + "\n")
-        last = {**found["held_out"][-1], **found["steps"][-1], "seconds": round(time.perf_counter() - began)}
+        last = {
+            **found["held_out"][-1],
+            **found["steps"][-1],
+            "seconds": round(time.perf_counter() - began),
+        }
         print(case, start, seed, arm, json.dumps(last), flush=True)
 
 
@@ -221,19 +325,39 @@ def place_of(run: Run) -> Place:
 
 def whole(plan: Plan, runs: Sequence[Run]) -> list[Run]:
     """The runs that count: those of the plan, of a case's seed of which every run is there."""
-    wanted, there = places(plan, pilot=False), {place_of(run) for run in runs}
-    missing = {(case, seed) for case, start, seed, arm in wanted if (case, start, seed, arm) not in there}
-    return [run for run in runs if place_of(run) in wanted and (run["case"], run["seed"]) not in missing]
+    wanted = places(plan, pilot=False)
+    there = {place_of(run) for run in runs}
+    missing = {
+        (case, seed) for case, start, seed, arm in wanted if (case, start, seed, arm) not in there
+    }
+    return [
+        run for run in runs if place_of(run) in wanted and (run["case"], run["seed"]) not in missing
+    ]
 
 
 NAMES = {
-    "grpo": "`grpo`, GRPO", "dr_grpo": "Dr. GRPO", "dapo": "`dapo`, GRPO", "adora": "`grpo`, ADORA 0.1",
-    "adora_dapo": "`dapo`, ADORA 0.1", "random": "`grpo`, random groups",
-}  # fmt: skip
+    "grpo": "`grpo`, GRPO",
+    "dr_grpo": "Dr. GRPO",
+    "dapo": "`dapo`, GRPO",
+    "adora": "`grpo`, ADORA 0.1",
+    "adora_dapo": "`dapo`, ADORA 0.1",
+    "random": "`grpo`, random groups",
+}
 AGAINST = (
-    ("adora", "grpo"), ("adora", "random"), ("adora", "dr_grpo"), ("adora_dapo", "dapo"), ("adora_dapo", "dr_grpo"),
-    ("random", "grpo"), ("dr_grpo", "grpo"), ("dapo", "grpo"),
-)  # fmt: skip
+    ("adora", "grpo"),
+    ("adora", "random"),
+    ("adora", "dr_grpo"),
+    ("adora_dapo", "dapo"),
+    ("adora_dapo", "dr_grpo"),
+    ("random", "grpo"),
+    ("dr_grpo", "grpo"),
+    ("dapo", "grpo"),
+)
+
+
+def end(key: str) -> Callable[[Run], float]:
+    """A held-out figure at the last step."""
+    return lambda run: float(run["held_out"][-1][key])
 
 
 def last(key: str) -> Callable[[Run], float]:
@@ -249,22 +373,33 @@ def of_seeds(runs: Sequence[Run], case: str, arm: str, value: Callable[[Run], An
     """A figure of every seed in percent: its mean over the starts."""
     own = [run for run in runs if (run["case"], run["arm"]) == (case, arm)]
     seeds = sorted({run["seed"] for run in own})
-    return [100 * statistics.fmean(value(run) for run in own if run["seed"] == seed) for seed in seeds]
+    return [
+        100 * statistics.fmean(value(run) for run in own if run["seed"] == seed) for seed in seeds
+    ]
 
 
 def levels(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
     """A Markdown table of every arm's means, with the lowest and the highest seed."""
     lines = [
-        f"| {case}: arm | runs | accuracy, end | by start | `usual` | `any` | workings | all steps right | tokens |",
+        f"| {case}: arm | runs | accuracy, end | by start | `usual` | `any` | workings | all "
+        "steps right | tokens |",
         "|---" * 9 + "|",
     ]
     for arm in plan["cases"][case]["arms"]:
         own = [run for run in runs if (run["case"], run["arm"]) == (case, arm)]
-        ends = of_seeds(runs, case, arm, end("accuracy"))
-        starts = [statistics.fmean(100 * run["held_out"][-1]["accuracy"] for run in own if run["start"] == start)
-                  for start in plan["starts"]]  # fmt: skip
+        ends = of_seeds(runs, case=case, arm=arm, value=end("accuracy"))
+        starts = [
+            statistics.fmean(
+                100 * run["held_out"][-1]["accuracy"] for run in own if run["start"] == start
+            )
+            for start in plan["starts"]
+        ]
         values = (end("usual"), end("any"), last("worked"), last("every_step"))
-        cells = [NAMES[arm], str(len(own)), f"{statistics.fmean(ends):.1f} ({min(ends):.1f} to {max(ends):.1f})"]
+        cells = [
+            NAMES[arm],
+            str(len(own)),
+            f"{statistics.fmean(ends):.1f} ({min(ends):.1f} to {max(ends):.1f})",
+        ]
         cells += [" / ".join(f"{mean:.1f}" for mean in starts)]
         cells += [f"{statistics.fmean(of_seeds(runs, case, arm, value)):.1f}" for value in values]
         lines.append(f"| {' | '.join(cells)} | {statistics.fmean(map(last('tokens'), own)):.1f} |")
@@ -272,9 +407,12 @@ def levels(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
 
 
 def differences(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
-    """A Markdown table of paired differences with the seed as the unit, and the exact sign-flip test of the end."""
+    """A Markdown table of paired differences with the seed as the unit, and the exact sign-flip
+    test of the end.
+    """
     lines = [
-        f"| {case}: difference in points [95 %] | seeds | accuracy, half way | end | workings | p |",
+        f"| {case}: difference in points [95 %] | seeds | accuracy, half way | end | workings | p "
+        "|",
         "|---" * 6 + "|",
     ]
     for one, other in AGAINST:
@@ -282,10 +420,15 @@ def differences(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
             continue
         cells = []
         for value in (at_half, end("accuracy"), last("worked")):
-            first, second = (of_seeds(runs, case, arm, value) for arm in (one, other))
+            first, second = (
+                of_seeds(runs, case=case, arm=arm, value=value) for arm in (one, other)
+            )
             cells.append([a - b for a, b in zip(first, second, strict=True)])
         texts = " | ".join(map(interval, cells))
-        lines.append(f"| {NAMES[one]} - {NAMES[other]} | {len(cells[0])} | {texts} | {sign_flips(cells[1]):.3f} |")
+        lines.append(
+            f"| {NAMES[one]} - {NAMES[other]} | {len(cells[0])} | {texts} | "
+            f"{sign_flips(cells[1]):.3f} |"
+        )
     return lines
 
 
@@ -299,7 +442,9 @@ def tables(plan: Plan, every: Sequence[Run]) -> str:
         own = [run for run in runs if run["case"] == case]
         if not own:
             continue
-        before = [100 * run["held_out"][0]["accuracy"] for run in own if run["held_out"][0]["step"] == 0]
+        before = [
+            100 * run["held_out"][0]["accuracy"] for run in own if run["held_out"][0]["step"] == 0
+        ]
         seeds = f"{len({run['seed'] for run in own})} of {len(plan['seeds'])} seeds are whole"
         parts += [[f"{case}: {seeds}; {statistics.fmean(before):.1f} % before training."]]
         parts += [levels(plan, own, case), differences(plan, own, case)]
@@ -307,16 +452,24 @@ def tables(plan: Plan, every: Sequence[Run]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--plan", type=Path, default=PLAN)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "scanned")
-    parser.add_argument("--pilot", action="store_true", help="the pilot's starts and seeds, which count for nothing")
-    parser.add_argument("--tables", type=Path, nargs="?", const=RUNS, metavar="FILE", help="only print the tables")
+    parser.add_argument(
+        "--pilot", action="store_true", help="the pilot's starts and seeds, which count for nothing"
+    )
+    parser.add_argument(
+        "--tables", type=Path, nargs="?", const=RUNS, metavar="FILE", help="only print the tables"
+    )
     options = parser.parse_args()
     plan = yaml.safe_load(options.plan.read_text())
     if options.tables:
         if not options.tables.is_file():
-            raise SystemExit(f"--tables: {options.tables} is no file; the runs write OUTPUT/runs.jsonl")
+            raise SystemExit(
+                f"--tables: {options.tables} is no file; the runs write OUTPUT/runs.jsonl"
+            )
         print(tables(plan, read_runs(options.tables)))
         return
     options.output.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""A stand-in for a vLLM server on loopback: it waits for as long as it is told, and its answers are drawn from the
-seeds of the requests. It speaks as much of vLLM 0.31's HTTP as the trainer does.
+"""A stand-in for a vLLM server on loopback: it waits for as long as it is told, and its answers are
+drawn from the seeds of the requests. It speaks as much of vLLM 0.31's HTTP as the trainer does.
 """
 
 import base64
@@ -26,14 +26,23 @@ class StandIn:
     """Answers until it is `dead`; then it drops what it is asked, and new connections too."""
 
     def __init__(
-        self, *, seconds_per_token: float = 0.0, tokens: int = 8, shortest: int | None = None, vocabulary: int = 300
+        self,
+        *,
+        seconds_per_token: float = 0.0,
+        tokens: int = 8,
+        shortest: int | None = None,
+        vocabulary: int = 300,
     ) -> None:
-        """`seconds_per_token`: how long a request for rollouts waits, by its limit. `tokens`: of a rollout, or with
-        `shortest` at the most.
+        """`seconds_per_token`: how long a request for rollouts waits, by its limit.
+
+        `tokens`: of a rollout, or with `shortest` at the most.
         """
-        self.seconds_per_token, self.tokens, self.vocabulary = seconds_per_token, tokens, vocabulary
+        self.seconds_per_token = seconds_per_token
+        self.tokens = tokens
+        self.vocabulary = vocabulary
         self.shortest = tokens if shortest is None else shortest
-        self.pace: Callable[[int], float] = lambda syncs: 1.0  # times those seconds, by the syncs so far
+        # times those seconds, by the syncs so far
+        self.pace: Callable[[int], float] = lambda syncs: 1.0
         self.life = uuid.uuid4().hex
         self.logprobs_mode = "raw_logprobs"
         self.dead = False
@@ -42,21 +51,26 @@ class StandIn:
         self.weights: list[list[str]] = []  # the names of the tensors that each sync brought
         self.lora: Body | None = None  # vLLM's settings of it
         self.in_four_bit = False
-        self.turns: list[list[int]] = []  # tokens of whole turns, one of which it says in half of its answers
+        self.turns: list[
+            list[int]
+        ] = []  # tokens of whole turns, one of which it says in half of its answers
         self.served = ["stand-in"]  # the names of the model and of adapters
         self.spoil: Callable[[Body], Body] = lambda reply: reply  # of the replies with rollouts
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True  # else a reply, which is two writes, takes 40 ms on loopback
+            # else a reply, which is two writes, takes 40 ms on loopback
+            disable_nagle_algorithm = True
 
             def do_GET(self) -> None:
                 outer.logins.add(self.headers["Authorization"])
                 self._reply(outer.told(self.path.partition("?")[0]))
 
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
+                body = json.loads(
+                    self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}"
+                )
                 self._reply(outer.answered(self.path.partition("?")[0], body))
 
             def _reply(self, found: Body | None) -> None:
@@ -73,11 +87,14 @@ class StandIn:
                 pass
 
         class Listening(ThreadingHTTPServer):
-            daemon_threads, request_queue_size = True, 256
+            daemon_threads = True
+            request_queue_size = 256
 
         self._server = Listening(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
 
     def close(self) -> None:
         """End."""
@@ -86,7 +103,10 @@ class StandIn:
 
     def start_again(self) -> None:
         """As a server that was killed and started anew: with the weights of its checkpoint."""
-        self.life, self.dead, self.weights, self.served = uuid.uuid4().hex, False, [], self.served[:1]
+        self.life = uuid.uuid4().hex
+        self.dead = False
+        self.weights = []
+        self.served = self.served[:1]
 
     def told(self, path: str) -> Body | None:
         model = {"logprobs_mode": self.logprobs_mode, "model": self.served[0]}
@@ -95,7 +115,10 @@ class StandIn:
         known: dict[str, Body] = {
             "/health": {},
             "/v1/models": {"data": [{"id": "stand-in", "max_model_len": 4096}]},
-            "/server_info": {"vllm_config": config, "vllm_env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": True}},
+            "/server_info": {
+                "vllm_config": config,
+                "vllm_env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": True},
+            },
         }
         return known.get(path)
 
@@ -133,17 +156,28 @@ class StandIn:
         rollouts = []
         for member in range(parameters.get("n", 1)):
             draw = random.Random(f"{ids} {parameters.get('seed', 0) + member}")
-            length = draw.randint(self.shortest, self.tokens) if self.shortest < self.tokens else self.tokens
+            length = (
+                draw.randint(self.shortest, self.tokens)
+                if self.shortest < self.tokens
+                else self.tokens
+            )
             tokens = draw.choices(allowed, k=length)
             if self.turns and draw.random() < 0.5:
                 tokens = draw.choice(self.turns)
             tokens = tokens[: parameters.get("max_tokens")]
-            names, logps = [f"token_id:{token}" for token in tokens], [-draw.random() for _ in tokens]
+            names = [f"token_id:{token}" for token in tokens]
+            logps = [-draw.random() for _ in tokens]
             pairs = list(zip(names, logps, strict=True))
             if path == GENERATE[0]:
-                scored: Body = {"tokens": names, "token_logprobs": logps, "top_logprobs": [None] * len(tokens)}
+                scored: Body = {
+                    "tokens": names,
+                    "token_logprobs": logps,
+                    "top_logprobs": [None] * len(tokens),
+                }
             else:
-                scored = {"content": [{"token": t, "logprob": p, "top_logprobs": []} for t, p in pairs]}
+                scored = {
+                    "content": [{"token": t, "logprob": p, "top_logprobs": []} for t, p in pairs]
+                }
             rollouts.append({"prompt_token_ids": ids, "token_ids": tokens, "logprobs": scored})
         return rollouts
 

@@ -1,15 +1,18 @@
-"""A policy step as stock TRL computes it, beside ours, at the lengths of real answers: `python -m benchmarks.step`.
+"""A policy step as stock TRL computes it, beside ours, at the lengths of real answers: `python -m
+benchmarks.step`.
 
-Stock is `trl.GRPOTrainer` itself. Each way runs in a process of its own, one after the other and by turns, and both
-learn from the same recorded rollouts (`benchmarks.step_run`). The language model has the width and vocabulary of
-Qwen2.5-VL-3B and few layers. Printed are medians over the turns: seconds by phase, of all the processors together with
-`--seconds processor`, and the peak of memory above what the process holds between steps.
+Stock is `trl.GRPOTrainer` itself. Each way runs in a process of its own, one after the other and by
+turns, and both learn from the same recorded rollouts (`benchmarks.step_run`). The language model
+has the width and vocabulary of Qwen2.5-VL-3B and few layers. Printed are medians over the turns:
+seconds by phase, of all the processors together with `--seconds processor`, and the peak of memory
+above what the process holds between steps.
 
-On a card TRL's language-model head computes positions of the answers alone, and on a CPU those of the prompts too. The
-way "stock, as on a card" is stock with that choice made as on a card; everything else is the same. A model with all of
-its layers spends less of its time in the head. Without Triton the head's passes hold whole tiles of the vocabulary in
-float32, which a card does not; so the memory outside them is printed too. With `--as-on-a-card` each case ends with its
-row of the table in docs/speed.md.
+On a card TRL's language-model head computes positions of the answers alone, and on a CPU those of
+the prompts too. The way "stock, as on a card" is stock with that choice made as on a card;
+everything else is the same. A model with all of its layers spends less of its time in the head.
+Without Triton the head's passes hold whole tiles of the vocabulary in float32, which a card does
+not; so the memory outside them is printed too. With `--as-on-a-card` each case ends with its row of
+the table in docs/speed.md.
 """
 
 import argparse
@@ -25,8 +28,8 @@ from typing import Any
 from tqdm import tqdm
 
 ROOT = Path(__file__).parents[1]
-# What a case is beside the defaults of `benchmarks.step_run`. A prompt has about 50 tokens of text. With gradient
-# checkpointing, as TRL has it by default and our recipes do.
+# What a case is beside the defaults of `benchmarks.step_run`. A prompt has about 50 tokens of text.
+# With gradient checkpointing, as TRL has it by default and our recipes do.
 CASES: dict[str, list[str]] = {
     "P 700, C 400 long-tailed": ["--image", "650"],
     "P 700, C 400 equal": ["--image", "650", "--equal"],
@@ -41,7 +44,15 @@ CASES: dict[str, list[str]] = {
 }
 TINY = ["--width", "64", "--layers", "2", "--blocks", "1", "--vocabulary", "640", "--image", "16"]
 TINY += ["--completion", "12", "--limit", "40", "--generations", "4"]
-PHASES = ["data", "image", "grading", "old pass", "old pass, head", "policy forward", "policy forward, head"]
+PHASES = [
+    "data",
+    "image",
+    "grading",
+    "old pass",
+    "old pass, head",
+    "policy forward",
+    "policy forward, head",
+]
 PHASES += ["backward", "backward, head", "optimizer", "other"]
 POLICY = [phase for phase in PHASES if phase.startswith(("old", "policy", "backward"))]
 MEMORY = {
@@ -60,13 +71,16 @@ def mrope(head: int) -> list[int]:
 
 
 def answer_lengths(median: int, limit: int, rollouts: int, equal: bool) -> list[int]:
-    """Tokens of each rollout of a group: all the median, or the quantiles of a log-normal distribution (sigma 0.8) that
-    is cut off at the limit, with the longest one at the limit.
+    """Tokens of each rollout of a group: all the median, or the quantiles of a log-normal
+    distribution (sigma 0.8) that is cut off at the limit, with the longest one at the limit.
     """
     if equal:
         return [median] * rollouts
     normal = statistics.NormalDist()
-    drawn = [median * math.exp(0.8 * normal.inv_cdf((place + 0.5) / rollouts)) for place in range(rollouts)]
+    drawn = [
+        median * math.exp(0.8 * normal.inv_cdf((place + 0.5) / rollouts))
+        for place in range(rollouts)
+    ]
     lengths = [max(1, min(limit, round(length))) for length in drawn]
     return [*lengths[:-1], limit]
 
@@ -74,10 +88,25 @@ def answer_lengths(median: int, limit: int, rollouts: int, equal: bool) -> list[
 def measure(way: str, words: list[str], output: Path) -> dict[str, Any]:
     """The figures of one process that computes one way."""
     file = output / "turn.json"
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    environment = {
+        **os.environ,
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+    }
     environment.setdefault("OMP_WAIT_POLICY", "passive")  # a waiting thread is not to count as work
-    command = [sys.executable, "-m", "benchmarks.step_run", "--way", way, "--output", str(file.resolve()), *words]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.step_run",
+        "--way",
+        way,
+        "--output",
+        str(file.resolve()),
+        *words,
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         sys.exit(f"{way}: exit code {done.returncode}\n{done.stderr[-3000:]}")
     found: dict[str, Any] = json.loads(file.read_text())
@@ -91,7 +120,9 @@ def policy_seconds(seconds: dict[str, float]) -> float:
 
 def medians(turns: list[dict[str, Any]], kind: str) -> dict[str, float]:
     names = [*PHASES, "whole step"]
-    figures = {name: statistics.median(turn[kind].get(name, 0.0) for turn in turns) for name in names}
+    figures = {
+        name: statistics.median(turn[kind].get(name, 0.0) for turn in turns) for name in names
+    }
     figures |= {name: statistics.median(turn[name] for turn in turns) for name in MEMORY}
     return figures
 
@@ -101,42 +132,69 @@ def table(name: str, ways: dict[str, dict[str, float]]) -> str:
     rows: list[tuple[str, dict[str, float], float, str]] = []
     for phase in PHASES:
         rows.append((phase, {way: found[phase] for way, found in ways.items()}, 1.0, "s"))
-    rows.append(("policy step", {way: policy_seconds(found) for way, found in ways.items()}, 1.0, "s"))
+    rows.append(
+        ("policy step", {way: policy_seconds(found) for way, found in ways.items()}, 1.0, "s")
+    )
     rows.append(("whole step", {way: found["whole step"] for way, found in ways.items()}, 1.0, "s"))
     for key, label in MEMORY.items():
         rows.append((label, {way: found[key] for way, found in ways.items()}, 2.0**20, "MiB"))
     others = [way for way in ways if way != "ours"]
-    lines = [f"{name:<40}" + "".join(f"{way[-14:]:>16}" for way in ways) + "".join("   ours/ " for _ in others)]
+    lines = [
+        f"{name:<40}"
+        + "".join(f"{way[-14:]:>16}" for way in ways)
+        + "".join("   ours/ " for _ in others)
+    ]
     for label, figures, scale, unit in rows:
         form = ".2f" if unit == "s" else ".0f"
         line = f"  {label:<38}" + "".join(f"{figures[way] / scale:>16{form}}" for way in ways)
         for way in others:
-            line += f"{figures['ours'] / figures[way]:>9.2f}" if figures[way] > 1e-3 * scale else " " * 9
+            line += (
+                f"{figures['ours'] / figures[way]:>9.2f}"
+                if figures[way] > 1e-3 * scale
+                else " " * 9
+            )
         lines.append(f"{line} {unit}")
     return "\n".join(lines)
 
 
 def page_row(ways: dict[str, dict[str, float]], prompt: int, answers: list[int]) -> str:
     """Ours beside stock as on a card, as docs/speed.md has it."""
-    stock, ours = ways["stock, as on a card"], ways["ours"]
-    seconds, memory = [policy_seconds(found) for found in (stock, ours)], "step_bytes_outside_head"
+    stock = ways["stock, as on a card"]
+    ours = ways["ours"]
+    seconds = [policy_seconds(found) for found in (stock, ours)]
+    memory = "step_bytes_outside_head"
     said = f"{min(answers):,} to {max(answers):,}, median {statistics.median(answers):.0f}"
     if min(answers) == max(answers):
         said = f"all {max(answers):,}"
-    cells = (f"{prompt:,}", said, *(f"{each:.0f}" for each in seconds), f"**{seconds[1] / seconds[0]:.2f}**")
+    cells = (
+        f"{prompt:,}",
+        said,
+        *(f"{each:.0f}" for each in seconds),
+        f"**{seconds[1] / seconds[0]:.2f}**",
+    )
     return f"| {' | '.join(cells)} | {ours[memory] / stock[memory]:.2f} |"
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
     """The options, and the words that are handed on to every process."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=";".join(CASES), help="separated by semicolons; all by default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cases", default=";".join(CASES), help="separated by semicolons; all by default"
+    )
     parser.add_argument("--turns", type=int, default=3, help="of each way")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmark_step"))
-    parser.add_argument("--tiny", action="store_true", help="a small model and short lengths, to try the command")
-    parser.add_argument("--as-on-a-card", action="store_true", help="also stock with the head's choice on a card")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a small model and short lengths, to try the command"
+    )
+    parser.add_argument(
+        "--as-on-a-card", action="store_true", help="also stock with the head's choice on a card"
+    )
     parser.add_argument("--seconds", choices=["wall", "processor"], default="wall")
-    parser.epilog = "All other options go to benchmarks.step_run, for instance --width 512 --vocabulary 16000."
+    parser.epilog = (
+        "All other options go to benchmarks.step_run, for instance --width 512 --vocabulary 16000."
+    )
     options, words = parser.parse_known_args()
     options.cases = options.cases.split(";")
     unknown = [name for name in options.cases if name not in CASES]

@@ -1,8 +1,9 @@
 """One way of one case of `python -m benchmarks.step`, in a process of its own.
 
-`--way stock` is `trl.GRPOTrainer` itself, `--way ours` is our trainer with its defaults. Both learn from the same
-recorded rollouts: an object with the methods of the engine gives the same token ids to the same prompts, so the seconds
-are those of everything but sampling. The first generation has short answers and is not counted.
+`--way stock` is `trl.GRPOTrainer` itself, `--way ours` is our trainer with its defaults. Both learn
+from the same recorded rollouts: an object with the methods of the engine gives the same token ids
+to the same prompts, so the seconds are those of everything but sampling. The first generation has
+short answers and is not counted.
 """
 
 import argparse
@@ -22,7 +23,12 @@ import torch  # noqa: E402
 import trl.trainer.grpo_trainer as stock_module  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from PIL import Image  # noqa: E402
-from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2_5_VLConfig, TrainerCallback  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    Qwen2_5_VLConfig,
+    TrainerCallback,
+)
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.kernels import ChunkedLogProbFunction  # noqa: E402
 from trl.trainer import utils as trl_utils  # noqa: E402
@@ -33,20 +39,24 @@ from adora_vl.data.dataset import schema  # noqa: E402
 from adora_vl.data.prompts import conversation  # noqa: E402
 from adora_vl.models.load import PRETRAINED  # noqa: E402
 from adora_vl.models.shape import SHAPES  # noqa: E402
-from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk  # noqa: E402
-from adora_vl.training.scores import RewardFunctions  # noqa: E402
+from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult  # noqa: E402
+from adora_vl.synthetic.generate import generate  # noqa: E402
+from adora_vl.training.scoring import RewardFunctions  # noqa: E402
 from benchmarks.measure import Clock, PeakMemory  # noqa: E402
 from benchmarks.step import answer_lengths, mrope  # noqa: E402
-from data_prep.synthetic.generate import generate  # noqa: E402
 
 PATCH = 28  # pixels of an image token's side
 ORDINARY = 20  # token ids from here on are no special tokens
 SHORT = 8  # tokens of the answers that are not counted
 
 
-def config(width: int, layers: int, blocks: int, vocabulary: int, processor: Any) -> Qwen2_5_VLConfig:
+def config(
+    width: int, layers: int, blocks: int, vocabulary: int, processor: Any
+) -> Qwen2_5_VLConfig:
     """Qwen2.5-VL-3B with few layers; another width than its 2,048 shrinks the other sizes alike."""
-    published = json.loads((SHAPES / "Qwen2.5-VL-3B-Instruct" / "config.json").read_text(encoding="utf-8"))
+    published = json.loads(
+        (SHAPES / "Qwen2.5-VL-3B-Instruct" / "config.json").read_text(encoding="utf-8")
+    )
     vision = published.pop("vision_config")
     part = width / published["hidden_size"]
     heads = max(2, round(published["num_attention_heads"] * part))
@@ -65,10 +75,20 @@ def config(width: int, layers: int, blocks: int, vocabulary: int, processor: Any
     if width // heads != 128:
         published["rope_scaling"] = {"type": "mrope", "mrope_section": mrope(width // heads)}
     tokenizer = processor.tokenizer
-    names = {"image_token_id": "image_pad", "video_token_id": "video_pad", "vision_start_token_id": "vision_start"}
+    names = {
+        "image_token_id": "image_pad",
+        "video_token_id": "video_pad",
+        "vision_start_token_id": "vision_start",
+    }
     names |= {"vision_end_token_id": "vision_end"}
-    published |= {key: tokenizer.convert_tokens_to_ids(f"<|{token}|>") for key, token in names.items()}
-    published |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    published |= {
+        key: tokenizer.convert_tokens_to_ids(f"<|{token}|>") for key, token in names.items()
+    }
+    published |= {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     return Qwen2_5_VLConfig(**published, vision_config=vision)
 
 
@@ -89,14 +109,14 @@ class Recorded:
     def sync_weights(self) -> None:
         pass
 
-    def sample(self, asks: list[RolloutAsk], _: Any = None) -> list[RolloutAnswer]:
+    def sample(self, asks: list[SamplingRequest], _: Any = None) -> list[SamplingResult]:
         generator = torch.Generator().manual_seed(17)
         answers = []
         for place in range(len(asks)):
             length = self.lengths[place % len(self.lengths)] if Recorded.calls else SHORT
             ids = torch.randint(ORDINARY, 600, (length,), generator=generator)
             likely = [-math.log(self.vocabulary)] * length  # what an untrained model gives
-            answers.append(RolloutAnswer([*ids[:-1].tolist(), self.stop], [*likely]))
+            answers.append(SamplingResult([*ids[:-1].tolist(), self.stop], [*likely]))
         Recorded.calls += 1
         return answers
 
@@ -126,7 +146,13 @@ def build(options: argparse.Namespace) -> Any:
     pixels: dict[str, Any] = {"min_pixels": PATCH * PATCH, "max_pixels": 2000 * PATCH * PATCH}
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(
-        config(options.width, options.layers, options.blocks, options.vocabulary, processor),
+        config(
+            options.width,
+            layers=options.layers,
+            blocks=options.blocks,
+            vocabulary=options.vocabulary,
+            processor=processor,
+        ),
         dtype=getattr(torch, options.dtype),
     )
     both: dict[str, Any] = {
@@ -157,11 +183,17 @@ def build(options: argparse.Namespace) -> Any:
     if options.way == "ours":
         args = AdoraGRPOConfig(**{**both, **pixels}, adora_method="grpo", adora_max_drift=None)
         with mock.patch.object(our_module, "AdoraVLLMGeneration", Recorded):
-            return our_module.AdoraGRPOTrainer(model=model, args=args, processing_class=processor, **given)
+            return our_module.AdoraGRPOTrainer(
+                model=model, args=args, processing_class=processor, **given
+            )
     stock_module.VLLMGeneration = Recorded
     if options.way == "stock, as on a card":
-        trl_utils._use_triton = lambda device: True  # chooses the positions that are scored, not the kernel
-    processor.image_processor.size = {"shortest_edge": pixels["min_pixels"], "longest_edge": pixels["max_pixels"]}
+        # chooses the positions that are scored, not the kernel
+        trl_utils._use_triton = lambda device: True
+    processor.image_processor.size = {
+        "shortest_edge": pixels["min_pixels"],
+        "longest_edge": pixels["max_pixels"],
+    }
     return GRPOTrainer(model=model, args=GRPOConfig(**both), processing_class=processor, **given)
 
 
@@ -170,7 +202,8 @@ class Watch(TrainerCallback):
 
     def __init__(self, clocks: dict[str, Clock], updates: int) -> None:
         phases = clocks["wall"].phases
-        self.clocks, self.updates = clocks, updates
+        self.clocks = clocks
+        self.updates = updates
         # a slice, since the main thread may leave the last phase meanwhile
         self.memory = PeakMemory(apart=lambda: any(phase.endswith("head") for phase in phases[-1:]))
         self.result: dict[str, Any] = {}
@@ -183,19 +216,34 @@ class Watch(TrainerCallback):
             self.resting = self.memory.now()
             self.memory.restart()
         if state.global_step == 2 * self.updates:
-            peaks = {"step_bytes": self.memory.peak, "step_bytes_outside_head": self.memory.peak_of_rest}
+            peaks = {
+                "step_bytes": self.memory.peak,
+                "step_bytes_outside_head": self.memory.peak_of_rest,
+            }
             self.result = {name: max(0, peak - self.resting) for name, peak in peaks.items()}
             self.result["peak_bytes"] = self.memory.peak
             for name, clock in self.clocks.items():
-                whole, phases = clock.now() - self.started[name], dict(clock.seconds)
-                self.result[name] = {**phases, "other": whole - sum(phases.values()), "whole step": whole}
+                whole = clock.now() - self.started[name]
+                phases = dict(clock.seconds)
+                self.result[name] = {
+                    **phases,
+                    "other": whole - sum(phases.values()),
+                    "whole step": whole,
+                }
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--way", choices=["stock", "stock, as on a card", "ours"], required=True)
     parser.add_argument("--output", type=Path, required=True)
-    sizes = {"image": 650, "completion": 400, "limit": 1024, "generations": 8, "groups": 1, "updates": 1}
+    sizes = {
+        "image": 650,
+        "completion": 400,
+        "limit": 1024,
+        "generations": 8,
+        "groups": 1,
+        "updates": 1,
+    }
     sizes |= {"width": 2048, "layers": 2, "blocks": 2, "vocabulary": 151_936}
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -222,7 +270,8 @@ def timed(trainer: Any) -> dict[str, Clock]:
         clock.around(trainer, "_get_per_token_logps_and_entropies", passing)
         clock.around(trainer.accelerator, "backward", "backward")
         clock.around(ChunkedLogProbFunction, "forward", head)
-        clock.around(ChunkedLogProbFunction, "backward", "backward, head")  # autograd has a thread of its own
+        # autograd has a thread of its own
+        clock.around(ChunkedLogProbFunction, "backward", "backward, head")
     return clocks
 
 
@@ -230,7 +279,9 @@ def main() -> None:
     options = parse()
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
-    Recorded.lengths = answer_lengths(options.completion, options.limit, options.generations, options.equal)
+    Recorded.lengths = answer_lengths(
+        options.completion, limit=options.limit, rollouts=options.generations, equal=options.equal
+    )
     Recorded.vocabulary = options.vocabulary
     trainer = build(options)
     watch = Watch(timed(trainer), options.updates)
@@ -240,7 +291,12 @@ def main() -> None:
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     seen = trainer.state.num_input_tokens_seen / options.groups  # of both generations
     prompt = round((seen - sum(tokens) - SHORT * len(tokens)) / (2 * options.generations))
-    found = {"answers": tokens, "prompt": prompt, "layers": options.layers, "grad_norm": log[-1]["grad_norm"]}
+    found = {
+        "answers": tokens,
+        "prompt": prompt,
+        "layers": options.layers,
+        "grad_norm": log[-1]["grad_norm"],
+    }
     options.output.write_text(json.dumps({**watch.result, **found}))
 
 

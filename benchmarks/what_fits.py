@@ -1,4 +1,5 @@
-"""The table of docs/hardware.md for one card: the longest answers that fit, by the dry run's formulas.
+"""The table of docs/hardware.md for one card: the longest answers that fit, by the dry run's
+formulas.
 
 python -m benchmarks.what_fits
 """
@@ -7,15 +8,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from adora_vl.config.reading import read
-from adora_vl.config.where import DryRunOptions
+from adora_vl.config.command import read
+from adora_vl.config.run_context import DryRunOptions
 from adora_vl.planning.dry_run import make_plan
 from adora_vl.planning.memory import Prediction, Setup, predict, proposed_utilization
 from adora_vl.utils.files import GIB
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CARDS_GB = (12, 16, 24, 48)
-ANSWERS, SEQUENCES = (8192, 4096, 3072, 2048, 1536, 1024, 512), (8, 4, 2, 1)
+ANSWERS = (8192, 4096, 3072, 2048, 1536, 1024, 512)
+SEQUENCES = (8, 4, 2, 1)
 LEAST_AT_ONCE = 4  # rollouts; with fewer the engine waits for its longest answers
 MODES = {  # model, mode: the recipe and what is changed in it
     ("3B", "LoRA on bfloat16"): ("adora_3b_12gb", ["--load_in_4bit", "false"]),
@@ -27,11 +29,15 @@ MODES = {  # model, mode: the recipe and what is changed in it
 
 def setup_of(recipe: str, changed: list[str]) -> Setup:
     options = DryRunOptions(accelerate_config=CONFIGS / "accelerate" / "gpu1.yaml", card_gib=80.0)
-    return make_plan(read(["--config", str(CONFIGS / "train" / f"{recipe}.yaml"), *changed]), options).setup
+    return make_plan(
+        read(["--config", str(CONFIGS / "train" / f"{recipe}.yaml"), *changed]), options
+    ).setup
 
 
 def longest(setup: Setup, card: int) -> tuple[Setup, Prediction] | None:
-    """With the longest answers, and of those with the largest micro-batch, that leave 5 % of the card free."""
+    """With the longest answers, and of those with the largest micro-batch, that leave 5 % of the
+    card free.
+    """
     assert setup.engine is not None
     for answer in ANSWERS:
         for sequences in SEQUENCES:
@@ -50,7 +56,10 @@ def longest(setup: Setup, card: int) -> tuple[Setup, Prediction] | None:
 
 def rows(cards_gb: Sequence[int] = CARDS_GB) -> Iterator[str]:
     """The lines of the table for these cards."""
-    yield "| card, GB | model | mode | prompt | longest answer | micro-batch | at once | engine's share | peak, GiB |"
+    yield (
+        "| card, GB | model | mode | prompt | longest answer | micro-batch | at once | engine's "
+        "share | peak, GiB |"
+    )
     yield "|---|---|---|---|---|---|---|---|---|"
     setups = {mode: setup_of(*recipe) for mode, recipe in MODES.items()}
     for gigabytes in cards_gb:
@@ -58,15 +67,24 @@ def rows(cards_gb: Sequence[int] = CARDS_GB) -> Iterator[str]:
         for (model, mode), setup in setups.items():
             fitting = longest(setup, card)
             if fitting is None:
-                yield f"| {gigabytes} | {model} | {mode} | {setup.batch.prompt_tokens} | does not fit | - | - | - | - |"
+                yield (
+                    f"| {gigabytes} | {model} | {mode} | {setup.batch.prompt_tokens} | does not "
+                    "fit | - | - | - | - |"
+                )
                 continue
             one, found = fitting
             assert one.engine is not None and found.engine is not None
             cells = (
-                gigabytes, model, mode, one.batch.prompt_tokens, one.batch.completion_tokens, one.batch.sequences,
-                f"{found.engine.concurrent} of {one.generation}", f"{one.engine.utilization:g}",
+                gigabytes,
+                model,
+                mode,
+                one.batch.prompt_tokens,
+                one.batch.completion_tokens,
+                one.batch.sequences,
+                f"{found.engine.concurrent} of {one.generation}",
+                f"{one.engine.utilization:g}",
                 f"{found.peak / GIB:.1f}",
-            )  # fmt: skip
+            )
             yield f"| {' | '.join(map(str, cells))} |"
 
 

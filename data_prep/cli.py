@@ -6,13 +6,17 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
+from adora_vl.conversion.columns import ANSWER_IS, PRESETS, columns_of_words
+from adora_vl.conversion.convert import Conversion, convert
+from adora_vl.conversion.pipeline import MAX_WORKERS, usable_cores
+from adora_vl.conversion.quarantine import MAX_SHARE
 from adora_vl.data.dataset import SPLITS
 from adora_vl.data.images import DEFAULT_FAMILY, MAX_PIXELS, UNIT, VISIONS
-from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, number, optional, path, text, whole
-from adora_vl.utils.errors import UserError, refuse
-from data_prep.columns import ANSWER_IS, PRESETS, columns_of_words
-from data_prep.convert import Conversion, convert
-from data_prep.generated import (
+from adora_vl.evals.inference.provenance import PROMPTS, settled_prompts, unusual_prompts
+from adora_vl.evals.inference.requests import EngineOptions, SamplingOptions, default_engine
+from adora_vl.evals.options import OF_THE_RUN, add_options, options_from
+from adora_vl.synthetic.generate import LEVELS, MAX_CHOICES
+from adora_vl.synthetic.generated import (
     DEFAULT_SIZE,
     DEFAULT_TEST_ROWS,
     prepare_drawn,
@@ -20,51 +24,89 @@ from data_prep.generated import (
     puzzles,
     synthetic,
 )
+from adora_vl.synthetic.knights import PEOPLE, QUESTIONS
+from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, number, optional, path, text, whole
+from adora_vl.utils.errors import UserError
 from data_prep.geometry3k import DIAGRAMS, PRESET, SOURCES, Options, prepare_geometry3k
-from data_prep.knights import PEOPLE, QUESTIONS
-from data_prep.pipeline import MAX_WORKERS, usable_cores
-from data_prep.quarantine import MAX_SHARE
 from data_prep.solve import add_solve
 from data_prep.survey import GALLERY_ROWS, describe, print_counts, print_prompt, survey
-from data_prep.synthetic.generate import LEVELS, MAX_CHOICES
 from data_prep.variants import add_variants
-from eval.inference.provenance import OF_THE_RUN, add_asking, settle_prompts, unusual_prompts
 
 MAX_ROWS = 10_000_000
 SIZES = (28, 1024)  # below, a label is not readable; above, the oversampled canvas takes gigabytes
 
 
 def add_synthetic(commands: Any) -> None:
-    command = commands.add_parser("synthetic", help="drawn geometry problems; equal arguments give equal problems")
+    command = commands.add_parser(
+        "synthetic", help="drawn geometry problems; equal arguments give equal problems"
+    )
     _add_drawn(command, _synthetic)
     add = command.add_argument
-    add("--size", type=whole(*SIZES), default=DEFAULT_SIZE, metavar="PIXELS", help="side length, default: %(default)s")
+    add(
+        "--size",
+        type=whole(*SIZES),
+        default=DEFAULT_SIZE,
+        metavar="PIXELS",
+        help="side length, default: %(default)s",
+    )
     add("--families", type=_names, default=(), metavar="A,B", help="default: the five plain ones")
-    add("--level", type=whole(min(LEVELS), max(LEVELS)), default=1, help="difficulty, 1 to 3, default: %(default)s")
+    add(
+        "--level",
+        type=whole(min(LEVELS), max(LEVELS)),
+        default=1,
+        help="difficulty, 1 to 3, default: %(default)s",
+    )
     add("--styles", type=_names, default=("plain",), metavar="A,B", help="default: plain")
-    what, choices = "answers to choose from, default: 0, an open question", whole(2, MAX_CHOICES)
-    add("--choices", type=lambda word: 0 if word == "0" else choices(word), default=0, metavar="N", help=what)
+    what = "answers to choose from, default: 0, an open question"
+    choices = whole(2, MAX_CHOICES)
+    add(
+        "--choices",
+        type=lambda word: 0 if word == "0" else choices(word),
+        default=0,
+        metavar="N",
+        help=what,
+    )
 
 
 def add_knights(commands: Any) -> None:
-    command = commands.add_parser("knights", help="knights-and-knaves puzzles, texts without images, with one solution")
+    command = commands.add_parser(
+        "knights", help="knights-and-knaves puzzles, texts without images, with one solution"
+    )
     _add_drawn(command, _knights, rows_required=False)
     add = command.add_argument
-    add("--people", type=optional(_people), metavar="A-B", help="per puzzle, default: {}-{}".format(*PEOPLE))
+    add(
+        "--people",
+        type=optional(_people),
+        metavar="A-B",
+        help="per puzzle, default: {}-{}".format(*PEOPLE),
+    )
     add("--source", choices=("drawn", "parquet"), default="drawn", help="default: %(default)s")
-    add("--input", type=optional(path), metavar="PATH", help="parquet: the reference's data/kk, or a file of it")
-    add("--question", choices=QUESTIONS, help="parquet: ask for a box (default), or leave that to the system prompt")
+    add(
+        "--input",
+        type=optional(path),
+        metavar="PATH",
+        help="parquet: the reference's data/kk, or a file of it",
+    )
+    add(
+        "--question",
+        choices=QUESTIONS,
+        help="parquet: ask for a box (default), or leave that to the system prompt",
+    )
 
 
 def add_output(command: argparse.ArgumentParser) -> None:
     command.add_argument("--output", type=path, required=True, metavar="DIR")
-    command.add_argument("--overwrite", action="store_true", help="replace another prepared dataset there")
+    command.add_argument(
+        "--overwrite", action="store_true", help="replace another prepared dataset there"
+    )
 
 
 def _add_drawn(command: argparse.ArgumentParser, run: Any, *, rows_required: bool = True) -> None:
     add_output(command)
     add = command.add_argument
-    add("--rows", type=whole(1, MAX_ROWS), required=rows_required, metavar="N", help="training rows")
+    add(
+        "--rows", type=whole(1, MAX_ROWS), required=rows_required, metavar="N", help="training rows"
+    )
     add("--test-rows", type=whole(0, MAX_ROWS), metavar="M", help=f"default: {DEFAULT_TEST_ROWS}")
     add("--seed", type=whole(0, MAX_SEED), metavar="S", help="default: 0")
     command.set_defaults(run=run)
@@ -73,16 +115,21 @@ def _add_drawn(command: argparse.ArgumentParser, run: Any, *, rows_required: boo
 def _names(word: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in word.split(","))
     if not all(names):
-        raise argparse.ArgumentTypeError(f"{word!r} has an empty name; write names with commas between them")
+        raise argparse.ArgumentTypeError(
+            f"{word!r} has an empty name; write names with commas between them"
+        )
     return names
 
 
 def _ends(sign: str, convert: Callable[[str], Any], word: str) -> Any:
     """The two ends of a range with a sign between them, the smaller one first."""
     first, _, last = word.partition(sign)
-    low, high = convert(first), convert(last)
+    low = convert(first)
+    high = convert(last)
     if low > high:
-        raise argparse.ArgumentTypeError(f"{word!r} has the larger number first; write {last}{sign}{first}")
+        raise argparse.ArgumentTypeError(
+            f"{word!r} has the larger number first; write {last}{sign}{first}"
+        )
     return low, high
 
 
@@ -91,15 +138,19 @@ def _people(word: str) -> Any:
     return _ends("-", whole(*PEOPLE), word if "-" in word else f"{word}-{word}")
 
 
-_DRAWN_ONLY, _PARQUET_ONLY = ("rows", "test_rows", "seed", "people"), ("input", "question")
+_DRAWN_ONLY = ("rows", "test_rows", "seed", "people")
+_PARQUET_ONLY = ("input", "question")
 
 
 def _knights(arguments: argparse.Namespace) -> None:
     is_drawn = arguments.source == "drawn"
     needed, foreign = ("rows", _PARQUET_ONLY) if is_drawn else ("input", _DRAWN_ONLY)
     for name, value in _given(arguments, *foreign).items():
-        raise UserError(f"{name}: {value} does not go with --source {arguments.source}; leave one of them out")
-    refuse((getattr(arguments, needed) is None, f"{needed}: --source {arguments.source} needs it; give --{needed}"))
+        raise UserError(
+            f"{name}: {value} does not go with --source {arguments.source}; leave one of them out"
+        )
+    if getattr(arguments, needed) is None:
+        raise UserError(f"{needed}: --source {arguments.source} needs it; give --{needed}")
     if is_drawn:
         drawn = puzzles(**_given(arguments, *_DRAWN_ONLY))
         manifest = prepare_drawn(arguments.output, drawn, overwrite=arguments.overwrite)
@@ -110,43 +161,85 @@ def _knights(arguments: argparse.Namespace) -> None:
 
 
 def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Those of the options that were given; the functions that take them know the default values of the others."""
+    """Those of the options that were given; the functions that take them know the default values of
+    the others.
+    """
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
 def _synthetic(arguments: argparse.Namespace) -> None:
     names = ("rows", "test_rows", "seed", "size", "families", "level", "styles", "choices")
     drawn = synthetic(**_given(arguments, *names))
-    print_counts(arguments.output, prepare_drawn(arguments.output, drawn, overwrite=arguments.overwrite))
+    print_counts(
+        arguments.output, prepare_drawn(arguments.output, drawn, overwrite=arguments.overwrite)
+    )
 
 
 MAX_SAMPLES = 1024
 
 
 def add_filter(commands: Any) -> None:
-    command = commands.add_parser("filter", help="keep the problems that a model solves sometimes, by sampling answers")
+    command = commands.add_parser(
+        "filter", help="keep the problems that a model solves sometimes, by sampling answers"
+    )
     add = command.add_argument
     add("--input", type=optional(path), metavar="DIR", help="a folder that data_prep made")
-    add("--output", type=optional(path), metavar="DIR", help="the answers are kept in DIR.samples, to go on from")
     add(
-        "--attenuation", type=optional(path), metavar="PLACE",
-        help="filter nothing: say whether ADORA's attenuation would act on the answers of a run's folder, or on stored "
-        "ones (DIR.samples, or a predictions file)",
-    )  # fmt: skip
+        "--output",
+        type=optional(path),
+        metavar="DIR",
+        help="the answers are kept in DIR.samples, to go on from",
+    )
+    add(
+        "--attenuation",
+        type=optional(path),
+        metavar="PLACE",
+        help="filter nothing: say whether ADORA's attenuation would act on the answers of a run's "
+        "folder, or on stored ones (DIR.samples, or a predictions file)",
+    )
     add("--overwrite", action="store_true", help="replace another prepared dataset there")
-    add("--keep", type=_rates, default="0.1:0.9", metavar="LOW:HIGH", help="pass rates to keep, default: %(default)s")
-    add("--split", type=text, default="train", help="the split to filter, default: %(default)s; others are copied")
+    add(
+        "--keep",
+        type=_rates,
+        default="0.1:0.9",
+        metavar="LOW:HIGH",
+        help="pass rates to keep, default: %(default)s",
+    )
+    add(
+        "--split",
+        type=text,
+        default="train",
+        help="the split to filter, default: %(default)s; others are copied",
+    )
     add("--model", type=optional(text), metavar="M", help="a model folder, a hub id, or tiny")
-    add_asking(command)
-    add("--samples", type=whole(1, MAX_SAMPLES), default=8, metavar="N", help="per problem, default: %(default)s")
-    what = "instead of --model: answers that `python -m eval.geometry3k infer --split train --samples N` made"
+    add_options(command, SamplingOptions)
+    add(
+        "--samples",
+        type=whole(1, MAX_SAMPLES),
+        default=8,
+        metavar="N",
+        help="per problem, default: %(default)s",
+    )
+    what = (
+        "instead of --model: answers that `python -m eval.problems infer --split train "
+        "--samples N` made"
+    )
     add("--predictions", type=optional(path), metavar="FILE.jsonl", help=what)
     add(
-        "--prompt", type=optional(text), default=OF_THE_RUN, metavar="TEMPLATE",
-        help="as adora_prompt of the training that the rows are for, or none; default: that of the model's own "
-        "training, else with the choices listed",
-    )  # fmt: skip
-    add("--temperature", type=number(0.01, 100), default=1.0, metavar="T", help="default: %(default)s")
+        "--prompt",
+        type=optional(text),
+        default=OF_THE_RUN,
+        metavar="TEMPLATE",
+        help="as adora_prompt of the training that the rows are for, or none; default: that of "
+        "the model's own training, else with the choices listed",
+    )
+    add(
+        "--temperature",
+        type=number(0.01, 100),
+        default=1.0,
+        metavar="T",
+        help="default: %(default)s",
+    )
     add("--rounding", action="store_true", help="accept rounded decimals")
     add("--engine", choices=("vllm", "transformers"), help="default: vllm where it is installed")
     command.set_defaults(run=_filter)
@@ -161,36 +254,55 @@ def _rates(word: str) -> Any:
 
 def _filter(arguments: argparse.Namespace) -> None:
     # the engines of `eval` are imported by this command alone
+    from adora_vl.evals.inference.engines import settings_of
     from data_prep import filter as filtering
     from data_prep import forecast
-    from eval.inference.engines import default_engine, settings_of
 
     if arguments.attenuation is not None:
         print("\n".join(forecast.of(arguments.attenuation).lines()))
         return
     for name in ("input", "output"):
-        refuse((getattr(arguments, name) is None, f"{name}: give --{name} DIR"))
+        if getattr(arguments, name) is None:
+            raise UserError(f"{name}: give --{name} DIR")
     if (arguments.model is None) == (arguments.predictions is None):
-        raise UserError("model: give --model, to sample answers with, or --predictions, answers that are there")
+        raise UserError(
+            "model: give --model, to sample answers with, or --predictions, answers that are there"
+        )
     for name in ("prompt", "system_prompt") if arguments.predictions is not None else ():
-        if getattr(arguments, name) is not OF_THE_RUN:  # answers that are there were asked for in their own words
+        # answers that are there were asked for in their own words
+        if getattr(arguments, name) is not OF_THE_RUN:
             option = name.replace("_", "-")
-            raise UserError(f"{name}: --{option} is for sampling, and --predictions has answers already; leave one out")
+            raise UserError(
+                f"{name}: --{option} is for sampling, and --predictions has answers already; "
+                "leave one out"
+            )
     filtering.check_input(arguments.input, arguments.split)
     filtering.check_output(arguments.input, arguments.output)
     predictions = arguments.predictions
     facts: dict[str, Any] = {"predictions": str(predictions)}
     if predictions is None:
-        arguments.engine = arguments.engine or default_engine()
-        settings = settings_of(arguments)
-        settle_prompts(arguments)
-        folder = filtering.samples_folder(arguments.output)
-        asked = {name: getattr(arguments, name) for name in ("samples", "system_prompt", "prompt")}
-        predictions = filtering.sample(arguments.input, arguments.split, folder, settings, **asked)
-        facts = {"model": settings.model, "samples": arguments.samples, "temperature": settings.temperature}
-        facts |= unusual_prompts(arguments)
+        engine = arguments.engine or default_engine()
+        settings = settings_of(options_from(EngineOptions, arguments, engine=engine))
+        given_prompts = {name: getattr(arguments, name) for name in PROMPTS}
+        prompts = settled_prompts(arguments.model, given_prompts)
+        predictions = filtering.sample(
+            arguments.input,
+            arguments.split,
+            filtering.samples_folder(arguments.output),
+            settings,
+            samples=arguments.samples,
+            system_prompt=prompts["system_prompt"],
+            prompt=prompts["prompt"],
+        )
+        facts = {
+            "model": settings.model,
+            "samples": arguments.samples,
+            "temperature": settings.temperature,
+        }
+        facts |= unusual_prompts(prompts)
     given = {name: getattr(arguments, name) for name in ("split", "rounding", "overwrite")}
-    places, keep = (arguments.input, arguments.output, predictions), filtering.Keep(*arguments.keep)
+    places = (arguments.input, arguments.output, predictions)
+    keep = filtering.Keep(*arguments.keep)
     manifest = filtering.filter_dataset(*places, keep, **given, arguments=facts)
     print(f"{arguments.output}: {filtering.in_words(manifest)}")
     if arguments.predictions is None and arguments.samples > 1:
@@ -198,13 +310,18 @@ def _filter(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0, 2 with one line where the user's input is wrong, 130 after Ctrl-C."""
+    """Run one command.
+
+    Returns the exit code: 0, 2 with one line where the user's input is wrong, 130 after Ctrl-C.
+    """
 
     def command() -> None:
         arguments = parser().parse_args(argv)
         if not sys.stderr.isatty():
             from datasets import disable_progress_bars
-            from huggingface_hub.utils.tqdm import disable_progress_bars as disable_hub_progress_bars
+            from huggingface_hub.utils.tqdm import (
+                disable_progress_bars as disable_hub_progress_bars,
+            )
 
             disable_progress_bars()  # `datasets` and the hub draw their own into log files too
             disable_hub_progress_bars()
@@ -214,7 +331,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    top = Parser(prog="python -m data_prep", description="Make, and look at, data sets for training and evaluation.")
+    top = Parser(
+        prog="python -m data_prep",
+        description="Make, and look at, data sets for training and evaluation.",
+    )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     add_synthetic(commands)
@@ -225,11 +345,17 @@ def parser() -> Parser:
     add_solve(commands)
     add_variants(commands)
 
-    inspect = commands.add_parser("inspect", help="what a prepared folder holds, as text and as an HTML page")
+    inspect = commands.add_parser(
+        "inspect", help="what a prepared folder holds, as text and as an HTML page"
+    )
     inspect.add_argument("folder", type=path, metavar="DIR")
-    inspect.add_argument("--html", type=optional(path), metavar="FILE", help="file for the page, default: DIR.html")
+    inspect.add_argument(
+        "--html", type=optional(path), metavar="FILE", help="file for the page, default: DIR.html"
+    )
     inspect.add_argument("--text-only", action="store_true", help="write no page")
-    inspect.add_argument("--model", type=optional(text), metavar="M", help="measure problems with its tokenizer")
+    inspect.add_argument(
+        "--model", type=optional(text), metavar="M", help="measure problems with its tokenizer"
+    )
     _add_family(inspect)
     inspect.set_defaults(run=_inspect)
     return top
@@ -241,17 +367,41 @@ def _add_family(command: argparse.ArgumentParser) -> None:
 
 
 def _add_geometry3k(commands: Any) -> None:
-    command = commands.add_parser("geometry3k", help="Geometry3K from the hub, Parquet, its own folders or redrawn")
+    command = commands.add_parser(
+        "geometry3k", help="Geometry3K from the hub, Parquet, its own folders or redrawn"
+    )
     add_output(command)
     add = command.add_argument
     add("--source", choices=SOURCES, required=True)
-    add("--input", type=optional(text), metavar="ID_OR_PATH", help=f"an id for hub (default: {PRESET.id}), else a path")
-    add("--revision", type=optional(text), metavar="COMMIT", help="of the hub: commit, tag or branch, default: newest")
-    add("--diagram", choices=DIAGRAMS, help="intergps: the picture as printed, or with every vertex lettered")
-    what = "logic-forms, facts: a table with the questions (messages, solution, images), whose diagrams are redrawn"
+    add(
+        "--input",
+        type=optional(text),
+        metavar="ID_OR_PATH",
+        help=f"an id for hub (default: {PRESET.id}), else a path",
+    )
+    add(
+        "--revision",
+        type=optional(text),
+        metavar="COMMIT",
+        help="of the hub: commit, tag or branch, default: newest",
+    )
+    add(
+        "--diagram",
+        choices=DIAGRAMS,
+        help="intergps: the picture as printed, or with every vertex lettered",
+    )
+    what = (
+        "logic-forms, facts: a table with the questions (messages, solution, images), whose "
+        "diagrams are redrawn"
+    )
     add("--texts", type=optional(text), metavar="FILE", help=what)
     _add_cleaning(command)
-    add("--limit", type=optional(whole(1)), metavar="N", help="only N rows a split: the first, or with --seed a sample")
+    add(
+        "--limit",
+        type=optional(whole(1)),
+        metavar="N",
+        help="only N rows a split: the first, or with --seed a sample",
+    )
     add("--seed", type=optional(whole(0, MAX_SEED)), metavar="S", help="seed of the sample")
     command.set_defaults(run=_geometry3k)
 
@@ -259,40 +409,133 @@ def _add_geometry3k(commands: Any) -> None:
 def _add_cleaning(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     pixels = optional(whole(UNIT**2, MAX_PIXELS))  # from one image token on
-    add("--max-pixels", type=pixels, metavar="N", help="shrink larger images as the model does, default: keep them")
-    add("--min-pixels", type=pixels, metavar="N", help="enlarge smaller ones as the model does, default: keep them")
+    add(
+        "--max-pixels",
+        type=pixels,
+        metavar="N",
+        help="shrink larger images as the model does, default: keep them",
+    )
+    add(
+        "--min-pixels",
+        type=pixels,
+        metavar="N",
+        help="enlarge smaller ones as the model does, default: keep them",
+    )
     _add_family(command)
     what = "cleaning processes, default: the cores, here %(default)s"
     add("--workers", type=whole(1, MAX_WORKERS), default=usable_cores(), metavar="N", help=what)
-    add("--keep-leaks", action="store_true", help="keep training rows that also occur in a held-out split")
+    add(
+        "--keep-leaks",
+        action="store_true",
+        help="keep training rows that also occur in a held-out split",
+    )
     what = "largest share of unusable rows that is not an error, default: %(default)s"
     add("--allow-quarantined", type=number(0, 1), default=MAX_SHARE, metavar="SHARE", help=what)
 
 
 def _add_convert(commands: Any) -> None:
-    command = commands.add_parser("convert", help="your own data: JSON, CSV, Excel, Parquet, a folder, a hub id")
+    command = commands.add_parser(
+        "convert", help="your own data: JSON, CSV, Excel, Parquet, a folder, a hub id"
+    )
     add_output(command)
     add = command.add_argument
-    add("--preset", choices=tuple(PRESETS), help="a published data set, or rows of another trainer; for --columns")
+    add(
+        "--preset",
+        choices=tuple(PRESETS),
+        help="a published data set, or rows of another trainer; for --columns",
+    )
     what = "a table, a folder with one, or a hub id; default: that of the preset"
     add("--input", type=optional(text), metavar="PATH_OR_ID", help=what)
     add(
-        "--columns", nargs="+", metavar="NAME=COLUMN",
-        help="problem=question answer=label, and images=, choices=, id= where there are such; others are kept as "
-        "texts; a dot leads into an object, answer=reward_model.ground_truth",
-    )  # fmt: skip
-    add("--decimal-comma", action="store_true", default=None, help="52,5 is 52.5, and 1.234,5 is 1234.5")
-    add("--answer-is", choices=ANSWER_IS, help="of a whole number beside choices: one of them, or its place")
-    add("--image-dir", type=optional(path), metavar="DIR", help="where paths of images begin, default: by the table")
-    add("--name", type=optional(text), metavar="WORD", help="of the data set, for its rows' ids; default: the input's")
-    add("--split-name", choices=SPLITS, help="of a single table, in place of what the name of its file says")
-    add("--drop-instruction", action="store_true", help="take off what problems of other trainers say on how to answer")
-    add("--test-share", type=number(0, 0.99), default=0.0, metavar="SHARE", help="of train, to become the split test")
-    add("--seed", type=whole(0, MAX_SEED), default=0, metavar="S", help="of the test share, default: %(default)s")
-    add("--limit", type=optional(whole(1)), metavar="N", help="only the first N rows of every split")
-    add("--revision", type=optional(text), metavar="COMMIT", help="of a hub id: commit, tag or branch")
-    add("--subset", type=optional(text), metavar="NAME", help="of a hub id: one of its configurations")
-    add("--splits", type=_split_pair, nargs="+", default=[], metavar="OURS=THEIRS", help="of a hub id: test=testmini")
+        "--columns",
+        nargs="+",
+        metavar="NAME=COLUMN",
+        help="problem=question answer=label, and images=, choices=, id= where there are such; "
+        "others are kept as texts; a dot leads into an object, "
+        "answer=reward_model.ground_truth",
+    )
+    add(
+        "--decimal-comma",
+        action="store_true",
+        default=None,
+        help="52,5 is 52.5, and 1.234,5 is 1234.5",
+    )
+    add(
+        "--answer-is",
+        choices=ANSWER_IS,
+        help="of a whole number beside choices: one of them, or its place",
+    )
+    add(
+        "--image-dir",
+        type=optional(path),
+        metavar="DIR",
+        help="where paths of images begin, default: by the table; also of paths of another machine",
+    )
+    add(
+        "--keep-options-in-text",
+        action="store_true",
+        default=None,
+        help="options in the text of a problem do not become choices",
+    )
+    add(
+        "--text-answers",
+        action="store_true",
+        default=None,
+        help="sentences are reference answers too, right for the same text alone",
+    )
+    add(
+        "--name",
+        type=optional(text),
+        metavar="WORD",
+        help="of the data set, for its rows' ids; default: the input's",
+    )
+    add(
+        "--split-name",
+        choices=SPLITS,
+        help="of a single table, in place of what the name of its file says",
+    )
+    add(
+        "--drop-instruction",
+        action="store_true",
+        help="take off what problems of other trainers say on how to answer",
+    )
+    add(
+        "--test-share",
+        type=number(0, 0.99),
+        default=0.0,
+        metavar="SHARE",
+        help="of train, to become the split test",
+    )
+    add(
+        "--seed",
+        type=whole(0, MAX_SEED),
+        default=0,
+        metavar="S",
+        help="of the test share, default: %(default)s",
+    )
+    add(
+        "--limit", type=optional(whole(1)), metavar="N", help="only the first N rows of every split"
+    )
+    add(
+        "--revision",
+        type=optional(text),
+        metavar="COMMIT",
+        help="of a hub id: commit, tag or branch",
+    )
+    add(
+        "--subset",
+        type=optional(text),
+        metavar="NAME",
+        help="of a hub id: one of its configurations",
+    )
+    add(
+        "--splits",
+        type=_split_pair,
+        nargs="+",
+        default=[],
+        metavar="OURS=THEIRS",
+        help="of a hub id: test=testmini",
+    )
     _add_cleaning(command)
     command.set_defaults(run=_convert)
 
@@ -300,25 +543,36 @@ def _add_convert(commands: Any) -> None:
 def _split_pair(word: str) -> tuple[str, str]:
     ours, _, theirs = word.partition("=")
     if ours not in SPLITS or not theirs.strip():
-        raise argparse.ArgumentTypeError(f"{word!r:.60} is not OURS=THEIRS; before the = stands {', '.join(SPLITS)}")
+        raise argparse.ArgumentTypeError(
+            f"{word!r:.60} is not OURS=THEIRS; before the = stands {', '.join(SPLITS)}"
+        )
     return ours, theirs
 
 
 def _geometry3k(arguments: argparse.Namespace) -> None:
     options = Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)})
-    more = {name: getattr(arguments, name) for name in ("source", "revision", "workers", "overwrite")}
-    manifest = prepare_geometry3k(arguments.output, location=arguments.input, options=options, **more)
+    more = {
+        name: getattr(arguments, name) for name in ("source", "revision", "workers", "overwrite")
+    }
+    manifest = prepare_geometry3k(
+        arguments.output, location=arguments.input, options=options, **more
+    )
     print_counts(arguments.output, manifest)
     print_prompt(arguments.output, manifest)
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    preset, name = PRESETS.get(arguments.preset), arguments.name
+    preset = PRESETS.get(arguments.preset)
+    name = arguments.name
     if (preset is None) == (arguments.columns is None):
-        raise UserError("columns: give --columns, such as problem=question answer=label, or --preset")
+        raise UserError(
+            "columns: give --columns, such as problem=question answer=label, or --preset"
+        )
     columns = preset.columns if preset else columns_of_words(arguments.columns)
     given = {"decimal_comma": arguments.decimal_comma, "answer_is": arguments.answer_is or ""}
     given["image_dir"] = str(arguments.image_dir or "")
+    given["text_answers"] = arguments.text_answers
+    given["keep_options_in_text"] = arguments.keep_options_in_text
     columns = replace(columns, **{name: value for name, value in given.items() if value})
     if preset and preset.id:
         name = name or arguments.preset  # the data set's own
@@ -341,7 +595,9 @@ def _inspect(arguments: argparse.Namespace) -> None:
         from data_prep.survey_page import check_page, write_page  # matplotlib takes a second
 
         check_page(path)  # before every row is read
-    found = survey(arguments.folder, gallery=gallery, model=arguments.model, family=arguments.family)
+    found = survey(
+        arguments.folder, gallery=gallery, model=arguments.model, family=arguments.family
+    )
     print(describe(found))
     if not arguments.text_only:
         write_page(found, path)

@@ -12,29 +12,31 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from adora_vl.conversion.chat import text_of_chat, without_instruction
+from adora_vl.conversion.columns import PRESETS, Columns
+from adora_vl.conversion.formats import open_table
+from adora_vl.conversion.hub import download_parquet
+from adora_vl.conversion.pipeline import Cleaning, SplitReads, prepare, recorded
+from adora_vl.conversion.problem import MAX_FILE_BYTES, RawProblem, Reads, RowError, storable
+from adora_vl.conversion.tables import open_local, reads
 from adora_vl.data.dataset import Manifest
 from adora_vl.data.images import png_bytes
 from adora_vl.data.prompts import PLACEHOLDER
 from adora_vl.geometry.forms import Form, form_of
 from adora_vl.utils.cli import amount, read_json
-from adora_vl.utils.errors import UserError, refuse
-from data_prep.chat import text_of_chat, without_instruction
-from data_prep.columns import PRESETS, Columns
-from data_prep.formats import open_table
-from data_prep.hub import download_parquet
+from adora_vl.utils.errors import UserError
 from data_prep.logic_forms import facts_in_words, read_forms
-from data_prep.pipeline import Cleaning, SplitReads, prepare, recorded
-from data_prep.problem import MAX_FILE_BYTES, RawProblem, Reads, RowError, storable
 from data_prep.redraw import can_be_drawn, drawn
 from data_prep.solve import forms_in
 from data_prep.solved_rows import Text, features_with_figure, solved_problems
-from data_prep.tables import open_local, reads
 
 _POINT = r"[A-Z](?:'+|_\{?\w\}?)?(?![A-Za-z'])"
 _SEGMENT = re.compile(  # over two points, however many letters follow
     rf"\\(overline|overrightarrow|overleftarrow|overleftrightarrow|vec|bar)(?:\s+|(?=[A-Z]))({_POINT}|[A-Z]'?)\s*({_POINT})"
 )
-_ARC = re.compile(rf"\\(?:widehat|overarc|arc|wideparen)(?:\s+|(?=[A-Z]))((?:[A-Z]'?\s*){{1,3}}{_POINT})")
+_ARC = re.compile(
+    rf"\\(?:widehat|overarc|arc|wideparen)(?:\s+|(?=[A-Z]))((?:[A-Z]'?\s*){{1,3}}{_POINT})"
+)
 # Words that the texts write as commands, which LaTeX does not have.
 _SHAPE = re.compile(
     r"\\(parallelogram|rectangle|rhombus|trapezoid|quadrilateral|pentagon|hexagon|octagon|kite|circle)(?![A-Za-z])"
@@ -42,7 +44,12 @@ _SHAPE = re.compile(
 _TIDY = (
     (re.compile(r"[\s\u00a0]+"), " "),
     (re.compile(r"\{ | (?=\})"), lambda m: m.group().strip()),  # `{ 3 }`
-    (re.compile(r"(\\(?:frac|sqrt|widehat|overline|overrightarrow|overleftrightarrow|text)) (?=[{\[])"), r"\1"),
+    (
+        re.compile(
+            r"(\\(?:frac|sqrt|widehat|overline|overrightarrow|overleftrightarrow|text)) (?=[{\[])"
+        ),
+        r"\1",
+    ),
     (re.compile(r"(?<=\}) (?=\{)"), ""),  # `\frac{1} {2}`
     (re.compile(r" ?([\^_]) ?"), r"\1"),
     (re.compile(r"\^\{?\\circ(?![A-Za-z])\}?"), r"^\\circ"),
@@ -51,7 +58,9 @@ _TIDY = (
 
 
 def readable(text: str) -> str:
-    r"""`m \widehat{A B}` for `m \widehat A B`, `\sqrt{3}` for `\sqrt { 3 }`, `parallelogram` for `\parallelogram`."""
+    r"""`m \widehat{A B}` for `m \widehat A B`, `\sqrt{3}` for `\sqrt { 3 }`, `parallelogram` for
+    `\parallelogram`.
+    """
     text = _SEGMENT.sub(r"\\\1{\2 \3}", text)
     text = _ARC.sub(lambda match: rf"\widehat{{{match[1]}}}", text)
     text = _SHAPE.sub(r"\1", text)
@@ -79,7 +88,10 @@ class ProblemFolder:
         return int((self.inside or self.path.name).rstrip("/").rsplit("/", 1)[-1])
 
     def read(self, name: str) -> bytes:
-        """The bytes of a file. Raises `OSError`, also for a damaged or encrypted member of a zip file."""
+        """The bytes of a file.
+
+        Raises `OSError`, also for a damaged or encrypted member of a zip file.
+        """
         if self.inside is None:
             path = self.path / name
             if path.stat().st_size > MAX_FILE_BYTES:
@@ -93,33 +105,52 @@ class ProblemFolder:
             return archive.read(member)
         except KeyError:
             raise FileNotFoundError(2, "not in the zip file", member) from None
-        except (zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError, EOFError) as error:
+        except (
+            zipfile.BadZipFile,
+            zlib.error,
+            RuntimeError,
+            NotImplementedError,
+            EOFError,
+        ) as error:
             raise OSError(5, str(error), member) from error
 
 
 def problem_folders(root: Path) -> dict[str, list[ProblemFolder]]:
-    """The problems of the authors' splits `train`, `val` and `test`, by number; a split without any is left out.
+    """The problems of the authors' splits `train`, `val` and `test`, by number; a split without any
+    is left out.
 
-    `root`: one zip file, or a folder with folders `train/` ... or zip files of any name, whose splits are those of the
-    folders inside. A split is read from its folder, else from the zip file of its name, else from the only one that has
-    it. Raises `UserError` for a bad zip file, for two that have one split, and where `root` holds no problem.
+    `root`: one zip file, or a folder with folders `train/` ... or zip files of any name, whose
+    splits are those of the folders inside. A split is read from its folder, else from the zip file
+    of its name, else from the only one that has it. Raises `UserError` for a bad zip file, for two
+    that have one split, and where `root` holds no problem.
     """
     if root.is_file():
         found = _zipped(root)
     elif root.is_dir():
-        numbered = {split: [path for path in root.glob(f"{split}/*/") if path.name.isdecimal()] for split in _SPLITS}
-        found = {split: [ProblemFolder(path) for path in paths] for split, paths in numbered.items() if paths}
+        numbered = {
+            split: [path for path in root.glob(f"{split}/*/") if path.name.isdecimal()]
+            for split in _SPLITS
+        }
+        found = {
+            split: [ProblemFolder(path) for path in paths]
+            for split, paths in numbered.items()
+            if paths
+        }
         if len(found) < len(_SPLITS):
             found = _from_zips(sorted(root.glob("*.zip"))) | found
     else:
         raise UserError(f"input: there is no file or folder {str(root)!r}")
     if not found:
         raise UserError(
-            f"input: {str(root)!r} has no problem folder such as train/0 with a data.json, and no zip file with one; "
-            f"give the folder that holds {', '.join(_SPLITS)}, or a zip file of it"
+            f"input: {str(root)!r} has no problem folder such as train/0 with a data.json, and no "
+            f"zip file with one; give the folder that holds {', '.join(_SPLITS)}, or a zip file "
+            "of it"
         )
     held = {split: found[split] for split in _SPLITS if split in found}
-    return {split: sorted(folders, key=lambda one: (one.number, str(one))) for split, folders in held.items()}
+    return {
+        split: sorted(folders, key=lambda one: (one.number, str(one)))
+        for split, folders in held.items()
+    }
 
 
 def _from_zips(paths: list[Path]) -> dict[str, list[ProblemFolder]]:
@@ -130,18 +161,24 @@ def _from_zips(paths: list[Path]) -> dict[str, list[ProblemFolder]]:
         named = [path for path in having if path.stem == split] or having
         if len(named) > 1:
             names = " and ".join(repr(str(path)) for path in named[:2])
-            raise UserError(f"input: {names} both hold problems of {split!r}; give one of them with --input")
+            raise UserError(
+                f"input: {names} both hold problems of {split!r}; give one of them with --input"
+            )
         if named:
             found[split] = held[named[0]][split]
     return found
 
 
 def _zipped(path: Path) -> dict[str, list[ProblemFolder]]:
-    """The numbered folders of a zip file by the split folder above them; where none has one, by the file's own name."""
+    """The numbered folders of a zip file by the split folder above them; where none has one, by the
+    file's own name.
+    """
     try:
         names = _archive(path).namelist()
     except (zipfile.BadZipFile, OSError) as error:
-        raise UserError(f"input: {str(path)!r} is not a readable zip file ({error}); download it again") from error
+        raise UserError(
+            f"input: {str(path)!r} is not a readable zip file ({error}); download it again"
+        ) from error
     folders: dict[str, str | None] = {}
     for name in names:
         match = _NUMBERED.fullmatch(name)
@@ -153,7 +190,10 @@ def _zipped(path: Path) -> dict[str, list[ProblemFolder]]:
             nowhere = f"the problems in {str(path)!r} are in no folder {', '.join(_SPLITS)}"
             raise UserError(f"input: {nowhere}; call the file after its split, such as train.zip")
         within = dict.fromkeys(folders, path.stem)
-    held = {split: [ProblemFolder(path, folder) for folder, its in within.items() if its == split] for split in _SPLITS}
+    held = {
+        split: [ProblemFolder(path, folder) for folder, its in within.items() if its == split]
+        for split in _SPLITS
+    }
     return {split: found for split, found in held.items() if found}
 
 
@@ -163,12 +203,19 @@ def _archive(path: Path) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
-DIAGRAMS = {"plain": "img_diagram.png", "point": "img_diagram_point.png"}  # point: with every vertex lettered
+# point: with every vertex lettered
+DIAGRAMS = {
+    "plain": "img_diagram.png",
+    "point": "img_diagram_point.png",
+}
 _OUR_SPLITS = {"train": "train", "val": "validation", "test": "test"}  # theirs: ours
 
 
 def problems_of_folders(root: Path, diagram: str = "plain") -> dict[str, SplitReads]:
-    """The problems of the authors' folders or zip files, in the order of their numbers. Raises `UserError`."""
+    """The problems of the authors' folders or zip files, in the order of their numbers.
+
+    Raises `UserError`.
+    """
     held = {_OUR_SPLITS[name]: folders for name, folders in problem_folders(root).items()}
     reads = {
         split: [partial(_read_folder, folder, split, DIAGRAMS[diagram]) for folder in folders]
@@ -178,7 +225,10 @@ def problems_of_folders(root: Path, diagram: str = "plain") -> dict[str, SplitRe
 
 
 def _read_folder(folder: ProblemFolder, split: str, diagram: str) -> RawProblem:
-    """Read one problem. Raises `RowError`, with the original bytes, if a file or a field is not usable."""
+    """Read one problem.
+
+    Raises `RowError`, with the original bytes, if a file or a field is not usable.
+    """
     row_id = f"geometry3k/{split}/{folder.number}"
     originals: list[bytes] = []
     try:
@@ -186,26 +236,45 @@ def _read_folder(folder: ProblemFolder, split: str, diagram: str) -> RawProblem:
             originals.append(folder.read(name))
     except OSError as error:
         wrong = f"{folder}/{name} cannot be read ({error.strerror})"
-        raise RowError(row_id, "file_missing", wrong, "put the file there", originals=originals) from error
+        raise RowError(
+            row_id=row_id,
+            kind="file_missing",
+            wrong=wrong,
+            remedy="put the file there",
+            originals=originals,
+        ) from error
     refuse = partial(RowError, row_id, originals=originals)
     try:
         data = read_json(originals[0].decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise refuse("not_json", f"{folder}/data.json is not JSON ({error})", "download the problem again") from error
+        raise refuse(
+            "not_json", f"{folder}/data.json is not JSON ({error})", "download the problem again"
+        ) from error
     if not isinstance(data, dict):
         wrong = f"{folder}/data.json is not a JSON object but {data!r:.40}"
         raise refuse("not_json", wrong, "download the problem again")
     field = partial(_field, data, refuse, f"{folder}/data.json")
-    problem, facts = field("problem_text", str), None
+    problem = field("problem_text", str)
+    facts = None
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        facts = facts_in_words(form_of(read_json(folder.read("logic_form.json").decode("utf-8"))), problem)
+        facts = facts_in_words(
+            form_of(read_json(folder.read("logic_form.json").decode("utf-8"))), problem
+        )
     return RawProblem(
-        id=row_id, split=split, source="geometry3k", origin=str(folder), images=(originals[1],),
-        problem=readable(problem), answer=field("answer", str),
-        choices=tuple(field("choices", list)), goal=", ".join(field("problem_type_goal", list, [])),
-        shapes=tuple(field("problem_type_graph", list, [])), solution=field("detailed_solution", str, "").strip(),
-        other_files=(originals[0],), **with_facts(facts, row_id),
-    )  # fmt: skip
+        id=row_id,
+        split=split,
+        source="geometry3k",
+        origin=str(folder),
+        images=(originals[1],),
+        problem=readable(problem),
+        answer=field("answer", str),
+        choices=tuple(field("choices", list)),
+        goal=", ".join(field("problem_type_goal", list, [])),
+        shapes=tuple(field("problem_type_graph", list, [])),
+        solution=field("detailed_solution", str, "").strip(),
+        other_files=(originals[0],),
+        **with_facts(facts, row_id),
+    )
 
 
 def with_facts(facts: str | None, row_id: str) -> dict[str, Any]:
@@ -218,37 +287,48 @@ REDRAWN = "geometry3k, redrawn"
 
 
 def problems_of_facts(path: Path, texts: Path | None) -> dict[str, SplitReads]:
-    """The problems whose facts determine their answers, with or without the texts of a table. Raises `UserError`."""
+    """The problems whose facts determine their answers, with or without the texts of a table.
+
+    Raises `UserError`.
+    """
     if texts is None:
         return solved_problems(forms_in(path), None)
     wanted = {
-        number: Text(split=split, problem=problem, answer=answer) for split, number, problem, answer in _texts_of(texts)
+        number: Text(split=split, problem=problem, answer=answer)
+        for split, number, problem, answer in _texts_of(texts)
     }
     return solved_problems(forms_in(path), wanted)
 
 
 def _texts_of(texts: Path) -> Iterator[tuple[str, str, str, str]]:
-    """Of each row of a table with the questions: our split, the number of its problem, its text and its answer.
+    """Of each row of a table with the questions: our split, the number of its problem, its text and
+    its answer.
 
     Raises `UserError` for a row that lacks one of them.
     """
     for where, record in open_table(texts, _TEXTS)[1]():
         row = record if isinstance(record, dict) else {}
         place = re.search(r"(?:^|[/\"'])(train|val|test)/(\d+)/", str(row.get("images")))
-        question, answer = text_of_chat(row.get("messages")), row.get("solution")
+        question = text_of_chat(row.get("messages"))
+        answer = row.get("solution")
         if place is None or question is None or not isinstance(answer, str):
             raise UserError(
-                f"texts: {where} of {str(texts)!r} lacks messages with one question, a solution, or images with a path "
-                "such as test/2401/img_diagram.png; put them in"
+                f"texts: {where} of {str(texts)!r} lacks messages with one question, a solution, "
+                "or images with a path such as test/2401/img_diagram.png; put them in"
             )
         problem = readable(without_instruction(question.replace(PLACEHOLDER, " ").strip())[0])
         yield _OUR_SPLITS[place[1]], place[2], problem, answer
 
 
 def problems_of_forms(path: Path, texts: Path | None) -> dict[str, SplitReads]:
-    """The problems of `texts` whose diagrams can be redrawn from the logic forms of `path`. Raises `UserError`."""
+    """The problems of `texts` whose diagrams can be redrawn from the logic forms of `path`.
+
+    Raises `UserError`.
+    """
     if texts is None:
-        raise UserError("texts: missing; --source logic-forms has no questions, so name a table that has them")
+        raise UserError(
+            "texts: missing; --source logic-forms has no questions, so name a table that has them"
+        )
     forms = read_forms(path)
     held: dict[str, list[Callable[[], RawProblem]]] = {split: [] for split in _OUR_SPLITS.values()}
     undrawn = 0
@@ -259,21 +339,44 @@ def problems_of_forms(path: Path, texts: Path | None) -> dict[str, SplitReads]:
         else:
             held[split].append(partial(_redrawn, form, split, number, problem, answer))
     if undrawn:
-        print(f"{amount(undrawn, 'problem')} of {str(texts)!r} left out: not all points of the diagram have a place")
-    return {split: SplitReads(partial(iter, reads), len(reads)) for split, reads in held.items() if reads}
+        print(
+            f"{amount(undrawn, 'problem')} of {str(texts)!r} left out: not all points of the "
+            "diagram have a place"
+        )
+    return {
+        split: SplitReads(partial(iter, reads), len(reads))
+        for split, reads in held.items()
+        if reads
+    }
 
 
 def _redrawn(form: Form, split: str, number: str, problem: str, answer: str) -> RawProblem:
     row_id = f"geometry3k/{split}/{number}"
     facts = with_facts(facts_in_words(form, problem), row_id)
-    return RawProblem(row_id, split, REDRAWN, f"problem {number}", (png_bytes(drawn(form)),), problem, answer, **facts)
+    return RawProblem(
+        id=row_id,
+        split=split,
+        source=REDRAWN,
+        origin=f"problem {number}",
+        images=(png_bytes(drawn(form)),),
+        problem=problem,
+        answer=answer,
+        **facts,
+    )
 
 
 def _field(
-    data: dict[str, Any], refuse: Callable[..., RowError], path: str, name: str, kind: type[str] | type[list[str]],
+    data: dict[str, Any],
+    refuse: Callable[..., RowError],
+    path: str,
+    name: str,
+    kind: type[str] | type[list[str]],
     default: Any = None,
-) -> Any:  # fmt: skip
-    """`data[name]`, a text or a list of texts. Raises `RowError` where it is neither, or missing without a default."""
+) -> Any:
+    """`data[name]`, a text or a list of texts.
+
+    Raises `RowError` where it is neither, or missing without a default.
+    """
     value = data.get(name, default)
     if isinstance(value, kind) and all(isinstance(item, str) and storable(item) for item in value):
         return value
@@ -288,10 +391,17 @@ PRESET_ID = PRESET.id or ""
 
 
 def open_source(
-    kind: str, location: str | None, *, revision: str | None = None, diagram: str | None = None,
+    kind: str,
+    location: str | None,
+    *,
+    revision: str | None = None,
+    diagram: str | None = None,
     texts: str | None = None,
-) -> tuple[dict[str, SplitReads], str | None]:  # fmt: skip
-    """The rows of a source of `SOURCES` at a dataset id or a path, and the commit of the hub. Raises `UserError`."""
+) -> tuple[dict[str, SplitReads], str | None]:
+    """The rows of a source of `SOURCES` at a dataset id or a path, and the commit of the hub.
+
+    Raises `UserError`.
+    """
     own = (
         ("revision", revision, ("hub",)),
         ("diagram", diagram, ("intergps",)),
@@ -299,8 +409,12 @@ def open_source(
     )
     for name, value, of in own:
         if value is not None and kind not in of:
-            raise UserError(f"{name}: {value!r} is for --source {of[0]} alone; leave it out with --source {kind}")
-    refuse((kind != "hub" and not location, f"input: missing; --source {kind} needs the path of the data"))
+            raise UserError(
+                f"{name}: {value!r} is for --source {of[0]} alone; leave it out with --source "
+                f"{kind}"
+            )
+    if kind != "hub" and not location:
+        raise UserError(f"input: missing; --source {kind} needs the path of the data")
     if kind == "intergps":
         return problems_of_folders(Path(location or ""), diagram or "plain"), None
     if kind == FORMS:
@@ -312,14 +426,23 @@ def open_source(
     else:
         opened = open_local(Path(location or ""), PRESET.columns)
         if opened.kind != "parquet":
-            raise UserError(f"input: {location!r} is no Parquet but {opened.kind}; prepare it with the command convert")
-    begin = partial(reads, opened, name="geometry3k", columns=PRESET.columns, tests=None, limit=None)
-    return {split: SplitReads(partial(begin, split), total) for split, total in opened.totals.items()}, opened.revision
+            raise UserError(
+                f"input: {location!r} is no Parquet but {opened.kind}; prepare it with the "
+                "command convert"
+            )
+    begin = partial(
+        reads, opened, name="geometry3k", columns=PRESET.columns, tests=None, limit=None
+    )
+    return {
+        split: SplitReads(partial(begin, split), total) for split, total in opened.totals.items()
+    }, opened.revision
 
 
 @dataclass(frozen=True)
 class Options(Cleaning):
-    """The options that decide which rows are kept: of the `limit` the first ones, or with a `seed` a random sample."""
+    """The options that decide which rows are kept: of the `limit` the first ones, or with a `seed`
+    a random sample.
+    """
 
     seed: int | None = None
     diagram: str | None = None  # `plain` or `point`, for intergps only
@@ -327,23 +450,41 @@ class Options(Cleaning):
 
 
 def prepare_geometry3k(
-    output: Path, *, source: str, location: str | None = None, revision: str | None = None,
-    options: Options | None = None, workers: int = 1, overwrite: bool = False,
-) -> Manifest:  # fmt: skip
-    """Prepare Geometry3K from `source` (one of `SOURCES`) at `location`, a dataset id or a path. Returns the manifest.
+    output: Path,
+    *,
+    source: str,
+    location: str | None = None,
+    revision: str | None = None,
+    options: Options | None = None,
+    workers: int = 1,
+    overwrite: bool = False,
+) -> Manifest:
+    """Prepare Geometry3K from `source` (one of `SOURCES`) at `location`, a dataset id or a path.
 
-    `revision`: of the hub. `workers`: processes that clean rows, on which the output does not depend. `overwrite`:
-    another prepared dataset at `output`; the same one is always replaced. Raises `UserError`, as `prepare` does.
+    Returns the manifest.
+
+    `revision`: of the hub. `workers`: processes that clean rows, on which the output does not
+    depend. `overwrite`: another prepared dataset at `output`; the same one is always replaced.
+    Raises `UserError`, as `prepare` does.
     """
     wanted = options or Options()
     if wanted.seed is not None and wanted.limit is None:
-        raise UserError(f"seed: {wanted.seed} has nothing to choose without --limit; give both or none")
+        raise UserError(
+            f"seed: {wanted.seed} has nothing to choose without --limit; give both or none"
+        )
 
     def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
-        splits, commit = open_source(source, location, revision=revision, diagram=wanted.diagram, texts=wanted.texts)
-        description: dict[str, Any] = {"source": f"geometry3k/{source}", "input": location or PRESET_ID}
+        splits, commit = open_source(
+            source, location=location, revision=revision, diagram=wanted.diagram, texts=wanted.texts
+        )
+        description: dict[str, Any] = {
+            "source": f"geometry3k/{source}",
+            "input": location or PRESET_ID,
+        }
         description |= {"revision": commit, "arguments": recorded(asdict(wanted))}
-        return description, {split: _chosen_of(split, found, wanted) for split, found in splits.items()}
+        return description, {
+            split: _chosen_of(split, found, wanted) for split, found in splits.items()
+        }
 
     features = None
     if source in ("intergps", FORMS):
@@ -354,7 +495,9 @@ def prepare_geometry3k(
 
 
 def _chosen_of(split: str, found: SplitReads, options: Options) -> SplitReads:
-    """The rows to read of one split: the first ones, or with a seed a sample that every split draws for itself."""
+    """The rows to read of one split: the first ones, or with a seed a sample that every split draws
+    for itself.
+    """
     assert found.total is not None
     count = min(found.total, options.limit or found.total)
     chosen: range | set[int] = range(count)
@@ -363,6 +506,8 @@ def _chosen_of(split: str, found: SplitReads, options: Options) -> SplitReads:
 
     def problems() -> Reads:
         # `islice` ends without reading the rest of the source
-        return islice((read for index, read in enumerate(found.problems()) if index in chosen), count)
+        return islice(
+            (read for index, read in enumerate(found.problems()) if index in chosen), count
+        )
 
     return SplitReads(problems, count)

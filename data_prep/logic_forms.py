@@ -1,7 +1,7 @@
 """Files of Geometry3K's logic forms (InterGPS, Lu et al. 2021), and the facts of a form in words.
 
-`Equals(LengthOf(Line(A, B)), 10)` is `AB = 10`. The words are for a model that is asked without the picture; where they
-do not suffice to solve the problem, as for a shaded region, there are none.
+`Equals(LengthOf(Line(A, B)), 10)` is `AB = 10`. The words are for a model that is asked without the
+picture; where they do not suffice to solve the problem, as for a shaded region, there are none.
 """
 
 from __future__ import annotations
@@ -22,37 +22,53 @@ _POINTS = {"Line": (2,), "Angle": (1, 3), "Arc": (2, 3), "Circle": (1,), "Cirle"
     name: (corners,) for name, corners in _CORNERS.items()
 }
 _WORDS = {
-    **{f"{name}Of": f"the {name.lower()} of {{}}" for name in ("Area", "Perimeter", "Height", "Diameter")},
-    **{name: f"{{}} is {name.lower()} to {{}}" for name in ("Perpendicular", "Parallel", "Tangent")},
+    **{
+        f"{name}Of": f"the {name.lower()} of {{}}"
+        for name in ("Area", "Perimeter", "Height", "Diameter")
+    },
+    **{
+        name: f"{{}} is {name.lower()} to {{}}" for name in ("Perpendicular", "Parallel", "Tangent")
+    },
     **{name: f"{name.lower()} {{}}" for name in ("Minor", "Major")},
     "MeasureOf": "{}",
 }
 
 
 def read_forms(path: Path) -> dict[int, Form]:
-    """The forms of a JSON file (also .gz) with an object by the number of the problem. Raises `UserError`."""
+    """The forms of a JSON file (also .gz) with an object by the number of the problem.
+
+    Raises `UserError`.
+    """
     try:
         content = path.read_bytes()
         held = read_json(gzip.decompress(content) if path.suffix == ".gz" else content)
         return {int(number): form_of(form) for number, form in held.items()}
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"input: {str(path)!r} has no logic forms ({type(error).__name__}: {error}); give a JSON file (.gz) with "
-            "points, lines, circles, facts and question for the number of each problem"
+            f"input: {str(path)!r} has no logic forms ({type(error).__name__}: {error}); give a "
+            "JSON file (.gz) with points, lines, circles, facts and question for the number of "
+            "each problem"
         ) from error
 
 
 def facts_in_words(form: Form, problem: str) -> str | None:
     """The facts of the diagram as sentences; None where they do not suffice in words.
 
-    They do not where one of them cannot be read, where the problem is about a shaded or coloured region, or a shape
-    that the annotation does not name, and where it speaks of a point, an unknown or an angle that they do not have.
+    They do not where one of them cannot be read, where the problem is about a shaded or coloured
+    region, or a shape that the annotation does not name, and where it speaks of a point, an unknown
+    or an angle that they do not have.
     """
-    said = [in_words(term) for term in form.terms if term is None or not term.head.startswith("PointLies")]
+    said = [
+        in_words(term)
+        for term in form.terms
+        if term is None or not term.head.startswith("PointLies")
+    ]
     if None in said or re.search(r"\b(?:shaded|blue|green|red|yellow)\b", problem, re.IGNORECASE):
         return None
     several = [(_list(row), set(row) <= form.points.keys()) for row in form.rows if len(row) > 2]
-    rows = [f"{points} lie on one line{', in this order' if known else ''}" for points, known in several]
+    rows = [
+        f"{points} lie on one line{', in this order' if known else ''}" for points, known in several
+    ]
     segments = [_joined(row) for row in form.rows if len(row) == 2]
     drawn = [f"drawn segments: {', '.join(segments)}"] if segments else []
     circles = [
@@ -67,13 +83,17 @@ def facts_in_words(form: Form, problem: str) -> str | None:
 
 
 def _suffices(text: str, form: Form) -> bool:
-    """Whether what the question speaks of stands in words. `$` is a shape without a name, clear where it is alone."""
+    """Whether what the question speaks of stands in words.
+
+    `$` is a shape without a name, clear where it is alone.
+    """
     asked = [term_of(each) for each in form.question if each.strip()]
     on_lines = {name for row in form.rows for name in row}
     known = on_lines.union(*form.rounds.values()) | {centre for centre, _ in form.rounds}
     given = [text, *(str(in_words(term)) for term in asked if term and term.head != "Find")]
     for term in _all(each for each in asked if each):
-        head, names = term.head, term.names
+        head = term.head
+        names = term.names
         clear = len(form.rounds) == 1 if head == "Circle" else len(on_lines) == _CORNERS.get(head)
         unknown = names[0] if head == "Find" and re.fullmatch("[a-z]", names[0]) else None
         number = names[0] if head == "Angle" and len(names) == 1 and names[0].isdigit() else None
@@ -97,8 +117,12 @@ def in_words(term: Term | None) -> str | None:
     """A term in words; None for one that has none."""
     if term is None or not term.arguments:
         return None if term is None or "$" in term.head else term.head
-    head, names, parts = term.head, term.names, [in_words(each) for each in term.arguments]
-    if len(names) in _POINTS.get(head, ()) and all(re.fullmatch(rf"{POINT_NAME}|\d+", name) for name in names):
+    head = term.head
+    names = term.names
+    parts = [in_words(each) for each in term.arguments]
+    if len(names) in _POINTS.get(head, ()) and all(
+        re.fullmatch(rf"{POINT_NAME}|\d+", name) for name in names
+    ):
         return f"{head.lower().replace('cirle', 'circle')} {_joined(names)}".removeprefix("line ")
     if None in parts:
         return None

@@ -1,4 +1,4 @@
-"""The question of a logic form as a person would ask it: `Find the area of the parallelogram.`"""
+"""The question of a logic form as a person would ask it, such as `Find the area`."""
 
 import re
 from collections.abc import Sequence
@@ -60,11 +60,24 @@ _FACTS = {
 }
 _KINDS = ("Right", "Isosceles", "Equilateral", "Regular")
 # Heads that name something and say nothing of it.
-_SILENT = ("Circle", "Triangle", "Quadrilateral", "Line", "Shape", "Polygon", "Angle", "Arc", "UseTheorem", "Point")
+_SILENT = (
+    "Circle",
+    "Triangle",
+    "Quadrilateral",
+    "Line",
+    "Shape",
+    "Polygon",
+    "Angle",
+    "Arc",
+    "UseTheorem",
+    "Point",
+)
 
 
 def question_in_words(form: Form) -> str | None:
-    """What the question of a form says and asks, as sentences; None where a part of it has no words here."""
+    """What the question of a form says and asks, as sentences; None where a part of it has no words
+    here.
+    """
     said: list[str] = []
     asked: list[str] = []
     for term in terms_of(form.question):
@@ -84,7 +97,9 @@ def question_in_words(form: Form) -> str | None:
 
 
 def _sentence(term: Term) -> str | None:
-    """A fact as a sentence without its point; empty where it says nothing, None where there are no words for it."""
+    """A fact as a sentence without its point; empty where it says nothing, None where there are no
+    words for it.
+    """
     head = term.head
     if head in _SILENT:
         return ""
@@ -95,7 +110,10 @@ def _sentence(term: Term) -> str | None:
     if head in ("Tangent", "Similar") and "$" in "".join(term.arguments[0].names):
         if head == "Tangent":
             return "segments that appear to be tangent are tangent"
-        return f"the two {_plain_head(term.arguments[0]).lower().replace('shape', 'figure')}s are similar"
+        return (
+            f"the two {_plain_head(term.arguments[0]).lower().replace('shape', 'figure')}s are "
+            "similar"
+        )
     if head == "RightAngle":
         angle = noun(term.arguments[0])
         return None if angle is None else f"{angle} is a right angle"
@@ -110,7 +128,9 @@ def _sentence(term: Term) -> str | None:
 
 
 def _kind(term: Term) -> str | None:
-    """`ABCD is a rectangle`, `triangle ABC is isosceles`; empty for a kind without a name, which the question has."""
+    """`ABCD is a rectangle`, `triangle ABC is isosceles`; empty for a kind without a name, which
+    the question has.
+    """
     if term.head in _KINDS:
         shape = noun(term.arguments[0]) if term.arguments and term.arguments[0].arguments else None
         return None if shape is None else f"{shape} is {term.head.lower()}"
@@ -128,12 +148,18 @@ def _equation(term: Term) -> str | None:
         return f"{left} is {right}"
     is_angle = any(part.head in ("MeasureOf", "Angle") for part in term.arguments[0].walk())
     is_number = re.fullmatch(r"[\d.]+", right) is not None
-    return f"{left.removeprefix('the measure of ')} = {right}{' degrees' if is_angle and is_number else ''}"
+    return (
+        f"{left.removeprefix('the measure of ')} = "
+        f"{right}{' degrees' if is_angle and is_number else ''}"
+    )
 
 
 def noun(term: Term) -> str | None:
-    """A term as a noun: `AB`, `angle ABC`, `the area of the shaded sector`; None where it has no words here."""
-    head, names = term.head, term.names
+    """A term as a noun: `AB`, `angle ABC`, `the area of the shaded sector`; None where it has no
+    words here.
+    """
+    head = term.head
+    names = term.names
     if not term.arguments:
         return _leaf(head)
     if head in COLOURS:
@@ -161,7 +187,11 @@ def noun(term: Term) -> str | None:
             return f"{known[0]} as a fraction"
         words = _MEASURES.get(head)
         trigonometric = head in ("SinOf", "CosOf", "TanOf")
-        return words.format(known[0].removeprefix("angle ") if trigonometric else known[0]) if words else None
+        return (
+            words.format(known[0].removeprefix("angle ") if trigonometric else known[0])
+            if words
+            else None
+        )
     if head in ("SumOf", "Add"):
         return " + ".join(known)
     words = _TWO.get(head)
@@ -190,7 +220,9 @@ def _measured(term: Term) -> str | None:
         return None if len(term.names) != 2 else "".join(term.names)
     if term.head == "LengthOf":
         return (
-            name if inner.head == "Line" or inner.head in _MEASURES or not inner.arguments else f"the length of {name}"
+            name
+            if inner.head == "Line" or inner.head in _MEASURES or not inner.arguments
+            else f"the length of {name}"
         )
     return name if not inner.arguments and len(name) == 1 else f"the measure of {name}"
 

@@ -1,4 +1,6 @@
-"""`python -m data_prep solve`: what the facts of diagrams say, and which labels of a data set they contradict."""
+"""`python -m data_prep solve`: what the facts of diagrams say, and which labels of a data set they
+contradict.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from adora_vl.conversion.columns import Columns
+from adora_vl.conversion.records import BadRecord
+from adora_vl.conversion.tables import open_local
 from adora_vl.geometry.expressions import number_of
 from adora_vl.geometry.figure import Verdict
 from adora_vl.geometry.forms import Form, form_of
@@ -20,14 +25,12 @@ from adora_vl.geometry.verdict import verdict
 from adora_vl.utils.cli import amount, optional, path, read_json, whole
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file, written_to
-from data_prep.columns import Columns
-from data_prep.records import BadRecord
-from data_prep.tables import open_local
 
 MAX_SHOWN = 12  # problems of one kind in the table for a person
 _MAX_BYTES = 64 * 2**20  # of a file of facts
 # A label counts as the value where it was rounded as books round: by so much, or by this share.
-_ROUNDED, _ROUNDED_SHARE = 0.06, 0.006
+_ROUNDED = 0.06
+_ROUNDED_SHARE = 0.006
 _GOLDS = Columns(
     problem="messages|problem|question|query|prompt|conversations",
     answer="solution|answer|gold|response|label",
@@ -56,7 +59,9 @@ class Solved:
 
     @property
     def agrees(self) -> bool | None:
-        """Whether the value is the label's, up to rounding; None where one of them is missing or no number."""
+        """Whether the value is the label's, up to rounding; None where one of them is missing or no
+        number.
+        """
         number = None if self.gold is None else number_of(self.gold)
         if number is None or self.verdict.value is None:
             return None
@@ -87,7 +92,8 @@ class Solved:
 
 
 def forms_in(place: Path) -> dict[str, Form]:
-    """The forms of a file: logic forms (.json, .json.gz) by their names, or the text form of one problem.
+    """The forms of a file: logic forms (.json, .json.gz) by their names, or the text form of one
+    problem.
 
     Raises `UserError` with the problem and what is wrong with it.
     """
@@ -97,13 +103,17 @@ def forms_in(place: Path) -> dict[str, Form]:
         try:
             return {place.stem: form_of_text(content.decode("utf-8"))}
         except UnicodeDecodeError as error:
-            raise UserError(f"input: {str(place)!r} is no text in UTF-8 ({error.reason})") from error
+            raise UserError(
+                f"input: {str(place)!r} is no text in UTF-8 ({error.reason})"
+            ) from error
     try:
         held = read_json(content)
     except (ValueError, RecursionError) as error:
         raise UserError(f"input: {str(place)!r} is not JSON ({error})") from error
     if not isinstance(held, dict) or not held:
-        raise UserError(f"input: {str(place)!r} has no logic forms; give an object with one for each problem")
+        raise UserError(
+            f"input: {str(place)!r} has no logic forms; give an object with one for each problem"
+        )
     if "facts" in held or "line_instances" in held:
         held = {place.parent.name if place.stem == "logic_form" else place.stem: held}
     forms = {}
@@ -115,7 +125,9 @@ def forms_in(place: Path) -> dict[str, Form]:
         except (KeyError, TypeError, ValueError) as error:
             needed = "points, lines, circles, facts and question"
             missing = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise UserError(f"input: problem {name!r} of {str(place)!r}: {missing}; a form has {needed}") from error
+            raise UserError(
+                f"input: problem {name!r} of {str(place)!r}: {missing}; a form has {needed}"
+            ) from error
     return forms
 
 
@@ -132,7 +144,8 @@ def _content(place: Path) -> bytes:
 
 
 def golds_in(place: Path) -> dict[str, str]:
-    """The labels of a table by the numbers of their problems, which stand in `id` or in the paths of its images.
+    """The labels of a table by the numbers of their problems, which stand in `id` or in the paths
+    of its images.
 
     Raises `UserError` for a row that has neither, and for a table that cannot be read.
     """
@@ -141,7 +154,9 @@ def golds_in(place: Path) -> dict[str, str]:
         for part in parts:
             for where, record in part.begin():
                 if isinstance(record, BadRecord):
-                    raise UserError(f"golds: {where} of {str(place)!r}: {record.wrong}; {record.remedy}")
+                    raise UserError(
+                        f"golds: {where} of {str(place)!r}: {record.wrong}; {record.remedy}"
+                    )
                 gold = record.get(_GOLDS.answer)
                 number = _number_of_row(record)
                 if number is None or not isinstance(gold, str | int | float):
@@ -157,12 +172,18 @@ def _number_of_row(record: Mapping[str, Any]) -> str | None:
     if own is not None and str(own).strip():
         return str(own).split("/")[-1]
     paths = record.get(_GOLDS.images[0])
-    match = re.search(r"(?:^|[/\"'])(\d+)/[^/]*$", str(paths[0] if isinstance(paths, list) else paths))
+    match = re.search(
+        r"(?:^|[/\"'])(\d+)/[^/]*$", str(paths[0] if isinstance(paths, list) else paths)
+    )
     return match[1] if match else None
 
 
 def solved(
-    forms: Mapping[str, Form], golds: Mapping[str, str], *, looks: bool = False, repair: bool = False
+    forms: Mapping[str, Form],
+    golds: Mapping[str, str],
+    *,
+    looks: bool = False,
+    repair: bool = False,
 ) -> Iterator[Solved]:
     """Solve forms one by one. `looks` and `repair`: what needs these counts as answered too."""
     for name, form in forms.items():
@@ -191,7 +212,9 @@ def table_of(problems: Sequence[Solved], *, labelled: bool) -> str:
 def _line(problem: Solved) -> str:
     label = "" if problem.gold is None else f"label {problem.gold}, "
     value = (
-        "" if problem.verdict.value is None else f"value {problem.verdict.answer or f'{problem.verdict.value:.6g}'}, "
+        ""
+        if problem.verdict.value is None
+        else f"value {problem.verdict.answer or f'{problem.verdict.value:.6g}'}, "
     )
     return f"{problem.id}: {label}{value}{problem.verdict.why}"
 
@@ -200,46 +223,86 @@ def _counts(problems: Sequence[Solved], *, labelled: bool) -> str:
     """How many problems have which status, by how; with labels, how many of the values are theirs."""
     rows = Counter((problem.verdict.status, problem.verdict.how) for problem in problems)
     lines = [f"{amount(len(problems), 'problem')}"]
-    for (status, how), count in sorted(rows.items(), key=lambda item: (item[0][0] != "answered", -item[1])):
-        name = {"": "", "facts": "by the facts", "angles": "by angles alone", "looks": "but for what the picture shows"}
+    for (status, how), count in sorted(
+        rows.items(), key=lambda item: (item[0][0] != "answered", -item[1])
+    ):
+        name = {
+            "": "",
+            "facts": "by the facts",
+            "angles": "by angles alone",
+            "looks": "but for what the picture shows",
+        }
         by = name.get(how, how)
         line = f"  {status:<10} {by:<32} {count:>6}  {count / len(problems):6.1%}"
         if labelled:
             agree = [
-                problem.agrees for problem in problems if (problem.verdict.status, problem.verdict.how) == (status, how)
+                problem.agrees
+                for problem in problems
+                if (problem.verdict.status, problem.verdict.how) == (status, how)
             ]
             known = [agrees for agrees in agree if agrees is not None]
             line += f"  {known.count(True)} as labelled, {known.count(False)} not" if known else ""
         lines.append(line)
     answered = [problem for problem in problems if problem.verdict.status == "answered"]
-    lines.append(f"  answered: {len(answered)} of {len(problems)} ({len(answered) / len(problems):.1%})")
+    lines.append(
+        f"  answered: {len(answered)} of {len(problems)} ({len(answered) / len(problems):.1%})"
+    )
     if labelled:
         compared = [problem for problem in answered if problem.agrees is not None]
         right = [problem for problem in compared if problem.agrees]
         valued = [problem for problem in problems if problem.agrees]
-        lines.append(f"  of {len(compared)} answers with a numeric label {len(right)} are as labelled"
-                     f" ({len(right) / max(1, len(compared)):.1%})")  # fmt: skip
-        lines.append(f"  with the suggestions beside open and contradictory ones {len(valued)} are as labelled"
-                     f" ({len(valued) / len(problems):.1%} of all)")  # fmt: skip
+        lines.append(
+            f"  of {len(compared)} answers with a numeric label {len(right)} are as labelled"
+            f" ({len(right) / max(1, len(compared)):.1%})"
+        )
+        lines.append(
+            f"  with the suggestions beside open and contradictory ones {len(valued)} are as "
+            f"labelled ({len(valued) / len(problems):.1%} of all)"
+        )
     return "\n".join(lines)
 
 
 def add_solve(commands: Any) -> None:
     """Add the command to the parser of `python -m data_prep`."""
-    command = commands.add_parser("solve", help="compute the answers of diagrams from their facts, and check labels")
+    command = commands.add_parser(
+        "solve", help="compute the answers of diagrams from their facts, and check labels"
+    )
     add = command.add_argument
-    add("facts", type=path, metavar="FACTS", help="logic forms (.json, .json.gz), or a text with one fact a sentence")
-    add("--golds", type=optional(path), metavar="TABLE", help="the labels: any table that convert reads")
+    add(
+        "facts",
+        type=path,
+        metavar="FACTS",
+        help="logic forms (.json, .json.gz), or a text with one fact a sentence",
+    )
+    add(
+        "--golds",
+        type=optional(path),
+        metavar="TABLE",
+        help="the labels: any table that convert reads",
+    )
     add("--output", type=optional(path), metavar="FILE", help="one line of JSON a problem")
-    add("--picture", type=optional(path), metavar="FILE.png", help="of a text: its figure, default: beside it")
+    add(
+        "--picture",
+        type=optional(path),
+        metavar="FILE.png",
+        help="of a text: its figure, default: beside it",
+    )
     add(
         "--limit",
         type=optional(whole(1)),
         metavar="N",
         help="only the first N problems, with labels of those with one",
     )
-    add("--looks", action="store_true", help="count as answered what needs what only the picture shows")
-    add("--repair", action="store_true", help="count as answered what needs a contradicting fact left out")
+    add(
+        "--looks",
+        action="store_true",
+        help="count as answered what needs what only the picture shows",
+    )
+    add(
+        "--repair",
+        action="store_true",
+        help="count as answered what needs a contradicting fact left out",
+    )
     command.set_defaults(run=_solve)
 
 
@@ -251,15 +314,19 @@ def _solve(arguments: argparse.Namespace) -> None:
         if not both:
             some = next(iter(golds))
             raise UserError(
-                f"golds: none of its {amount(len(golds), 'row')} is a problem of {str(arguments.facts)!r}; the first "
-                f"is {some!r}, and there {next(iter(forms))!r}"
+                f"golds: none of its {amount(len(golds), 'row')} is a problem of "
+                f"{str(arguments.facts)!r}; the first is {some!r}, and there "
+                f"{next(iter(forms))!r}"
             )
         forms = both
     forms = dict(list(forms.items())[: arguments.limit])
     is_text = not arguments.facts.name.lower().removesuffix(".gz").endswith(".json")
     if arguments.picture is not None and not is_text:
-        raise UserError("picture: it is for a text of facts alone; leave --picture out, or give one problem as a text")
-    problems = list(solved(forms, golds, looks=arguments.looks, repair=arguments.repair))
+        raise UserError(
+            "picture: it is for a text of facts alone; leave --picture out, or give one problem "
+            "as a text"
+        )
+    problems = list(solved(forms, golds=golds, looks=arguments.looks, repair=arguments.repair))
     if arguments.output is not None:
         lines = [json.dumps(problem.record(), ensure_ascii=False) for problem in problems]
         with written_to("output", arguments.output):
@@ -279,14 +346,20 @@ def _said(problem: Solved, form: Form) -> str:
     from adora_vl.geometry.words import words_of
 
     result = problem.verdict
-    asked = next((words_of(term.arguments[0]) for term in terms_of(form.question) if term.head == "Find"), "the goal")
+    asked = next(
+        (words_of(term.arguments[0]) for term in terms_of(form.question) if term.head == "Find"),
+        "the goal",
+    )
     if result.value is None:
         return f"{result.status}: {result.why}"
     value = f"{result.value:.10g}"
     short = f"{result.answer}" if result.answer is not None else f"{value} (no short form)"
     if result.answer is not None and result.answer != value:
         short = f"{result.answer} = {value}"
-    return f"{asked} = {short}   {'' if result.status == 'answered' else f'{result.status}: '}{result.why}"
+    return (
+        f"{asked} = {short}   "
+        f"{'' if result.status == 'answered' else f'{result.status}: '}{result.why}"
+    )
 
 
 def _draw(result: Verdict, arguments: argparse.Namespace) -> None:
@@ -295,7 +368,9 @@ def _draw(result: Verdict, arguments: argparse.Namespace) -> None:
         if arguments.picture is not None:
             print("no picture: there is no figure with places")
         return
-    from adora_vl.data.images import png_bytes  # Pillow and matplotlib are of no use for logic forms
+    from adora_vl.data.images import (
+        png_bytes,
+    )  # Pillow and matplotlib are of no use for logic forms
     from data_prep.redraw import can_be_drawn, drawn
 
     place = arguments.picture or arguments.facts.with_suffix(".png")

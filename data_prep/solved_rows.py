@@ -1,4 +1,6 @@
-"""Rows of problems whose facts determine their answers: question in words, the solver's answer, the figure."""
+"""Rows of problems whose facts determine their answers: question in words, the solver's answer, the
+figure.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,9 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from adora_vl.conversion.columns import PRESETS
+from adora_vl.conversion.pipeline import SplitReads
+from adora_vl.conversion.problem import RawProblem
 from adora_vl.data.images import png_bytes
 from adora_vl.geometry.exact import rounded
 from adora_vl.geometry.expressions import number_of
@@ -18,10 +23,7 @@ from adora_vl.geometry.forms import Form, points_of
 from adora_vl.geometry.shapes import terms_of
 from adora_vl.geometry.verdict import verdict
 from adora_vl.utils.cli import amount
-from data_prep.columns import PRESETS
 from data_prep.logic_forms import facts_in_words
-from data_prep.pipeline import SplitReads
-from data_prep.problem import RawProblem
 from data_prep.question_words import question_in_words
 from data_prep.redraw import can_be_drawn, drawn
 
@@ -32,7 +34,8 @@ SOLVED = "geometry3k, solved"  # the source of such rows
 ROUND = "Round to the nearest hundredth."
 _FIRST_TEST = 2401  # Geometry3K's numbers from here on are its test split
 # A label counts as the value where it was rounded as books round: by so much, or by this share.
-_ROUNDED, _ROUNDED_SHARE = 0.06, 0.006
+_ROUNDED = 0.06
+_ROUNDED_SHARE = 0.006
 
 
 @dataclass(frozen=True)
@@ -46,18 +49,25 @@ class Text:
 
 def features_with_figure() -> Features:
     """The schema with the columns `facts` and `figure` behind it."""
-    return replace(PRESETS["geometry3k"].columns, extras=(("facts", "facts"), ("figure", "figure"))).features
+    return replace(
+        PRESETS["geometry3k"].columns, extras=(("facts", "facts"), ("figure", "figure"))
+    ).features
 
 
-def solved_problems(forms: Mapping[str, Form], texts: Mapping[str, Text] | None) -> dict[str, SplitReads]:
-    """The rows of all forms that the facts determine, by split; says how many are left out, and why.
+def solved_problems(
+    forms: Mapping[str, Form], texts: Mapping[str, Text] | None
+) -> dict[str, SplitReads]:
+    """The rows of all forms that the facts determine, by split; says how many are left out, and
+    why.
 
-    Without `texts` the question of the form is put into words, and the split goes by Geometry3K's numbers. With them a
-    label that the facts contradict is refused when its row is read.
+    Without `texts` the question of the form is put into words, and the split goes by Geometry3K's
+    numbers. With them a label that the facts contradict is refused when its row is read.
     """
     reads: dict[str, list[Callable[[], RawProblem]]] = {}
     left_out: Counter[str] = Counter()
-    chosen = forms if texts is None else {name: form for name, form in forms.items() if name in texts}
+    chosen = (
+        forms if texts is None else {name: form for name, form in forms.items() if name in texts}
+    )
     ordered = sorted(chosen.items(), key=lambda item: (len(item[0]), item[0]))
     for name, form in tqdm(ordered, desc="solve", unit="form", disable=None):
         text = texts[name] if texts is not None else _text_of(name, form)
@@ -87,7 +97,9 @@ def drawable(form: Form, result: Verdict) -> Form:
 def shows_what_is_asked(form: Form) -> bool:
     """Whether all points that the question names stand in the picture."""
     drawn_points = {name for row in form.rows for name in row}
-    drawn_points |= {name for (centre, _), points in form.rounds.items() for name in (centre, *points)}
+    drawn_points |= {
+        name for (centre, _), points in form.rounds.items() for name in (centre, *points)
+    }
     asked = {name for term in terms_of(form.question) for name in points_of(term)}
     return asked <= drawn_points
 
@@ -101,7 +113,10 @@ def _text_of(name: str, form: Form) -> Text | None:
 
 
 def _row(name: str, form: Form, text: Text, result: Verdict) -> RawProblem:
-    """One row, with the picture redrawn. Raises `RowError` where its label is another than the facts give."""
+    """One row, with the picture redrawn.
+
+    Raises `RowError` where its label is another than the facts give.
+    """
     assert result.value is not None, "it is answered"
     problem, answer = with_rounding(text.problem, result)
     row_id = f"geometry3k/{text.split}/{name}"
@@ -114,7 +129,10 @@ def _row(name: str, form: Form, text: Text, result: Verdict) -> RawProblem:
         images=(png_bytes(drawn(drawable(form, result))),),
         problem=problem,
         answer=answer if not text.answer else text.answer,
-        extras={"facts": facts, "figure": written(result.figure) if result.figure is not None else None},
+        extras={
+            "facts": facts,
+            "figure": written(result.figure) if result.figure is not None else None,
+        },
         notes={} if facts else {"no_facts": row_id},
     )
     label = number_of(text.answer) if text.answer else None
@@ -129,4 +147,6 @@ def with_rounding(problem: str, result: Verdict) -> tuple[str, str]:
     assert result.value is not None, "it is answered"
     if result.answer is not None:
         return problem, result.answer
-    return (problem if "ound to the nearest" in problem else f"{problem} {ROUND}"), rounded(result.value, 2)
+    return (problem if "ound to the nearest" in problem else f"{problem} {ROUND}"), rounded(
+        result.value, 2
+    )

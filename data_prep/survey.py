@@ -13,15 +13,30 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from adora_vl.data.dataset import SPLITS, Manifest, Row, example_row, read_manifest, row_count, split_files, stored_rows
+from adora_vl.conversion.quarantine import QUARANTINE_NAME, first_details, note_lines
+from adora_vl.data.dataset import (
+    SPLITS,
+    Manifest,
+    Row,
+    example_row,
+    read_manifest,
+    row_count,
+    split_files,
+    stored_rows,
+)
 from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, image_size, image_tokens
-from adora_vl.data.prompts import DEFAULT_PROMPT, as_text, conversation_with_images, template
+from adora_vl.data.prompts import (
+    DEFAULT_PROMPT,
+    as_text,
+    conversation_with_images,
+    shown_lines,
+    template,
+)
 from adora_vl.data.rows import problem_with_prompt, problem_with_row
+from adora_vl.evals.prepared import answer_form
 from adora_vl.models.families import FAMILIES
-from adora_vl.utils.cli import amount, quantile
-from adora_vl.utils.errors import UserError, in_one_line, refuse
-from data_prep.quarantine import QUARANTINE_NAME, first_details, note_lines
-from eval.geometry3k import answer_form
+from adora_vl.utils.cli import amount, printable, quantile
+from adora_vl.utils.errors import UserError, in_one_line
 
 PROPERTIES = ("source", "goal", "shape", "answer form", "image size")
 GALLERY_ROWS = 48  # of all splits together, on the page
@@ -34,13 +49,19 @@ TextTokens = Callable[[str], int]
 
 @dataclass
 class SplitFacts:
-    """The facts of one split: how often each value of each property occurs, and numbers for every row."""
+    """The facts of one split: how often each value of each property occurs, and numbers for every
+    row.
+    """
 
-    counts: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in ("rows", *PROPERTIES)})
+    counts: dict[str, Counter[str]] = field(
+        default_factory=lambda: {name: Counter() for name in ("rows", *PROPERTIES)}
+    )
     tokens: array[int] = field(default_factory=lambda: array("l"))  # of the images of each row
     characters: array[int] = field(default_factory=lambda: array("l"))  # of each problem
-    sizes: list[tuple[int, int]] = field(default_factory=list)  # width and height of the first images
-    longest: list[tuple[int, str, str]] = field(default_factory=list)  # measure, row id, problem; the longest first
+    # width and height of the first images
+    sizes: list[tuple[int, int]] = field(default_factory=list)
+    # measure, row id, problem; the longest first
+    longest: list[tuple[int, str, str]] = field(default_factory=list)
     gallery: list[Row] = field(default_factory=list)
 
 
@@ -54,40 +75,64 @@ class Survey:
     example: Row | None = None  # of which the whole prompt is shown
 
 
-def survey(folder: Path, *, gallery: int = 0, model: str | None = None, family: str = DEFAULT_FAMILY) -> Survey:
-    """Look at every row once, a batch in memory at a time. Raises `UserError`.
+def survey(
+    folder: Path, *, gallery: int = 0, model: str | None = None, family: str = DEFAULT_FAMILY
+) -> Survey:
+    """Look at every row once, a batch in memory at a time.
 
-    `gallery`: how many whole rows to keep, spread evenly over all of them. `model`: a folder or hub id whose tokenizer
-    measures the problems; None measures characters. `family`: the model_type that counts image tokens.
+    Raises `UserError`.
+
+    `gallery`: how many whole rows to keep, spread evenly over all of them. `model`: a folder or hub
+    id whose tokenizer measures the problems; None measures characters. `family`: the model_type
+    that counts image tokens.
     """
     files = split_files(folder)
-    refuse((not files, f"dataset: {str(folder)!r} has no data/*.parquet; make a dataset with `python -m data_prep`"))
+    if not files:
+        raise UserError(
+            f"dataset: {str(folder)!r} has no data/*.parquet; make a dataset with `python -m "
+            "data_prep`"
+        )
     measure = len if model is None else _tokenizer(model)
     sizes = {split: row_count(folder, split) for split in files}
-    refuse((not any(sizes.values()), f"dataset: {str(folder)!r} has no rows; prepare it again, or name another"))
+    if not any(sizes.values()):
+        raise UserError(f"dataset: {str(folder)!r} has no rows; prepare it again, or name another")
     share = min(1.0, gallery / max(1, sum(sizes.values())))
     splits = {}
     for split, size in sizes.items():
         wanted = min(size, max(1, round(size * share))) if gallery else 0
         picked = {index * size // wanted for index in range(wanted)}
-        splits[split] = _facts(folder, split, picked, measure, family)
-    return Survey(folder, read_manifest(folder) or {}, splits, model, family, example_row(folder, files))
+        splits[split] = _facts(folder, split=split, picked=picked, measure=measure, family=family)
+    return Survey(
+        folder=folder,
+        manifest=read_manifest(folder) or {},
+        splits=splits,
+        model=model,
+        family=family,
+        example=example_row(folder, files),
+    )
 
 
-def _facts(folder: Path, split: str, picked: set[int], measure: TextTokens, family: str) -> SplitFacts:
-    facts, vision = SplitFacts(), VISIONS[family]
+def _facts(
+    folder: Path, split: str, picked: set[int], measure: TextTokens, family: str
+) -> SplitFacts:
+    facts = SplitFacts()
+    vision = VISIONS[family]
     pixels = (vision.unit, vision.min_pixels, vision.max_pixels)
     for index, row in enumerate(stored_rows(folder, split)):
         where = f"dataset: split {split!r}, row {row['id'] or f'number {index}'}"
         fault = problem_with_row(row)
-        refuse((fault, f"{where}: {fault}"))
-        meta, counts = row.get("meta"), facts.counts
+        if fault:
+            raise UserError(f"{where}: {fault}")
+        meta = row.get("meta")
+        counts = facts.counts
         meta = meta if isinstance(meta, dict) else {}
         shapes = meta.get("shapes")
         counts["rows"]["rows"] += 1
         counts["source"][str(row.get("source") or _UNKNOWN)] += 1
         counts["goal"][str(meta.get("goal") or _UNKNOWN)] += 1
-        counts["shape"].update([str(shape) for shape in shapes] if shapes and isinstance(shapes, list) else [_UNKNOWN])
+        counts["shape"].update(
+            [str(shape) for shape in shapes] if shapes and isinstance(shapes, list) else [_UNKNOWN]
+        )
         counts["answer form"][answer_form(row["answer"], row.get("choices"))] += 1
         sizes: list[tuple[int, int]] = []
         try:
@@ -95,8 +140,12 @@ def _facts(folder: Path, split: str, picked: set[int], measure: TextTokens, fami
         except Exception as error:  # Pillow raises nearly anything on broken bytes
             why = f"image {len(sizes)} is not a stored picture ({in_one_line(error)})"
             raise UserError(f"{where}: {why}; prepare the dataset again") from error
-        classes = ((f"up to {side} px" for side in _LONGEST_SIDES if max(size) <= side) for size in sizes)
-        counts["image size"].update(next(names, f"over {_LONGEST_SIDES[-1]} px") for names in classes)
+        classes = (
+            (f"up to {side} px" for side in _LONGEST_SIDES if max(size) <= side) for size in sizes
+        )
+        counts["image size"].update(
+            next(names, f"over {_LONGEST_SIDES[-1]} px") for names in classes
+        )
         facts.tokens.append(sum(image_tokens(size, *pixels, row["id"]) for size in sizes))
         facts.characters.append(len(row["problem"]))
         if len(facts.sizes) < _SIZES_KEPT:
@@ -119,20 +168,25 @@ def _tokenizer(model: str) -> TextTokens:
     from adora_vl.utils.hub import only_here
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=only_here(model), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            model, local_files_only=only_here(model), trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         remedy = "give a model folder or leave --model out"
-        raise UserError(f"model: {model!r} has no tokenizer that can be loaded ({error}); {remedy}") from error
+        raise UserError(
+            f"model: {model!r} has no tokenizer that can be loaded ({error}); {remedy}"
+        ) from error
     return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 _SHOWN_CHARACTERS = 100  # of a long problem
 _SHOWN_VALUES = 20  # of a property
-_SHOWN_PROMPT = 20_000  # characters; a longer prompt is a mistake, which the longest problems show
 
 
 def describe(found: Survey) -> str:
-    """Counts of each split, image tokens, the longest prompts, what was left out, and one whole prompt."""
+    """Counts of each split, image tokens, the longest prompts, what was left out, and one whole
+    prompt.
+    """
     shown = whole_prompt(found.example) if found.example is not None else []
     return "\n".join([counts(found), *(["", *shown] if shown else [])])
 
@@ -140,20 +194,33 @@ def describe(found: Survey) -> str:
 def counts(found: Survey) -> str:
     """What `describe` says, without the prompt."""
     manifest = found.manifest
-    made = f" ({manifest['source']}, input {manifest['input'] or 'drawn'})" if manifest else " (no manifest of ours)"
+    made = (
+        f" ({manifest['source']}, input {manifest['input'] or 'drawn'})"
+        if manifest
+        else " (no manifest of ours)"
+    )
     unit = "characters" if found.model is None else f"tokens of {found.model}"
     longest = [f"longest problems ({unit}, without system prompt and image)"]
     for split, facts in found.splits.items():
         for measure, row_id, problem in facts.longest[:3]:
-            text = problem if len(problem) <= _SHOWN_CHARACTERS else problem[:_SHOWN_CHARACTERS] + "..."
+            text = (
+                problem
+                if len(problem) <= _SHOWN_CHARACTERS
+                else problem[:_SHOWN_CHARACTERS] + "..."
+            )
             longest.append(f"  {split}  {measure:>5}  {row_id}: {text}")
     lines = [printable(f"{found.folder}{made}"), "", *_table(found), "", *map(printable, longest)]
-    return "\n".join([*lines, *(["", *left_out] if (left_out := what_was_left_out(found.manifest)) else [])])
+    return "\n".join(
+        [*lines, *(["", *left_out] if (left_out := what_was_left_out(found.manifest)) else [])]
+    )
 
 
 def whole_prompt(row: Row) -> list[str]:
-    """Lines: what a model is asked for this row by the default keys of a training, from the first role to the last."""
-    problem, images = template(DEFAULT_PROMPT)(row), len(row["images"] or [])
+    """Lines: what a model is asked for this row by the default keys of a training, from the first
+    role to the last.
+    """
+    problem = template(DEFAULT_PROMPT)(row)
+    images = len(row["images"] or [])
     fault = problem_with_prompt(problem, images)
     if fault:
         return [printable(f"the prompt of {row['id']} cannot be made: {fault}")]
@@ -162,29 +229,23 @@ def whole_prompt(row: Row) -> list[str]:
     return [printable(title), *(f"  {line}" for line in lines)]
 
 
-def shown_lines(prompt: str) -> list[str]:
-    """The lines of a prompt for a terminal."""
-    more = len(prompt) - _SHOWN_PROMPT
-    lines = [printable(line) for line in prompt[:_SHOWN_PROMPT].split("\n")]
-    return [*lines, f"... {more} more characters"] if more > 0 else lines
-
-
 def what_was_left_out(manifest: Manifest) -> list[str]:
     """Lines on leaks, what is to be said of rows, and quarantined ones; none where there are none."""
-    quarantined, leaks = manifest.get("quarantined") or {}, manifest.get("leaks") or {}
+    quarantined = manifest.get("quarantined") or {}
+    leaks = manifest.get("leaks") or {}
     lines = note_lines(manifest)
     if leaks.get("found"):
-        also = f"{amount(leaks['found'], 'row')} with the diagram and question of a row in another split"
+        also = (
+            f"{amount(leaks['found'], 'row')} with the diagram and question of a row in another "
+            "split"
+        )
         lines.insert(0, f"leaks: {also}; {leaks['dropped']} dropped from train")
     if quarantined.get("rows"):
         reasons = ", ".join(f"{kind} {count}" for kind, count in quarantined["reasons"].items())
-        lines.append(f"quarantined: {amount(quarantined['rows'], 'row')} ({reasons}); see {QUARANTINE_NAME}")
+        lines.append(
+            f"quarantined: {amount(quarantined['rows'], 'row')} ({reasons}); see {QUARANTINE_NAME}"
+        )
     return lines
-
-
-def printable(text: str) -> str:
-    """One line without control characters: a row must not command the terminal."""
-    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def _table(found: Survey) -> list[str]:
@@ -199,16 +260,22 @@ def _table(found: Survey) -> list[str]:
         title = "image size (longest side)" if name == "image size" else name
         block = blocks[title] = {}
         for value in values[:_SHOWN_VALUES]:
-            block[printable(value)[:40]] = [str(facts.counts[name][value]) for facts in splits.values()]
+            block[printable(value)[:40]] = [
+                str(facts.counts[name][value]) for facts in splits.values()
+            ]
         if len(values) > _SHOWN_VALUES:
             blocks[title][f"... {len(values) - _SHOWN_VALUES} more"] = ["" for _ in splits]
     tokens = [facts.tokens for facts in splits.values()]
     if any(map(any, tokens)):
         figures: dict[str, Callable[[array[int]], object]] = {
-            "min": min, "median": lambda held: f"{median(held):g}", "p95": partial(quantile, share=0.95), "max": max,
-        }  # fmt: skip
+            "min": min,
+            "median": lambda held: f"{median(held):g}",
+            "p95": partial(quantile, share=0.95),
+            "max": max,
+        }
         blocks[f"image tokens per row ({FAMILIES[found.family].name}'s own limits)"] = {
-            name: [str(figure(held)) if held else "-" for held in tokens] for name, figure in figures.items()
+            name: [str(figure(held)) if held else "-" for held in tokens]
+            for name, figure in figures.items()
         }
     label = max(len(value) for values in blocks.values() for value in values) + 4
     width = max(8, *(len(split) + 2 for split in splits))
@@ -229,8 +296,17 @@ def print_prompt(output: Path, manifest: Manifest) -> None:
 
 def print_counts(output: Path, manifest: Manifest) -> None:
     counts = manifest["counts"]
-    rows = ", ".join(f"{split} {amount(counts[split], 'row')}" for split in SPLITS if split in counts)
-    print(f"{output}: {rows}; look at it with `python -m data_prep inspect {shlex.quote(str(output))}`")
-    details = [f"  {detail}" for detail in first_details(output)] if manifest["quarantined"]["rows"] else []
+    rows = ", ".join(
+        f"{split} {amount(counts[split], 'row')}" for split in SPLITS if split in counts
+    )
+    print(
+        f"{output}: {rows}; look at it with `python -m data_prep inspect "
+        f"{shlex.quote(str(output))}`"
+    )
+    details = (
+        [f"  {detail}" for detail in first_details(output)]
+        if manifest["quarantined"]["rows"]
+        else []
+    )
     for line in (*what_was_left_out(manifest), *details):
         print(printable(line))

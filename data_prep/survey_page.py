@@ -44,13 +44,19 @@ def plots(found: Survey) -> dict[str, str]:
     """SVG of each plot, by its title. A plot without anything to show is left out."""
     drawn = {}
     with matplotlib.rc_context(_PLOT_STYLE):
-        for name, title in (("answer form", "Answer forms"), ("goal", "Goals"), ("shape", "Shapes")):
+        for name, title in (
+            ("answer form", "Answer forms"),
+            ("goal", "Goals"),
+            ("shape", "Shapes"),
+        ):
             drawn[title] = _svg(partial(_bars, splits=found.splits, name=name))
         unit = f"tokens of {FAMILIES[found.family].name}"
         tokens = {split: list(facts.tokens) for split, facts in found.splits.items()}
         characters = {split: list(facts.characters) for split, facts in found.splits.items()}
         drawn["Image tokens per row"] = _svg(partial(_histogram, values=tokens, unit=unit))
-        drawn["Length of the problems"] = _svg(partial(_histogram, values=characters, unit="characters"))
+        drawn["Length of the problems"] = _svg(
+            partial(_histogram, values=characters, unit="characters")
+        )
         drawn["Image sizes"] = _svg(partial(_scatter, splits=found.splits))
     return drawn
 
@@ -86,10 +92,15 @@ def _bars(axes: Axes, splits: dict[str, SplitFacts], name: str) -> None:
 def _histogram(axes: Axes, values: dict[str, list[int]], unit: str) -> None:
     present = {split: numbers for split, numbers in values.items() if numbers}
     different = {number for numbers in present.values() for number in numbers}
-    low, high = min(different, default=0), max(different, default=0)
+    low = min(different, default=0)
+    high = max(different, default=0)
     room = max(0, 10 - (high - low) // 2)  # around a few values that are nearly the same
     shares = [[100 / len(numbers)] * len(numbers) for numbers in present.values()]
-    look: Any = {"label": list(present), "color": list(islice(cycle(_COLOURS), len(present))), "weights": shares}
+    look: Any = {
+        "label": list(present),
+        "color": list(islice(cycle(_COLOURS), len(present))),
+        "weights": shares,
+    }
     axes.hist(list(present.values()), bins=30, range=(low - room, high + room), **look)
     axes.set(xlabel=unit, ylabel="% of the rows")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -99,7 +110,9 @@ def _histogram(axes: Axes, values: dict[str, list[int]], unit: str) -> None:
 def _scatter(axes: Axes, splits: dict[str, SplitFacts]) -> None:
     for index, (split, facts) in enumerate(splits.items()):
         widths, heights = ([size[i] for size in sorted(set(facts.sizes))] for i in (0, 1))
-        axes.scatter(widths, heights, s=9, alpha=0.6, label=split, color=_COLOURS[index % len(_COLOURS)])
+        axes.scatter(
+            widths, heights, s=9, alpha=0.6, label=split, color=_COLOURS[index % len(_COLOURS)]
+        )
     axes.set(xlabel="width, pixels", ylabel="height, pixels", xlim=(0, None), ylim=(0, None))
     axes.grid(alpha=0.3)
 
@@ -128,7 +141,10 @@ li.right { font-weight: 700; } pre { overflow-x: auto; background: var(--soft); 
 
 
 def write_page(found: Survey, path: Path) -> None:
-    """Write the page. Raises `UserError` where `path` is a file that is not such a page, or cannot be written."""
+    """Write the page.
+
+    Raises `UserError` where `path` is a file that is not such a page, or cannot be written.
+    """
     content = page(found)
     check_page(path)
     with written_to("html", path):
@@ -139,14 +155,24 @@ def check_page(path: Path) -> None:
     """Raise `UserError` where `path` is a file that is not such a page, or no page can be put."""
     check_folder("html", path.parent)
     if not path.parent.exists():
-        raise UserError(f"html: there is no folder {str(path.parent)!r}; make it, or choose another place")
+        raise UserError(
+            f"html: there is no folder {str(path.parent)!r}; make it, or choose another place"
+        )
     with written_to("html", path):
-        if path.exists() and _GENERATOR not in path.read_text(encoding="utf-8", errors="replace")[:1000]:
-            raise UserError(f"html: {str(path)!r} is not a page of ours; choose another name with --html")
+        if (
+            path.exists()
+            and _GENERATOR not in path.read_text(encoding="utf-8", errors="replace")[:1000]
+        ):
+            raise UserError(
+                f"html: {str(path)!r} is not a page of ours; choose another name with --html"
+            )
 
 
 def page(found: Survey) -> str:
-    """The whole document. Its policy forbids scripts and everything from elsewhere, whatever a row says."""
+    """The whole document.
+
+    Its policy forbids scripts and everything from elsewhere, whatever a row says.
+    """
     rows = sum(f.counts["rows"]["rows"] for f in found.splits.values())
     title = f"{found.folder.resolve().name}: {amount(rows, 'row')}"
     figures = "".join(
@@ -154,32 +180,39 @@ def page(found: Survey) -> str:
         f"src='{_data_uri(svg.encode(), 'svg+xml')}'></figure>"
         for name, svg in plots(found).items()
     )
-    cards = "".join(_card(row, split) for split, facts in found.splits.items() for row in facts.gallery)
+    cards = "".join(
+        _card(row, split) for split, facts in found.splits.items() for row in facts.gallery
+    )
     prompt = "\n".join(whole_prompt(found.example) if found.example is not None else [])
     left_out = "".join(f"<p>{escape(line)}</p>" for line in what_was_left_out(found.manifest))
     return (
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
-        f"<meta name='generator' content='{_GENERATOR}'>"
-        "<meta http-equiv='Content-Security-Policy' "
-        "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">"
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'><meta name='generator' "
+        f"content='{_GENERATOR}'><meta http-equiv='Content-Security-Policy' content=\"default-src "
+        "'none'; img-src data:; style-src 'unsafe-inline'\"><meta name='viewport' "
+        "content='width=device-width, initial-scale=1'>"
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>{escape(title)}</h1>{left_out}"
-        "<nav><a href='#plots'>Plots</a> <a href='#counts'>Counts</a> <a href='#prompt'>Prompt</a> "
-        "<a href='#rows'>Rows</a></nav>"
-        f"<h2 id='plots'>Plots</h2><div class='grid'>{figures}</div>"
-        f"<h2 id='counts'>Counts</h2><pre>{escape(counts(found))}</pre>"
-        f"<h2 id='prompt'>Prompt</h2><pre>{escape(prompt)}</pre>"
-        f"<h2 id='rows'>Rows, spread over the whole</h2><div class='grid'>{cards}</div></body></html>\n"
+        f"<h1>{escape(title)}</h1>{left_out}<nav><a href='#plots'>Plots</a> <a "
+        "href='#counts'>Counts</a> <a href='#prompt'>Prompt</a> <a href='#rows'>Rows</a></nav>"
+        f"<h2 id='plots'>Plots</h2><div class='grid'>{figures}</div><h2 "
+        f"id='counts'>Counts</h2><pre>{escape(counts(found))}</pre><h2 "
+        f"id='prompt'>Prompt</h2><pre>{escape(prompt)}</pre><h2 id='rows'>Rows, spread over the "
+        f"whole</h2><div class='grid'>{cards}</div></body></html>\n"
     )
 
 
 def _card(row: Row, split: str) -> str:
-    pictures = "".join(f"<img alt='diagram' src='{_picture(image['bytes'])}'>" for image in row["images"][:4])
+    pictures = "".join(
+        f"<img alt='diagram' src='{_picture(image['bytes'])}'>" for image in row["images"][:4]
+    )
     raw = row.get("answer_raw") or ""  # the letter of the right choice, or its value
     letters = zip(ascii_uppercase, row.get("choices") or (), strict=False)
-    items = [(value, raw == letter if len(raw) == 1 and raw.isupper() else value == raw) for letter, value in letters]
-    listed = "".join(f"<li{' class=right' if ok else ''}>{_text(value)}</li>" for value, ok in items)
+    items = [
+        (value, raw == letter if len(raw) == 1 and raw.isupper() else value == raw)
+        for letter, value in letters
+    ]
+    listed = "".join(
+        f"<li{' class=right' if ok else ''}>{_text(value)}</li>" for value, ok in items
+    )
     listed = f"<ol>{listed}</ol>" if items else ""
     meta = row.get("meta") or {}
     facts = {
@@ -189,8 +222,11 @@ def _card(row: Row, split: str) -> str:
         "shapes": ", ".join(meta.get("shapes") or []),
         "family": meta.get("family") or "",
     }
-    terms = "".join(f"<dt>{name}</dt><dd>{_text(value)}</dd>" for name, value in facts.items() if value)
-    title, problem = f"{_text(row['id'])} ({escape(split)})", _text(row["problem"])
+    terms = "".join(
+        f"<dt>{name}</dt><dd>{_text(value)}</dd>" for name, value in facts.items() if value
+    )
+    title = f"{_text(row['id'])} ({escape(split)})"
+    problem = _text(row["problem"])
     return f"<article><h3>{title}</h3>{pictures}<p>{problem}</p>{listed}<dl>{terms}</dl></article>"
 
 

@@ -1,7 +1,9 @@
-"""`python -m data_prep variants`: the problems of a prepared folder with other numbers, drawn to scale.
+"""`python -m data_prep variants`: the problems of a prepared folder with other numbers, drawn to
+scale.
 
-A variant is decided by the seed, the id of its original and its own number alone: neither `--workers` nor `--limit`
-changes one. Kept are those that the facts determine, with a figure of the same kind and a picture that can be read.
+A variant is decided by the seed, the id of its original and its own number alone: neither
+`--workers` nor `--limit` changes one. Kept are those that the facts determine, with a figure of the
+same kind and a picture that can be read.
 """
 
 from __future__ import annotations
@@ -18,6 +20,16 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from adora_vl.conversion.pipeline import (
+    MAX_WORKERS,
+    Cleaning,
+    SplitReads,
+    ordered_map,
+    prepare,
+    recorded,
+    usable_cores,
+)
+from adora_vl.conversion.problem import RawProblem
 from adora_vl.data.dataset import read_manifest, stored_rows
 from adora_vl.data.images import png_bytes
 from adora_vl.geometry.choose import outcome
@@ -26,13 +38,11 @@ from adora_vl.geometry.forms import Form, Term
 from adora_vl.geometry.measures import unit_of
 from adora_vl.geometry.primitives import read
 from adora_vl.geometry.shapes import UnreadError, terms_of
-from adora_vl.geometry.solve import Budget, Problem
+from adora_vl.geometry.solve import Budget, FigureProblem
 from adora_vl.geometry.verdict import EVALUATIONS, answer_of
 from adora_vl.utils.cli import MAX_SEED, optional, path, whole
 from adora_vl.utils.errors import UserError
 from data_prep.logic_forms import facts_in_words
-from data_prep.pipeline import MAX_WORKERS, Cleaning, SplitReads, ordered_map, prepare, recorded, usable_cores
-from data_prep.problem import RawProblem
 from data_prep.question_words import question_in_words
 from data_prep.redraw import can_be_drawn, drawn_legibly
 from data_prep.solved_rows import features_with_figure, shows_what_is_asked, with_rounding
@@ -43,10 +53,17 @@ MAX_PER = 1000
 TRIES = 6  # for each variant
 _PIXELS = 400.0  # of the longer side of the places that a variant begins from
 _KEPT_ANGLES = (30.0, 45.0, 60.0, 90.0, 120.0, 180.0)
-_ALL, _EACH, _ANGLE = (0.7, 1.4), (0.8, 1.25), (0.8, 1.25)  # factors of all lengths, of each, of an angle
+# factors of all lengths, of each, of an angle
+_ALL = (0.7, 1.4)
+_EACH = (0.8, 1.25)
+_ANGLE = (0.8, 1.25)
 _STEPS = (-3, -2, -1, 1, 2, 3)  # of the constant beside a letter
-_LEAST_APART, _LEAST_WIDE, _LEAST_ANGLE = 0.05, 0.12, 12.0  # shares of the figure's size; degrees
-_LEAST_BESIDE = 0.03  # share of the figure's size that a point is beside a line that it does not lie on
+# shares of the figure's size; degrees
+_LEAST_APART = 0.05
+_LEAST_WIDE = 0.12
+_LEAST_ANGLE = 12.0
+# share of the figure's size that a point is beside a line that it does not lie on
+_LEAST_BESIDE = 0.03
 _LEVEL = 4.0  # degrees from level or upright that count as such
 _DIGITS = 9
 _LINEAR = re.compile(r"(\d*[a-z]) ?([+-]) ?(\d+)")
@@ -71,27 +88,43 @@ def prepare_variants(
     split = "test" if options.for_evaluation else "train"
     manifest = read_manifest(folder)
     if manifest is None:
-        raise UserError(f"folder: {str(folder)!r} is no prepared dataset; make one with --source facts")
+        raise UserError(
+            f"folder: {str(folder)!r} is no prepared dataset; make one with --source facts"
+        )
     if not manifest["counts"].get(split):
         raise UserError(
-            f"folder: {str(folder)!r} has no split {split!r}; variants are of train, or of test with --for-evaluation"
+            f"folder: {str(folder)!r} has no split {split!r}; variants are of train, or of test "
+            "with --for-evaluation"
         )
 
     def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
         arguments = recorded(asdict(options))
-        description = {"source": "variants", "input": str(folder), "revision": None, "arguments": arguments}
-        return description, {split: SplitReads(partial(_problems, folder, split, options, workers), None)}
+        description = {
+            "source": "variants",
+            "input": str(folder),
+            "revision": None,
+            "arguments": arguments,
+        }
+        return description, {
+            split: SplitReads(partial(_problems, folder, split, options, workers), None)
+        }
 
-    return prepare(output, options, begin, features_with_figure(), workers=workers, overwrite=overwrite)
+    return prepare(
+        output, options, begin, features_with_figure(), workers=workers, overwrite=overwrite
+    )
 
 
 def _problems(folder: Path, split: str, options: Variation, workers: int) -> Iterator[Any]:
     """One call for each variant, in the order of the originals."""
-    originals = ((row["id"], row["figure"]) for row in stored_rows(folder, split) if row.get("figure"))
+    originals = (
+        (row["id"], row["figure"]) for row in stored_rows(folder, split) if row.get("figure")
+    )
     number = 0
     is_empty = True
     with ordered_map(workers) as mapped:
-        for variants in mapped(partial(variants_of, per=options.per, seed=options.seed, split=split), originals):
+        for variants in mapped(
+            partial(variants_of, per=options.per, seed=options.seed, split=split), originals
+        ):
             is_empty = False
             for variant in variants:
                 if options.limit is not None and number >= options.limit:
@@ -99,7 +132,9 @@ def _problems(folder: Path, split: str, options: Variation, workers: int) -> Ite
                 number += 1
                 yield partial(_same, variant)
     if is_empty:
-        raise UserError(f"folder: no row of {str(folder)!r} has a figure; make the folder with --source facts")
+        raise UserError(
+            f"folder: no row of {str(folder)!r} has a figure; make the folder with --source facts"
+        )
 
 
 def _same(raw: RawProblem) -> RawProblem:
@@ -107,24 +142,32 @@ def _same(raw: RawProblem) -> RawProblem:
 
 
 def variants_of(original: tuple[str, str], *, per: int, seed: int, split: str) -> list[RawProblem]:
-    """The variants of one original, by its id and its stored figure; fewer than `per` where tries fail."""
+    """The variants of one original, by its id and its stored figure; fewer than `per` where tries
+    fail.
+    """
     row_id, text = original
     try:
         figure = figure_from(text)
     except ValueError as error:
-        raise UserError(f"folder: the figure of {row_id} cannot be read ({error}); prepare the folder again") from error
+        raise UserError(
+            f"folder: the figure of {row_id} cannot be read ({error}); prepare the folder again"
+        ) from error
     variants = []
     for number in range(1, per + 1):
         for attempt in range(TRIES):
             rng = random.Random(f"{seed}/{row_id}/{number}/{attempt}")
-            variant = _variant(row_id, figure, f"{row_id}~{number}", split, rng)
+            variant = _variant(
+                row_id, figure=figure, row_id=f"{row_id}~{number}", split=split, rng=rng
+            )
             if variant is not None:
                 variants.append(variant)
                 break
     return variants
 
 
-def _variant(original: str, figure: Figure, row_id: str, split: str, rng: random.Random) -> RawProblem | None:
+def _variant(
+    original: str, figure: Figure, row_id: str, split: str, rng: random.Random
+) -> RawProblem | None:
     """One try; None where the numbers do not fit, or the picture could not be read."""
     form = varied(figure, rng)
     if form is None:
@@ -136,7 +179,9 @@ def _variant(original: str, figure: Figure, row_id: str, split: str, rng: random
     result, at = solved
     turn = _turn_upright(figure, at)
     turned = {name: turn * complex(x, y) for name, (x, y) in at.items()}
-    drawn_form = replace(form, points={name: (place.real, -place.imag) for name, place in turned.items()})
+    drawn_form = replace(
+        form, points={name: (place.real, -place.imag) for name, place in turned.items()}
+    )
     if not can_be_drawn(drawn_form) or not _is_clear(drawn_form):
         return None
     picture = drawn_legibly(drawn_form)
@@ -144,7 +189,10 @@ def _variant(original: str, figure: Figure, row_id: str, split: str, rng: random
         return None
     problem, answer = with_rounding(problem, result)
     assert result.figure is not None, "it is solved by its facts"
-    places = {name: (round(place.real, _DIGITS), round(place.imag, _DIGITS)) for name, place in turned.items()}
+    places = {
+        name: (round(place.real, _DIGITS), round(place.imag, _DIGITS))
+        for name, place in turned.items()
+    }
     stored = replace(result.figure, at=places, form=drawn_form)
     return RawProblem(
         id=row_id,
@@ -161,7 +209,8 @@ def _variant(original: str, figure: Figure, row_id: str, split: str, rng: random
 
 
 def varied(figure: Figure, rng: random.Random) -> Form | None:
-    """The form of a figure with other numbers, its points where the figure has them; None where no number can change.
+    """The form of a figure with other numbers, its points where the figure has them; None where no
+    number can change.
 
     Equal numbers of one kind stay equal, and a whole number stays whole.
     """
@@ -177,7 +226,7 @@ def varied(figure: Figure, rng: random.Random) -> Form | None:
             return text
         key = (unit_of(left), right.head.strip())
         if key not in chosen:
-            chosen[key] = _other_value(key[0], key[1], scale, rng)
+            chosen[key] = _other_value(key[0], text=key[1], scale=scale, rng=rng)
         return str(Term(head="Equals", arguments=(left, Term(head=chosen[key]))))
 
     form = figure.form
@@ -213,16 +262,23 @@ def _other_value(unit: str, text: str, scale: float, rng: random.Random) -> str:
 
 
 def solved_alike(form: Form) -> tuple[Verdict, Mapping[str, tuple[float, float]]] | None:
-    """The answer of a variant and its places; None where the facts do not determine a figure of the same kind."""
+    """The answer of a variant and its places; None where the facts do not determine a figure of the
+    same kind.
+    """
     try:
         reading = read(form)
     except (UnreadError, ValueError, IndexError):
         return None
     if reading.goal is None or reading.assumed or reading.unread:
         return None
-    problem = Problem(reading)
+    problem = FigureProblem(reading)
     result = outcome(problem, Budget(EVALUATIONS), starts=4)
-    if result.status != "answered" or result.solution is None or result.value is None or result.doubled:
+    if (
+        result.status != "answered"
+        or result.solution is None
+        or result.value is None
+        or result.doubled
+    ):
         return None
     if result.solution.faults or result.value <= 0:
         return None
@@ -234,7 +290,9 @@ def solved_alike(form: Form) -> tuple[Verdict, Mapping[str, tuple[float, float]]
 
 
 def _turn_upright(original: Figure, at: Mapping[str, tuple[float, float]]) -> complex:
-    """The turn that lays a line level or upright that is so in the original; of several, the longest."""
+    """The turn that lays a line level or upright that is so in the original; of several, the
+    longest.
+    """
     best = (0.0, 1 + 0j)
     for row in original.form.rows:
         ends = (row[0], row[-1])
@@ -255,12 +313,19 @@ def _is_clear(form: Form) -> bool:
     places = {name: complex(*form.points[name]) for name in sorted(used) if name in form.points}
     if len(places) < 2:
         return False
-    wide = max(place.real for place in places.values()) - min(place.real for place in places.values())
-    high = max(place.imag for place in places.values()) - min(place.imag for place in places.values())
+    wide = max(place.real for place in places.values()) - min(
+        place.real for place in places.values()
+    )
+    high = max(place.imag for place in places.values()) - min(
+        place.imag for place in places.values()
+    )
     size = max(wide, high)
     if min(wide, high) < _LEAST_WIDE * size:
         return False
-    if any(abs(first - second) < _LEAST_APART * size for first, second in combinations(places.values(), 2)):
+    if any(
+        abs(first - second) < _LEAST_APART * size
+        for first, second in combinations(places.values(), 2)
+    ):
         return False
     if any(_is_near(places, size, row) for row in form.rows if set(row) <= places.keys()):
         return False
@@ -275,7 +340,11 @@ def _is_near(places: Mapping[str, complex], size: float, row: list[str]) -> bool
         return True
     for name, place in places.items():
         along = ((place - start) / way).real
-        if name not in row and -0.02 < along < 1.02 and abs(((place - start) / way).imag * way) < _LEAST_BESIDE * size:
+        if (
+            name not in row
+            and -0.02 < along < 1.02
+            and abs(((place - start) / way).imag * way) < _LEAST_BESIDE * size
+        ):
             return True
     return False
 
@@ -301,7 +370,13 @@ def add_variants(commands: Any) -> None:
     add("folder", type=path, metavar="DIR", help="a folder that `geometry3k --source facts` made")
     add("--output", type=path, required=True, metavar="DIR")
     add("--overwrite", action="store_true", help="replace another prepared dataset there")
-    add("--per", type=whole(1, MAX_PER), default=8, metavar="K", help="variants of each problem, default: %(default)s")
+    add(
+        "--per",
+        type=whole(1, MAX_PER),
+        default=8,
+        metavar="K",
+        help="variants of each problem, default: %(default)s",
+    )
     add("--seed", type=whole(0, MAX_SEED), default=0, metavar="S", help="default: %(default)s")
     add("--limit", type=optional(whole(1)), metavar="N", help="only the first N variants")
     add("--for-evaluation", action="store_true", help="of the test split, for measuring alone")
@@ -314,5 +389,5 @@ def _variants(arguments: argparse.Namespace) -> None:
     names = ("per", "seed", "limit", "for_evaluation")
     options = Variation(**{name: getattr(arguments, name) for name in names})
     more = {name: getattr(arguments, name) for name in ("workers", "overwrite")}
-    manifest = prepare_variants(arguments.folder, arguments.output, options, **more)
+    manifest = prepare_variants(arguments.folder, output=arguments.output, options=options, **more)
     print_counts(arguments.output, manifest)

@@ -1,11 +1,13 @@
-"""Reward functions of your own: copy this file, change it, and name its functions in a training config.
+"""Reward functions of your own: copy this file, change it, and name its functions in a training
+config.
 
     adora_reward: [accuracy, my_rewards.py:brevity]
     reward_weights: [1.0, 0.1]
 
 Try one without a model:
 
-    python -m adora_vl.rewards.explain --reward docs/my_rewards.py:brevity --response 'so \\boxed{5}'
+    python -m adora_vl.rewards.explain --reward docs/my_rewards.py:brevity --response 'so
+        \\boxed{5}'
 """
 
 from __future__ import annotations
@@ -13,15 +15,17 @@ from __future__ import annotations
 from typing import Any
 
 # A function gets one entry per completion in each of its arguments:
-#   completions     the answers, each a list with one message: [{"role": "assistant", "content": "..."}]
+#   completions     the answers, each a list with one message: [{"role": "assistant", "content":
+#   "..."}]
 #   prompts         the conversations before them
 #   completion_ids  the tokens of the answers
-#   answer, ...     every column of the data set, under its name
-# and besides, once for all: trainer_state (trainer_state.global_step counts the optimizer steps),
-# log_extra(name, values) and log_metric(name, value). Take what you need by name, and leave the rest to **kwargs.
+#   thinking_opened whether the prompt ends in `<think>`, so that the answer begins inside the block
+#   answer, ...     every column of the data set, under its name and besides, once for all:
+#   trainer_state (trainer_state.global_step counts the optimizer steps), log_extra(name, values)
+#   and log_metric(name, value). Take what you need by name, and leave the rest to **kwargs.
 #
-# It returns a number for each completion, None for all those of a problem that it does not apply to, and an exception
-# in the place of a number where a call to something else failed.
+# It returns a number for each completion, None for all those of a problem that it does not apply
+# to, and an exception in the place of a number where a call to something else failed.
 
 
 def brevity(completions: list[Any], *, target: int = 200, **kwargs: Any) -> list[float]:
@@ -31,7 +35,10 @@ def brevity(completions: list[Any], *, target: int = 200, **kwargs: Any) -> list
 
 
 def whole_number(completions: list[Any], *, answer: list[str], **kwargs: Any) -> list[float | None]:
-    """1 for an answer that ends in a whole number, on problems that have one. None: the problem is not scored."""
+    """1 for an answer that ends in a whole number, on problems that have one.
+
+    None: the problem is not scored.
+    """
     return [
         float(completion[-1]["content"].rstrip(" .}$")[-1:].isdigit()) if gold.isdecimal() else None
         for completion, gold in zip(completions, answer, strict=True)
@@ -39,5 +46,7 @@ def whole_number(completions: list[Any], *, answer: list[str], **kwargs: Any) ->
 
 
 async def shown_work(completions: list[Any], *, prompts: list[Any], **kwargs: Any) -> list[float]:
-    """An async function may wait for something else, such as a service; it runs beside the other async ones."""
+    """An async function may wait for something else, such as a service; it runs beside the other
+    async ones.
+    """
     return [float("=" in completion[-1]["content"]) for completion in completions]

@@ -1,1 +1,3 @@
-"""Evaluation: a runner with engines and resuming, one file per benchmark, and scores that say how they were made."""
+"""Evaluation: a runner with engines and resuming, one file per benchmark, and scores that say how
+they were made.
+"""

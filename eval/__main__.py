@@ -1,4 +1,5 @@
-"""`python -m eval BENCHMARK ...` and `adora-vl-eval BENCHMARK ...` do the same as `python -m eval.BENCHMARK ...`.
+"""`python -m eval BENCHMARK ...` and `adora-vl-eval BENCHMARK ...` do the same as `python -m
+eval.BENCHMARK ...`.
 
 They also take a benchmark of the user's own, `FILE.py:NAME`.
 """
@@ -9,9 +10,9 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
+from adora_vl.evals.benchmark import NAMES, named
 from adora_vl.utils.cli import exit_code_of, imports
 from adora_vl.utils.errors import UserError
-from eval.benchmark import NAMES, named
 
 _OTHERS = {"all": "eval.suite", "compare": "eval.compare"}
 _USAGE = f"usage: adora-vl-eval {{{','.join((*NAMES, *_OTHERS))},FILE.py:NAME}} ..."
@@ -19,12 +20,17 @@ _USAGE = f"usage: adora-vl-eval {{{','.join((*NAMES, *_OTHERS))},FILE.py:NAME}} 
 
 def _of(benchmark: str) -> str:
     """What its module says of itself in the first line, which is read without importing it."""
-    said = ast.get_docstring(ast.parse(Path(__file__).with_name(f"{benchmark}.py").read_bytes())) or ""
+    said = (
+        ast.get_docstring(ast.parse(Path(__file__).with_name(f"{benchmark}.py").read_bytes())) or ""
+    )
     return said.partition("\n")[0].partition(": ")[2]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a benchmark's command, `all` of a suite, or `compare`. Returns its exit code, or 2 for an unknown name."""
+    """Run a benchmark's command, `all` of a suite, or `compare`.
+
+    Returns its exit code, or 2 for an unknown name.
+    """
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         lines = [_USAGE, "", *(f"  {each:<12}{_of(each)}" for each in NAMES)]

@@ -1,8 +1,9 @@
-"""`python -m eval.dynamath`: DynaMath, ten variants of each problem, with its official prompt, score and worst case."""
+"""`python -m eval.dynamath`: DynaMath, ten variants of each problem, with its official prompt,
+score and worst case.
+"""
 
 import json
 import math
-from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,11 +14,19 @@ from typing import Any
 from adora_vl.utils.cli import imports
 
 with imports():
-    from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import TEXT, wrong_fields
-    from eval.records import Benchmark, Graded, OwnFigures, Prediction, Problem, RowGrade
-    from eval.scoring.score import by_problem, counted, extraction_item, verdict
+    from adora_vl.evals.inference.dataset import load_problems
+    from adora_vl.evals.inference.predictions import TEXT, wrong_fields
+    from adora_vl.evals.options import HubDataOptions, ScoreOptions
+    from adora_vl.evals.records import (
+        Benchmark,
+        Graded,
+        LoadedProblems,
+        OwnFigures,
+        Prediction,
+        Problem,
+        RowGrade,
+    )
+    from adora_vl.evals.scoring.score import by_problem, counted, extraction_item, verdict
 
 SPLITS = tuple(f"sample_variant{number}" for number in range(1, 11))
 COLUMNS = dict.fromkeys(("question", "answer", "answer_type", "subject", "level"), TEXT)
@@ -42,10 +51,12 @@ def prompt(row: dict[str, Any]) -> str:
 
 
 def short_answer(response: str) -> tuple[str, str]:
-    """The official extraction (evaluation/opensource_json_eval.py in DynaMath/DynaMath), and how it was found: the key
-    `short answer` of the JSON in a response, whose backslashes are removed; else the last line without its last sign.
+    """The official extraction (evaluation/opensource_json_eval.py in DynaMath/DynaMath), and how it
+    was found: the key `short answer` of the JSON in a response, whose backslashes are removed; else
+    the last line without its last sign.
     """
-    start, end = response.find("{"), response.rfind("}")
+    start = response.find("{")
+    end = response.rfind("}")
     text = response
     if 0 <= start < end:
         text = response[start : end + 1].replace("\\", "")
@@ -57,8 +68,8 @@ def short_answer(response: str) -> tuple[str, str]:
 
 
 def official_hit(answer: str, reference: str, kind: str) -> bool:
-    """A number to within a thousandth, in multiples of π too; the letter among the first three signs; a text within
-    the answer.
+    """A number to within a thousandth, in multiples of π too; the letter among the first three
+    signs; a text within the answer.
     """
     if kind == "float":
         number, pi, _ = (answer if answer.isdigit() else answer.split(" ")[0]).partition("π")
@@ -71,14 +82,23 @@ def official_hit(answer: str, reference: str, kind: str) -> bool:
     return reference in answer
 
 
-def grade(row: Prediction, options: Namespace) -> RowGrade:
+def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
     answer, how = short_answer(row["response"])
     groups = {name: [row[name]] for name in ("subject", "level", "answer_type")}
-    return RowGrade(verdict(official_hit(answer, row["answer"], row["answer_type"])), answer, how, groups)
+    return RowGrade(
+        verdict=verdict(official_hit(answer, row["answer"], row["answer_type"])),
+        extracted=answer,
+        reason=how,
+        groups=groups,
+    )
 
 
-def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
-    """The worst case: the share of problems of which every variant is right; by the accuracy it is the robustness."""
+def _summary(
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: ScoreOptions
+) -> OwnFigures:
+    """The worst case: the share of problems of which every variant is right; by the accuracy it is
+    the robustness.
+    """
     variants: dict[tuple[str, int], list[bool]] = defaultdict(list)
     for item in graded:
         variants[item.pid.rpartition("/")[2], item.sample].append(item.correct)
@@ -89,26 +109,49 @@ def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
     most = max(map(len, variants.values()))
     part = f"the worst case is over {most} of the {len(SPLITS)} variants; --split all"
     warnings = [part] if most < len(SPLITS) else []
-    return OwnFigures({"variants": {"worst_case": worst, "robustness": robustness}}, warnings=warnings)
+    return OwnFigures(
+        {"variants": {"worst_case": worst, "robustness": robustness}}, warnings=warnings
+    )
 
 
-def load(options: Namespace) -> tuple[list[Problem], str]:
+def load(options: HubDataOptions) -> LoadedProblems:
     """The problems of a split, or with `all` of every variant, and a hash of the data."""
-    problems, hashes = list[Problem](), list[str]()
+    problems = list[Problem]()
+    hashes = list[str]()
     several = options.split == "all" and not Path(options.data).is_file()
     for split in SPLITS if several else (options.split,):
-        found, hashed = load_problems(
-            options, ("id", *COLUMNS), ("decoded_image", "image"), prompt=prompt, check=check, id_column="id",
-            split=split, renamed={"ground_truth": "answer", "knowledge_level": "level"},
-        )  # fmt: skip
-        problems += [replace(one, fields={**one.fields, "pid": f"{split}/{one.pid}"}) for one in found]
-        hashes.append(hashed)
-    return problems, "+".join(hashes)
+        loaded = load_problems(
+            options,
+            needed=("id", *COLUMNS),
+            image_columns=("decoded_image", "image"),
+            prompt=prompt,
+            check=check,
+            id_column="id",
+            split=split,
+            renamed={"ground_truth": "answer", "knowledge_level": "level"},
+        )
+        problems += [
+            replace(problem, fields={**problem.fields, "pid": f"{split}/{problem.pid}"})
+            for problem in loaded.problems
+        ]
+        hashes.append(loaded.data_hash)
+    return LoadedProblems(problems, "+".join(hashes))
 
 
 BENCHMARK = Benchmark(
-    "dynamath", "all", load, grade, lambda options: {"rules": "official"}, None, add_revision_option, check,
-    ("data_revision",), id_column="id", summary=_summary, item=extraction_item,
-)  # fmt: skip
+    name="dynamath",
+    split="all",
+    load=load,
+    grade=grade,
+    rules=lambda options: {"rules": "official"},
+    data_options=HubDataOptions,
+    check=check,
+    fingerprint=("data_revision",),
+    id_column="id",
+    summary=_summary,
+    item=extraction_item,
+)
 if __name__ == "__main__":
+    with imports():
+        from eval.command import main
     raise SystemExit(main(BENCHMARK))

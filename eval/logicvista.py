@@ -1,7 +1,8 @@
-"""`python -m eval.logicvista`: LogicVista; its official score asks a judge which letters an answer names."""
+"""`python -m eval.logicvista`: LogicVista; its official score asks a judge which letters an answer
+names.
+"""
 
 import re
-from argparse import Namespace
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -9,26 +10,36 @@ from typing import Any
 from adora_vl.utils.cli import imports
 
 with imports():
+    from adora_vl.evals.inference.dataset import load_problems
+    from adora_vl.evals.inference.predictions import TEXT, TEXTS, wrong_fields
+    from adora_vl.evals.options import HubDataOptions
+    from adora_vl.evals.records import Benchmark, Extraction, Prediction, RowGrade
+    from adora_vl.evals.scoring.choice import extract_choice
+    from adora_vl.evals.scoring.judge import (
+        ExtractionOptions,
+        Question,
+        extraction_rules,
+        with_extractions,
+    )
+    from adora_vl.evals.scoring.score import verdict
     from adora_vl.rewards.completion import answer_block, last_boxed
-    from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import TEXT, TEXTS, wrong_fields
-    from eval.records import Benchmark, Extraction, Prediction, RowGrade
-    from eval.scoring.choice import extract_choice
-    from eval.scoring.judge import Question, add_extraction_options, extraction_rules, with_extractions
-    from eval.scoring.score import verdict
+    from adora_vl.rewards.thinking import final_part
 
 COLUMNS = {"question": TEXT, "answer": TEXT, "skill": TEXTS}
 check = partial(wrong_fields, kinds=COLUMNS)
 _LETTERS = "ABCDEFGHI"  # the options stand in the picture
 _JOINED = r"[A-I](?:(?:\s*(?:,|&|and)\s*)+[A-I])*"
 _SEVERAL = re.compile(
-    rf"(?:\b(?i:answers?|choices?|options?)\b[^.\n]{{0,40}}?(?i:\b(?:is|are)\b|[:：])\W*|^\W*)({_JOINED})\W*(?=$|\n|\.)"
+    r"(?:\b(?i:answers?|choices?|options?)\b[^.\n"
+    rf"]{{0,40}}?(?i:\b(?:is|are)\b|[:：])\W*|^\W*)({_JOINED})\W*(?=$|\n"
+    r"|\.)"
 )
 
 
 def letters_of(value: Any) -> list[str]:
-    """The options that an answer or an extraction names, small and sorted, equal for `A, C`, `AC` and `['c', 'a']`."""
+    """The options that an answer or an extraction names, small and sorted, equal for `A, C`, `AC`
+    and `['c', 'a']`.
+    """
     words = value if isinstance(value, list) else re.split(r"[\s,;&]+|\band\b", str(value or ""))
     words = [str(word).strip().strip("'\"[](). ").lower() for word in words]
     if len(words) == 1 and re.fullmatch("[a-i]{2,4}", words[0]):
@@ -37,34 +48,67 @@ def letters_of(value: Any) -> list[str]:
 
 
 def by_rules(response: str) -> Extraction:
-    """The letters in a response: in a box, or stated together such as `B and D`; else the one by our rules."""
+    """The letters in a response behind its thinking: in a box, or stated together such as `B and
+    D`; else the one by our rules.
+    """
+    response = final_part(response)
     response = answer_block(response) or response
     several = list(_SEVERAL.finditer(response.strip()))
-    for text, how in ((last_boxed(response) or "", "box"), (several[-1][1] if several else "", "stated_letters")):
-        if re.fullmatch(_JOINED, plain := re.sub(r"\\text\{([^{}]*)\}|[()\s]+$|^[(\s]+", r"\1", text)):
+    for text, how in (
+        (last_boxed(response) or "", "box"),
+        (several[-1][1] if several else "", "stated_letters"),
+    ):
+        if re.fullmatch(
+            _JOINED, plain := re.sub(r"\\text\{([^{}]*)\}|[()\s]+$|^[(\s]+", r"\1", text)
+        ):
             return Extraction(plain, how)
     return extract_choice(response, [""] * len(_LETTERS))
 
 
-def grade(row: Prediction, options: Namespace) -> RowGrade:
+def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
     """Right if the letters are those of the reference answer, all of them and no other."""
     read: Extraction = row["read"]
-    named, right = letters_of(read.text), letters_of(row["answer"])
-    return RowGrade(verdict(named == right), ", ".join(named), read.how, {"skill": row["skill"]}, read)
+    named = letters_of(read.text)
+    right = letters_of(row["answer"])
+    return RowGrade(
+        verdict=verdict(named == right),
+        extracted=", ".join(named),
+        reason=read.how,
+        groups={"skill": row["skill"]},
+        extraction=read,
+    )
 
 
 # The question as it is: its options are in the picture.
 load = partial(
-    load_problems, needed=("id", *COLUMNS), image_columns=("image", "imagename"), prompt=itemgetter("question"),
-    check=check, id_column="id", pictures="images",
-)  # fmt: skip
+    load_problems,
+    needed=("id", *COLUMNS),
+    image_columns=("image", "imagename"),
+    prompt=itemgetter("question"),
+    check=check,
+    id_column="id",
+    pictures="images",
+)
 BENCHMARK = Benchmark(
-    "logicvista", "test", load, grade, lambda options: {"rules": "official", **extraction_rules(options)},
-    add_extraction_options, add_revision_option, check, ("data_revision",), id_column="id",
+    name="logicvista",
+    split="test",
+    load=load,
+    grade=grade,
+    rules=lambda options: {"rules": "official", **extraction_rules(options)},
+    score_options=ExtractionOptions,
+    data_options=HubDataOptions,
+    check=check,
+    fingerprint=("data_revision",),
+    id_column="id",
     prepare=partial(
-        with_extractions, question_of=lambda row: Question("text", row["question"], (), row["response"]),
+        with_extractions,
+        question_of=lambda row: Question(
+            kind="text", text=row["question"], choices=(), response=row["response"]
+        ),
         rules=lambda row: by_rules(row["response"]),
     ),
-)  # fmt: skip
+)
 if __name__ == "__main__":
+    with imports():
+        from eval.command import main
     raise SystemExit(main(BENCHMARK))

@@ -1,33 +1,51 @@
-"""`python -m eval.mathvision`: MathVision (MATH-V), with its official prompt and its official score, and with ours."""
+"""`python -m eval.mathvision`: MathVision (MATH-V), with its official prompt and its official
+score, and with ours.
+"""
 
 import re
-from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from string import ascii_uppercase
-from typing import Any
+from typing import Any, Literal
 
 from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.data.prompts import PLACEHOLDER, lettered
+    from adora_vl.evals.inference.dataset import load_problems
+    from adora_vl.evals.inference.predictions import ANY, TEXT, TEXTS, one_of, wrong_fields
+    from adora_vl.evals.options import HubDataOptions, option
+    from adora_vl.evals.records import (
+        CORRECT,
+        Benchmark,
+        Extraction,
+        Graded,
+        OwnFigures,
+        Prediction,
+        Published,
+        RowGrade,
+    )
+    from adora_vl.evals.scoring.judge import (
+        ExtractionOptions,
+        Question,
+        by_rules,
+        extraction_rules,
+        with_extractions,
+    )
+    from adora_vl.evals.scoring.number import extract_number
+    from adora_vl.evals.scoring.score import extraction_item, verdict
     from adora_vl.rewards import grade as graded_as_in_training
     from adora_vl.rewards.completion import last_boxed
     from adora_vl.utils.cli import amount
     from adora_vl.utils.errors import UserError
-    from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import ANY, TEXT, TEXTS, one_of, wrong_fields
-    from eval.mathvision_value import latex_value
-    from eval.records import CORRECT, Benchmark, Extraction, Graded, OwnFigures, Prediction, Published, RowGrade
-    from eval.scoring.judge import Question, add_extraction_options, by_rules, extraction_rules, with_extractions
-    from eval.scoring.number import extract_number
-    from eval.scoring.score import extraction_item, verdict
+
+    from .mathvision_value import latex_value
 
 _INSTRUCTION = (
-    'Please solve the problem step by step and put your answer in one "\\boxed{}". If it is a multiple choice '
-    'question, only one letter is allowed in the "\\boxed{}".'
+    'Please solve the problem step by step and put your answer in one "\\boxed{}". If it is a '
+    'multiple choice question, only one letter is allowed in the "\\boxed{}".'
 )
 _LETTERS = "ABCDE"  # options that are only these are drawn in the picture
 _PLACE = re.compile(r"<image(\d*)>")
@@ -36,7 +54,8 @@ _PLACE = re.compile(r"<image(\d*)>")
 def build_query(row: dict[str, Any]) -> str:
     """Instruction, question and options of one item; `<image>` where its picture stands.
 
-    Every row has one picture. It stands at the first number in the question, and others become the words `image 2`.
+    Every row has one picture. It stands at the first number in the question, and others become the
+    words `image 2`.
     """
     places = iter([PLACEHOLDER])
     question = _PLACE.sub(lambda found: next(places, f"image {found[1]}".strip()), row["question"])
@@ -49,16 +68,29 @@ _STATED = ("the final answer is", "the answer is", "the correct answer is", "the
 # What the official score removes from an answer, in this order.
 _REMOVED = (
     *("\\text", "\\mbox"),
-    *("\\left", "\\right", "^{\\circ}", "^\\circ", "{m}^3", "m^3", "{units}", "units", "{km}", "km"),
+    *(
+        "\\left",
+        "\\right",
+        "^{\\circ}",
+        "^\\circ",
+        "{m}^3",
+        "m^3",
+        "{units}",
+        "units",
+        "{km}",
+        "km",
+    ),
     "\\!",
 )
 
 
 def official_answer(response: str) -> str:
-    """The answer that the official score reads out of a response (evaluation/evaluate.py in mathllm/MATH-V).
+    """The answer that the official score reads out of a response (evaluation/evaluate.py in
+    mathllm/MATH-V).
 
-    Its faults are kept. `is` anywhere before a number counts as a statement; a choice is known as such only where the
-    response ends with ` (B).` or begins with a line `(B)`; of a long answer without a box all of it is the answer.
+    Its faults are kept. `is` anywhere before a number counts as a statement; a choice is known as
+    such only where the response ends with ` (B).` or begins with a line `(B)`; of a long answer
+    without a box all of it is the answer.
     """
     answer = response.strip()
     for letter in _LETTERS:
@@ -71,7 +103,9 @@ def official_answer(response: str) -> str:
         float(tail)
         answer = tail
     if "oxed{" not in answer:
-        for statement in (form for stated in _STATED for form in (stated, stated.replace("the", "The"))):
+        for statement in (
+            form for stated in _STATED for form in (stated, stated.replace("the", "The"))
+        ):
             if statement in answer:
                 answer = answer.split(statement)[-1].strip().split("\n")[0].split(". ")[0]
             else:
@@ -86,15 +120,23 @@ def official_answer(response: str) -> str:
 
 
 def _without_latex(answer: str) -> str:
-    """The answer in lower case: of its box, behind the last `=` or `\\approx`, without spaces, units and dollars."""
+    """The answer in lower case: of its box, behind the last `=` or `\\approx`, without spaces,
+    units and dollars.
+    """
     answer = answer.lower().replace("{}", "")
     boxed = re.findall(r"oxed{(.*)}", answer, flags=re.DOTALL)
     answer = boxed[-1] if boxed else answer
-    closed, opened = answer.find("}"), answer.find("{")
+    closed = answer.find("}")
+    opened = answer.find("{")
     if closed != -1 and (opened == -1 or closed < opened):
         answer = answer[:closed]
     answer = answer.split("=")[-1].split("\\approx")[-1]
-    answer = answer.replace(" ", "").replace("\\,", "").replace("∞", "\\infty").replace("+\\infty", "\\infty")
+    answer = (
+        answer.replace(" ", "")
+        .replace("\\,", "")
+        .replace("∞", "\\infty")
+        .replace("+\\infty", "\\infty")
+    )
     answer = answer.replace("\\\\", "\\").replace("\n", "")
     for part in _REMOVED:
         answer = answer.replace(part, "")
@@ -123,25 +165,30 @@ def _respelt(answer: str) -> str:
 
 
 def _braced(part: str, arguments: int) -> str:
-    """The first characters of a part, its arguments, in braces; as it is where it begins with a brace."""
+    """The first characters of a part, its arguments, in braces; as it is where it begins with a
+    brace.
+    """
     if not part or part.startswith("{"):
         return part
     found = ""
     for _ in range(arguments):
         if part.startswith("{"):
             break
-        found, part = found + f"{{{part[0]}}}", part[1:]
+        found = found + f"{{{part[0]}}}"
+        part = part[1:]
     return found + part
 
 
 def officially_equal(one: str, other: str) -> bool:
     """Equal as text without capitals, as tuples, or as numbers rounded to two places."""
-    one, other = one.lower(), other.lower()
+    one = one.lower()
+    other = other.lower()
     if not one.replace(" ", "") or not other.replace(" ", ""):
         return False
     if one.strip() == other.strip():
         return True
-    one, other = _tuple_of_numbers(one), _tuple_of_numbers(other)
+    one = _tuple_of_numbers(one)
+    other = _tuple_of_numbers(other)
     if one == other:
         return True
     values = latex_value(one), latex_value(other)
@@ -149,11 +196,15 @@ def officially_equal(one: str, other: str) -> bool:
 
 
 def _tuple_of_numbers(answer: str) -> str:
-    """`(2/4,3)` as `(0.5,3)`, where each part has a value, is infinite or is `a`; else the text as it is."""
+    """`(2/4,3)` as `(0.5,3)`, where each part has a value, is infinite or is `a`; else the text as
+    it is.
+    """
     parts = answer[1:-1].split(",")
     if len(parts) < 2 or answer[0] + answer[-1] not in ("()", "[]"):
         return answer
-    values = [part if "infty" in part or part in ("a", "-a") else latex_value(part) for part in parts]
+    values = [
+        part if "infty" in part or part in ("a", "-a") else latex_value(part) for part in parts
+    ]
     if None in values:
         return answer
     shown = (value if isinstance(value, str) else str(round(value or 0, 2)) for value in values)
@@ -176,27 +227,50 @@ def check(row: Prediction) -> str | None:
     return wrong_fields(row, {"answer": one_of(*ascii_uppercase[: len(row["options"])])})
 
 
-def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]:
+@dataclass(frozen=True, kw_only=True)
+class MathVisionScoreOptions(ExtractionOptions):
+    """How the answer is compared with the reference answer."""
+
+    rules: Literal["official", "strict"] = option(
+        "official", help="strict: as in training", choices=RULE_SETS
+    )
+
+
+def _prepare(rows: Sequence[Prediction], options: MathVisionScoreOptions) -> list[Prediction]:
     """The rows, each with its `Extraction` under the key `read`. Raises `UserError`."""
     official = options.rules == "official"
     if official and options.extraction != "rules":
-        raise UserError(f"extraction: {options.extraction} needs --rules strict; official has its own extraction")
-    extract = (lambda row: Extraction(official_answer(row["response"]), "official")) if official else _by_our_rules
-    return with_extractions(rows, options, question_of, extract)
+        raise UserError(
+            f"extraction: {options.extraction} needs --rules strict; official has its own "
+            "extraction"
+        )
+    extract = (
+        (lambda row: Extraction(official_answer(row["response"]), "official"))
+        if official
+        else _by_our_rules
+    )
+    return with_extractions(rows, options=options, question_of=question_of, rules=extract)
 
 
 def question_of(row: Prediction) -> Question:
-    return Question("choice" if row["options"] else "text", row["question"], row["options"], row["response"])
+    return Question(
+        kind="choice" if row["options"] else "text",
+        text=row["question"],
+        choices=row["options"],
+        response=row["response"],
+    )
 
 
 def _by_our_rules(row: Prediction) -> Extraction:
-    """Of a free-form answer without a box the number that it states, in place of the whole response."""
+    """Of a free-form answer without a box the number that it states, in place of the whole
+    response.
+    """
     if row["options"] or last_boxed(row["response"]) is not None:
         return by_rules(question_of(row))
     return extract_number(row["response"], row["question"])
 
 
-def grade(row: Prediction, options: Namespace) -> RowGrade:
+def grade(row: Prediction, options: MathVisionScoreOptions) -> RowGrade:
     form = "multiple choice" if row["options"] else "free form"
     groups = {"level": [str(row["level"])], "subject": [row["subject"]], "form": [form]}
     read = row["read"]
@@ -205,43 +279,77 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
         hit = official_hit(answer, row["answer"], row["options"])
     else:
         boxed = rf"\boxed{{{answer}}}"
-        hit = graded_as_in_training(boxed, row["answer"], choices=row["options"] or None).verdict == CORRECT
-    return RowGrade(verdict(hit), answer, read.how, groups, read)
+        hit = (
+            graded_as_in_training(boxed, row["answer"], choices=row["options"] or None).verdict
+            == CORRECT
+        )
+    return RowGrade(
+        verdict=verdict(hit), extracted=answer, reason=read.how, groups=groups, extraction=read
+    )
 
 
-def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
+def _summary(
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: MathVisionScoreOptions
+) -> OwnFigures:
     """How many questions number parts of a picture that they have whole."""
     parts = len({row["pid"] for row in rows if len(_PLACE.findall(row["question"])) > 1})
-    line = f"{amount(parts, 'question')} with several numbered images, which are the parts of one picture"
+    line = (
+        f"{amount(parts, 'question')} with several numbered images, which are the parts of one "
+        "picture"
+    )
     return OwnFigures(notes={"several_parts": parts}, lines=[line] if parts else [])
 
 
-def _rules(options: Namespace) -> dict[str, Any]:
-    return {"rules": options.rules, **(extraction_rules(options) if options.rules != "official" else {})}
+def _rules(options: MathVisionScoreOptions) -> dict[str, Any]:
+    return {
+        "rules": options.rules,
+        **(extraction_rules(options) if options.rules != "official" else {}),
+    }
 
 
 load = partial(
-    load_problems, needed=("id", *COLUMNS), image_columns=("decoded_image", "image"), prompt=build_query, check=check,
+    load_problems,
+    needed=("id", *COLUMNS),
+    image_columns=("decoded_image", "image"),
+    prompt=build_query,
+    check=check,
     id_column="id",
-)  # fmt: skip
-
-
-def _score_options(parser: ArgumentParser) -> None:
-    add_extraction_options(parser)
-    parser.add_argument("--rules", choices=RULE_SETS, default="official", help="strict: as in training")
+)
 
 
 _PUBLISHED = Published(
     "MATH-Vision's repository (mathllm/MATH-V), its outputs by its own score",
     {
-        "Gemini-Pro": {"all": 17.66}, "InternLM-XComposer2-VL": {"all": 14.54}, "Qwen-VL-Max with CoT": {"all": 12.63},
-        "ShareGPT4V-7B": {"all": 10.53}, "SPHINX-v2": {"all": 9.70}, "LLaVA-v1.5-7B": {"all": 8.52},
+        "Gemini-Pro": {"all": 17.66},
+        "InternLM-XComposer2-VL": {"all": 14.54},
+        "Qwen-VL-Max with CoT": {"all": 12.63},
+        "ShareGPT4V-7B": {"all": 10.53},
+        "SPHINX-v2": {"all": 9.70},
+        "LLaVA-v1.5-7B": {"all": 8.52},
     },
-    lambda score: None if score["rules"].get("rules") == "official" else "the quoted rows are by the rules `official`",
-)  # fmt: skip
+    lambda score: (
+        None
+        if score["rules"].get("rules") == "official"
+        else "the quoted rows are by the rules `official`"
+    ),
+)
 BENCHMARK = Benchmark(
-    "mathvision", "test", load, grade, _rules, _score_options, add_revision_option, check, ("data_revision",),
-    id_column="id", prepare=_prepare, summary=_summary, item=extraction_item, published=_PUBLISHED,
-)  # fmt: skip
+    name="mathvision",
+    split="test",
+    load=load,
+    grade=grade,
+    rules=_rules,
+    score_options=MathVisionScoreOptions,
+    data_options=HubDataOptions,
+    check=check,
+    fingerprint=("data_revision",),
+    id_column="id",
+    prepare=_prepare,
+    summary=_summary,
+    item=extraction_item,
+    published=_PUBLISHED,
+)
 if __name__ == "__main__":
+    with imports():
+        from eval.command import main
     raise SystemExit(main(BENCHMARK))

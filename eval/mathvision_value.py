@@ -1,10 +1,11 @@
 r"""The value of a LaTeX expression, read as MathVision's official score reads it.
 
-That score parses a text with the package `latex2sympy2` and evaluates what it prints with the functions of Python's
-`math`. The package does not fit beside the one that the grader needs, so its grammar stands here as far as a number can
-come of it, with its habits:
+That score parses a text with the package `latex2sympy2` and evaluates what it prints with the
+functions of Python's `math`. The package does not fit beside the one that the grader needs, so its
+grammar stands here as far as a number can come of it, with its habits:
 
-- What follows a whole expression is ignored if it starts with a closing bracket, a full stop, `_`, `&` or `\\`.
+- What follows a whole expression is ignored if it starts with a closing bracket, a full stop, `_`,
+  `&` or `\\`.
 - `12\frac{1}{2}` is a product, `1/2\pi` has the product below the line, and `3:4` is a quotient.
 - Letters are unknowns, also `e` without an exponent; `\ln` and `|x|` have no value either.
 """
@@ -40,19 +41,37 @@ _CALLED: dict[str, Callable[[float], Number]] = {
 }
 _FUNCTIONS = {*_CALLED, r"\ln", r"\sqrt", r"\lfloor"}
 _CONSTANTS = {r"\pi": math.pi, r"\tau": math.tau}
-_CLOSING = {"(": ")", "[": "]", "{": "}", r"\{": r"\}", r"\lbrace": r"\rbrace", r"\lfloor": r"\rfloor"}
-_TIMES, _DIVIDED = ("*", r"\times", r"\cdot"), ("/", ":", r"\div")
+_CLOSING = {
+    "(": ")",
+    "[": "]",
+    "{": "}",
+    r"\{": r"\}",
+    r"\lbrace": r"\rbrace",
+    r"\lfloor": r"\rfloor",
+}
+_TIMES = ("*", r"\times", r"\cdot")
+_DIVIDED = ("/", ":", r"\div")
 _SIDES = re.compile(r"\\(?:left|right)(?=\s*(?:[()\[\]|]|\\[{}]))")
 _ASSIGNS = re.compile(r"(?:\s*[a-z]\s*=)+")  # `x=5` is 5
 _NUMBER = r"(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:\\%)?"
-# Names of functions that the grammar has without a backslash: `3 rows` and `3 triangles` are 3, `3 lines` is nothing.
+# Names of functions that the grammar has without a backslash: `3 rows` and `3 triangles` are 3, `3
+# lines` is nothing.
 _NAMES = (
     "arc?(?:sin|cos|tan)h|[bpv]?matrix|ceil|cols|diag|eig|eye|floor|gcd|lcm|norm|nullspace|ones|orth|[hv]stack|rank|"
     "rows|rref|svd|tr|zeros"
 )
 _STOPS = re.compile(rf"[)\]}}.&_]|\\(?:}}|right|rbrace|rfloor).*|\\\\|{_NAMES}|")
 # A command is the longest known one that the text starts with: in `\pix` it is `\pi`.
-_KNOWN = {r"\frac", r"\binom", *_FUNCTIONS, *_CONSTANTS, *_CLOSING, *_CLOSING.values(), *_TIMES, *_DIVIDED}
+_KNOWN = {
+    r"\frac",
+    r"\binom",
+    *_FUNCTIONS,
+    *_CONSTANTS,
+    *_CLOSING,
+    *_CLOSING.values(),
+    *_TIMES,
+    *_DIVIDED,
+}
 _COMMANDS = "|".join(map(re.escape, sorted(_KNOWN, key=len, reverse=True)))
 _TOKEN = re.compile(
     r"(?:[\s$'~]|\\,|\\q?quad|\\displaystyle(?![a-z]))+"  # skipped
@@ -61,7 +80,9 @@ _TOKEN = re.compile(
 
 
 def latex_value(text: str) -> Number | None:
-    """The value of a text in lower case, an `int` where Python would print one; None if it has none."""
+    """The value of a text in lower case, an `int` where Python would print one; None if it has
+    none.
+    """
     try:
         reader = _Reader(text)
         value = reader.sum()
@@ -83,7 +104,9 @@ class _Reader:
         return value
 
     def _product(self, *, functions: bool = True) -> Number:
-        r"""Factors with signs between them; `functions`: one like `\sin` may follow a factor without a sign."""
+        r"""Factors with signs between them; `functions`: one like `\sin` may follow a factor
+        without a sign.
+        """
         value = self._signed(functions)
         while sign := self._taken(*_TIMES, *_DIVIDED):
             other = self._signed(functions)
@@ -99,7 +122,10 @@ class _Reader:
         return value
 
     def _starts(self, functions: bool) -> bool:
-        """Whether another factor follows without a sign. A letter and an unknown command do too, and have no value."""
+        """Whether another factor follows without a sign.
+
+        A letter and an unknown command do too, and have no value.
+        """
         word = self.tokens[0]
         if _STOPS.fullmatch(word) or word in (*_TIMES, *_DIVIDED):
             return False
@@ -181,7 +207,11 @@ class _Reader:
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * exponent > _MOST_BITS:
+    if (
+        isinstance(base, int)
+        and isinstance(exponent, int)
+        and base.bit_length() * exponent > _MOST_BITS
+    ):
         raise _NoValueError
     value = base**exponent
     if isinstance(value, complex):
@@ -191,6 +221,11 @@ def _power(base: Number, exponent: Number) -> Number:
 
 
 def _binomial(above: Number, below: Number) -> Number:
-    if not (isinstance(above, int) and isinstance(below, int) and 0 <= above <= _MOST_FACTORIAL and below >= 0):
+    if not (
+        isinstance(above, int)
+        and isinstance(below, int)
+        and 0 <= above <= _MOST_FACTORIAL
+        and below >= 0
+    ):
         raise _NoValueError
     return math.comb(above, below)

@@ -1,8 +1,9 @@
 """`python -m eval.mathvista`: MathVista, with its official prompt, extraction and scoring."""
 
 import re
-from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from argparse import BooleanOptionalAction
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -10,25 +11,42 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.data.prompts import lettered
-    from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import ANY, TEXT, one_of, wrong_fields
-    from eval.records import Benchmark, Extraction, Graded, OwnFigures, Prediction, Published, RowGrade
-    from eval.scoring.judge import Kind, Question, add_extraction_options, extraction_rules, with_extractions
-    from eval.scoring.score import by_problem, counted, metadata_groups, verdict
+    from adora_vl.evals.inference.dataset import load_problems
+    from adora_vl.evals.inference.predictions import ANY, TEXT, one_of, wrong_fields
+    from adora_vl.evals.options import HubDataOptions, option
+    from adora_vl.evals.records import (
+        Benchmark,
+        Extraction,
+        Graded,
+        OwnFigures,
+        Prediction,
+        Published,
+        RowGrade,
+    )
+    from adora_vl.evals.scoring.judge import (
+        ExtractionOptions,
+        Kind,
+        Question,
+        extraction_rules,
+        with_extractions,
+    )
+    from adora_vl.evals.scoring.score import by_problem, counted, metadata_groups, verdict
 
 _NUMBER = "requiring a floating-point number with {} and provide the final value, e.g., {}"
 _ASKED_FOR = {
     "choice": "and provide the correct option letter, e.g., A, B, C, D",
     "integer": "requiring an integer answer and provide the final value, e.g., 1, 2, 3",
-    "list": "requiring a Python list as an answer and provide the final list, e.g., [1, 2, 3], [1.2, 1.3, 1.4]",
+    "list": "requiring a Python list as an answer and provide the final list, e.g., [1, 2, 3], [1.2, "
+    "1.3, 1.4]",
     "one place": _NUMBER.format("one decimal place", "1.2, 1.3, 1.4"),
     "two places": _NUMBER.format("two decimal places", "1.23, 1.34, 1.45"),
 }
 
 
 def build_query(row: dict[str, Any]) -> str:
-    """Hint, question with its unit, and choices of one item (`question_type` and the other fields of the data)."""
+    """Hint, question with its unit, and choices of one item (`question_type` and the other fields
+    of the data).
+    """
     kind = "choice" if row["question_type"] == "multi_choice" else row["answer_type"]
     if kind not in ("choice", "integer", "list"):
         kind = "one place" if row["precision"] == 1 else "two places"  # a float on the hub
@@ -57,13 +75,27 @@ _LETTER_IN_BRACKETS = re.compile(r"\(([a-zA-Z])\)")
 _NOT_A_NUMBER = (ValueError, TypeError, OverflowError)  # what `int` and `float` raise
 
 
+@dataclass(frozen=True, kw_only=True)
+class MathVistaScoreOptions(ExtractionOptions):
+    """How the extracted answer is compared with the reference answer."""
+
+    rules: RuleSet = option("official", help="how it is compared with the gold", choices=RULE_SETS)
+    ignore_empty_extractions: bool = option(
+        False,
+        help="an empty extraction is wrong, not the nearest choice",
+        action=BooleanOptionalAction,
+    )
+
+
 class Hit(NamedTuple):
     correct: bool
     prediction: str | None  # the normalised extraction; None if there is none
 
 
 def judge_extraction(row: dict[str, Any], extraction: object, rules: RuleSet) -> Hit:
-    """Normalise the extraction of a row and compare it with the reference answer, by one of the rule sets."""
+    """Normalise the extraction of a row and compare it with the reference answer, by one of the
+    rule sets.
+    """
     if rules in _OF_VLMEVALKIT:
         return _vlmevalkit(row, extraction, lists=rules == "vlmevalkit_1680")
     if row["question_type"] == "multi_choice":
@@ -74,7 +106,10 @@ def judge_extraction(row: dict[str, Any], extraction: object, rules: RuleSet) ->
 
 
 def chosen(extraction: object, choices: Sequence[str]) -> int:
-    """The position of the choice that an extraction means. If none matches, the one with the smallest edit distance."""
+    """The position of the choice that an extraction means.
+
+    If none matches, the one with the smallest edit distance.
+    """
     text = extraction.strip() if isinstance(extraction, str) else str(extraction)
     in_brackets = _LETTER_IN_BRACKETS.search(text)
     if in_brackets:
@@ -86,10 +121,12 @@ def chosen(extraction: object, choices: Sequence[str]) -> int:
 
 
 def inferred(extraction: object, choices: Sequence[str]) -> int | None:
-    """The position of the choice that VLMEvalKit reads out of an extraction (vlmeval/utils/matching_util.py), or None.
+    """The position of the choice that VLMEvalKit reads out of an extraction
+    (vlmeval/utils/matching_util.py), or None.
 
-    It is that of the one letter among the words, if it is one of the last four; else of a letter behind `answer is`,
-    else the one whose text stands in the extraction. It never is the nearest one.
+    It is that of the one letter among the words, if it is one of the last four; else of a letter
+    behind `answer is`, else the one whose text stands in the extraction. It never is the nearest
+    one.
     """
     text = str(extraction)
     if any(phrase in text for phrase in _REFUSED):
@@ -134,8 +171,11 @@ def _normalised(row: dict[str, Any], extraction: Any, *, strict_int: bool) -> st
 
 
 def _vlmevalkit(row: dict[str, Any], extraction: Any, *, lists: bool) -> Hit:
-    """`lists`: a list is right if it is the same text; before it never was, whatever the extraction (pull 1680)."""
-    if row["question_type"] == "multi_choice":  # compares letters, so only the first of two equal choices is right
+    """`lists`: a list is right if it is the same text; before it never was, whatever the extraction
+    (pull 1680).
+    """
+    # compares letters, so only the first of two equal choices is right
+    if row["question_type"] == "multi_choice":
         choices = row["choices"]
         index = inferred(extraction, choices)
         text = None if index is None else choices[index]
@@ -152,17 +192,23 @@ def _vlmevalkit(row: dict[str, Any], extraction: Any, *, lists: bool) -> Hit:
 
 
 METADATA_GROUPS = ("language", "source", "category", "task", "context", "grade", "skills")
-_GEOMETRY_TASK, _GEOMETRY_SKILL = "geometry problem solving", "geometry reasoning"
+_GEOMETRY_TASK = "geometry problem solving"
+_GEOMETRY_SKILL = "geometry reasoning"
 ID_OOD = (
-    "ID pools the items of task `geometry problem solving` and the items with skill `geometry reasoning`, an item in "
-    "both counted twice; OOD is everything correct minus ID's, over all items minus ID's. The split of ADORA's table, "
-    "inferred from its figures; because of the double count the intervals are a little too narrow."
+    "ID pools the items of task `geometry problem solving` and the items with skill `geometry "
+    "reasoning`, an item in both counted twice; OOD is everything correct minus ID's, over all "
+    "items minus ID's. The split of ADORA's table, inferred from its figures; because of the "
+    "double count the intervals are a little too narrow."
 )
 COLUMNS = {
-    "question": TEXT, "question_type": one_of("multi_choice", "free_form"),
-    "answer_type": one_of("text", "integer", "float", "list"), "precision": ANY, "choices": ANY, "answer": TEXT,
+    "question": TEXT,
+    "question_type": one_of("multi_choice", "free_form"),
+    "answer_type": one_of("text", "integer", "float", "list"),
+    "precision": ANY,
+    "choices": ANY,
+    "answer": TEXT,
     "metadata": ANY,
-}  # fmt: skip
+}
 _MOST_PLACES = 15  # decimal places that a float holds
 
 
@@ -173,64 +219,94 @@ def check(row: Prediction) -> str | None:
     if row["question_type"] == "multi_choice" and not 1 <= len(row["choices"] or []) <= 26:
         return f"is multiple choice with choices = {row['choices']!r}, expected 1 to 26 of them"
     precision = row["precision"]
-    if row["answer_type"] == "float" and not (isinstance(precision, int | float) and 0 <= precision <= _MOST_PLACES):
-        return f"has precision = {precision!r}, expected a number from 0 to {_MOST_PLACES} for a float answer"
+    if row["answer_type"] == "float" and not (
+        isinstance(precision, int | float) and 0 <= precision <= _MOST_PLACES
+    ):
+        return (
+            f"has precision = {precision!r}, expected a number from 0 to {_MOST_PLACES} for a "
+            "float answer"
+        )
     return None
 
 
 def question_of(row: Prediction) -> Question:
     kind: Kind = "choice" if row["question_type"] == "multi_choice" else row["answer_type"]
-    return Question(kind, row["question"], row["choices"] or (), row["response"])
+    return Question(
+        kind=kind, text=row["question"], choices=row["choices"] or (), response=row["response"]
+    )
 
 
-def grade(row: Prediction, options: Namespace) -> RowGrade:
+def grade(row: Prediction, options: MathVistaScoreOptions) -> RowGrade:
     extraction: Extraction = row["read"]
     hit = Hit(False, None)
     if str(extraction.text or "").strip() or not options.ignore_empty_extractions:
         hit = judge_extraction(row, extraction.text, options.rules)
     groups = {"question_type": [row["question_type"]], "answer_type": [row["answer_type"]]}
     groups |= metadata_groups(row, METADATA_GROUPS)
-    return RowGrade(verdict(hit.correct), hit.prediction, extraction.how, groups, extraction)
+    return RowGrade(
+        verdict=verdict(hit.correct),
+        extracted=hit.prediction,
+        reason=extraction.how,
+        groups=groups,
+        extraction=extraction,
+    )
 
 
 def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
-    grade, fields = graded.grade, {"correct": graded.correct, "answer": row["answer"]}
+    grade = graded.grade
+    fields = {"correct": graded.correct, "answer": row["answer"]}
     read = {"extraction": row["read"].text, "prediction": grade.extracted}
     return {"verdict": grade.verdict, **fields, **read, "how": grade.reason}
 
 
-def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
+def _summary(
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: MathVistaScoreOptions
+) -> OwnFigures:
     """ID and OOD as ADORA's table has them (docs/evaluation.md)."""
     groups = [item.grade.groups for item in graded]
-    times = [g.get("task", []).count(_GEOMETRY_TASK) + g.get("skills", []).count(_GEOMETRY_SKILL) for g in groups]
-    correct, total = sum(n * item.correct for n, item in zip(times, graded, strict=True)), sum(times)
+    times = [
+        g.get("task", []).count(_GEOMETRY_TASK) + g.get("skills", []).count(_GEOMETRY_SKILL)
+        for g in groups
+    ]
+    correct = sum(n * item.correct for n, item in zip(times, graded, strict=True))
+    total = sum(times)
     answers_each = max(map(len, by_problem(graded).values()))
-    # By the double count, ID of a small set can have more answers than there are; then OOD has no figure.
+    # By the double count, ID of a small set can have more answers than there are; then OOD has no
+    # figure.
     ood = counted(sum(item.correct for item in graded) - correct, len(graded) - total, answers_each)
-    return OwnFigures({"id_ood": {"definition": ID_OOD, "ID": counted(correct, total, answers_each), "OOD": ood}})
+    return OwnFigures(
+        {"id_ood": {"definition": ID_OOD, "ID": counted(correct, total, answers_each), "OOD": ood}}
+    )
 
 
-def _rules(options: Namespace) -> dict[str, Any]:
+def _rules(options: MathVistaScoreOptions) -> dict[str, Any]:
     empty = options.ignore_empty_extractions
     return {"rules": options.rules, "ignore_empty_extractions": empty, **extraction_rules(options)}
 
 
 # `query` is the official prompt where the data has it.
 load = partial(
-    load_problems, needed=("pid", *COLUMNS), image_columns=("decoded_image", "image"),
-    prompt=lambda row: row.get("query") or build_query(row), check=check,
-    kept=("question", "question_type", "answer_type", "precision", "unit", "choices", "answer", "metadata"),
-)  # fmt: skip
+    load_problems,
+    needed=("pid", *COLUMNS),
+    image_columns=("decoded_image", "image"),
+    prompt=lambda row: row.get("query") or build_query(row),
+    check=check,
+    kept=(
+        "question",
+        "question_type",
+        "answer_type",
+        "precision",
+        "unit",
+        "choices",
+        "answer",
+        "metadata",
+    ),
+)
 
 
-def _score_options(parser: ArgumentParser) -> None:
-    add_extraction_options(parser)
-    parser.add_argument("--rules", choices=RULE_SETS, default="official", help="how it is compared with the gold")
-    what = "an empty extraction is wrong, not the nearest choice"
-    parser.add_argument("--ignore-empty-extractions", action=BooleanOptionalAction, default=False, help=what)
-
-
-_BY_OTHER_RULES = "the quoted rows are by the rules `vlmevalkit`; score with --rules vlmevalkit to compare"
+_BY_OTHER_RULES = (
+    "the quoted rows are by the rules `vlmevalkit`; score with --rules vlmevalkit to compare"
+)
 _PUBLISHED = Published(
     "ADORA, arXiv 2602.10019, pass@1; MathVista by VLMEvalKit's rules",
     {
@@ -244,8 +320,21 @@ _PUBLISHED = Published(
     lambda score: None if score["rules"].get("rules") == "vlmevalkit" else _BY_OTHER_RULES,
 )
 BENCHMARK = Benchmark(
-    "mathvista", "testmini", load, grade, _rules, _score_options, add_revision_option, check, ("data_revision",),
-    prepare=partial(with_extractions, question_of=question_of), summary=_summary, item=_item, published=_PUBLISHED,
-)  # fmt: skip
+    name="mathvista",
+    split="testmini",
+    load=load,
+    grade=grade,
+    rules=_rules,
+    score_options=MathVistaScoreOptions,
+    data_options=HubDataOptions,
+    check=check,
+    fingerprint=("data_revision",),
+    prepare=partial(with_extractions, question_of=question_of),
+    summary=_summary,
+    item=_item,
+    published=_PUBLISHED,
+)
 if __name__ == "__main__":
+    with imports():
+        from eval.command import main
     raise SystemExit(main(BENCHMARK))

@@ -1,44 +1,75 @@
-"""`python -m eval.mmmu_pro`: MMMU-Pro (vision), whose questions stand in their pictures, with its official score."""
+"""`python -m eval.mmmu_pro`: MMMU-Pro (vision), whose questions stand in their pictures, with its
+official score.
+"""
 
 import ast
-from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
 from string import ascii_uppercase
+from typing import Literal
 
 from adora_vl.utils.cli import imports
 
 with imports():
+    from adora_vl.evals.inference.dataset import load_problems
+    from adora_vl.evals.inference.predictions import ANY, TEXT, wrong_fields
+    from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
+    from adora_vl.evals.records import (
+        Benchmark,
+        Graded,
+        LoadedProblems,
+        OwnFigures,
+        Prediction,
+        RowGrade,
+    )
+    from adora_vl.evals.scoring.choice import extract_choice
+    from adora_vl.evals.scoring.score import extraction_item, rule_set, verdict
     from adora_vl.utils.cli import amount
-    from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import ANY, TEXT, wrong_fields
-    from eval.records import Benchmark, Graded, OwnFigures, Prediction, Problem, RowGrade
-    from eval.scoring.choice import extract_choice
-    from eval.scoring.score import extraction_item, rule_set, verdict
 
 RULE_SETS = ("official", "letter")
 COLUMNS = {"options": ANY, "answer": TEXT, "subject": TEXT}
 _LAST_LINE = (
-    "The last line of your response should be of the following format: 'Answer: $LETTER' (without quotes) where LETTER "
-    "is one of options."
+    "The last line of your response should be of the following format: 'Answer: $LETTER' (without "
+    "quotes) where LETTER is one of options."
 )
 QUERIES = {
-    "cot": f"Write out the multiple-choice question in the image and then solve it. {_LAST_LINE} Think step by step "
-    "before answering.",
+    "cot": f"Write out the multiple-choice question in the image and then solve it. {_LAST_LINE} "
+    "Think step by step before answering.",
     "direct": f"Answer with the option letter from the given choices directly. {_LAST_LINE}",
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class MMMUProDataOptions(HubDataOptions):
+    """Which problems are asked, and in which words."""
+
+    query: Literal["cot", "direct"] = option(
+        "cot", help="for reasoning (cot), or the letter alone", choices=QUERIES
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MMMUProScoreOptions(ScoreOptions):
+    """Which letter counts."""
+
+    rules: Literal["official", "letter"] = option(
+        "official", help="letter: ours, for any form of answer", choices=RULE_SETS
+    )
+
+
 def options_of(row: Prediction) -> list[str]:
-    """The options, which the hub has as the text of a Python list. Raises `ValueError`, `SyntaxError`."""
+    """The options, which the hub has as the text of a Python list.
+
+    Raises `ValueError`, `SyntaxError`.
+    """
     held = row["options"]
     return [str(option) for option in (ast.literal_eval(held) if isinstance(held, str) else held)]
 
 
 def official_letter(response: str, options: Sequence[str]) -> str | None:
-    """The official extraction (mmmu-pro/evaluate.py in MMMU-Benchmark/MMMU): the only letter behind the last `Answer:`,
-    else the last of the letters in brackets, before a space or before a full stop, else the option whose text comes
-    last. None where it would draw a letter.
+    """The official extraction (mmmu-pro/evaluate.py in MMMU-Benchmark/MMMU): the only letter behind
+    the last `Answer:`, else the last of the letters in brackets, before a space or before a full
+    stop, else the option whose text comes last. None where it would draw a letter.
     """
     letters = ascii_uppercase[: len(options)]
     _, mark, tail = response.rpartition("Answer:")
@@ -54,7 +85,11 @@ def official_letter(response: str, options: Sequence[str]) -> str | None:
             return max(found, key=lambda letter: response.rfind(place.format(letter)))
     lowered = response.lower()
     texts = dict(zip(letters, map(str.lower, options), strict=True))
-    found = [letter for letter in letters if texts[letter] in lowered] if len(response.split()) > 5 else []
+    found = (
+        [letter for letter in letters if texts[letter] in lowered]
+        if len(response.split()) > 5
+        else []
+    )
     return max(found, key=lambda letter: lowered.rfind(texts[letter]), default=None)
 
 
@@ -65,44 +100,67 @@ def check(row: Prediction) -> str | None:
     except (ValueError, SyntaxError, TypeError):
         return f"has options = {row['options']!r:.60}, expected a list"
     expected = f"a letter from A to {letters[-1:]}"
-    return fault or wrong_fields(row, {"answer": ((lambda answer: answer in (*letters,)), expected)})
+    return fault or wrong_fields(
+        row, {"answer": ((lambda answer: answer in (*letters,)), expected)}
+    )
 
 
-def grade(row: Prediction, options: Namespace) -> RowGrade:
+def grade(row: Prediction, options: MMMUProScoreOptions) -> RowGrade:
     choices = options_of(row)
     if options.rules == "official":
-        letter, how = official_letter(row["response"], choices), "official"
+        letter = official_letter(row["response"], choices)
+        how = "official"
     else:
         letter, how = extract_choice(row["response"], choices)
-    return RowGrade(verdict(letter == row["answer"]), letter, how if letter else "drawn", {"subject": [row["subject"]]})
+    return RowGrade(
+        verdict=verdict(letter == row["answer"]),
+        extracted=letter,
+        reason=how if letter else "drawn",
+        groups={"subject": [row["subject"]]},
+    )
 
 
-def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
+def _summary(
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: MMMUProScoreOptions
+) -> OwnFigures:
     drawn = sum(item.grade.reason == "drawn" for item in graded)
-    line = f"note: {amount(drawn, 'answer')} without a letter, wrong here; the official score draws one at random"
-    return OwnFigures(notes={"drawn": drawn}, lines=[line] if drawn and options.rules == "official" else [])
+    line = (
+        f"note: {amount(drawn, 'answer')} without a letter, wrong here; the official score draws "
+        "one at random"
+    )
+    return OwnFigures(
+        notes={"drawn": drawn}, lines=[line] if drawn and options.rules == "official" else []
+    )
 
 
-def load(options: Namespace) -> tuple[list[Problem], str]:
+def load(options: MMMUProDataOptions) -> LoadedProblems:
     """The problems of a split, the same question for each, and a hash of the data."""
     return load_problems(
-        options, ("id", *COLUMNS), ("image",), prompt=lambda row: QUERIES[options.query], check=check, id_column="id",
+        options,
+        needed=("id", *COLUMNS),
+        image_columns=("image",),
+        prompt=lambda row: QUERIES[options.query],
+        check=check,
+        id_column="id",
         config="vision",
-    )  # fmt: skip
-
-
-def _data_options(parser: ArgumentParser) -> None:
-    add_revision_option(parser)
-    parser.add_argument("--query", choices=QUERIES, default="cot", help="for reasoning (cot), or the letter alone")
-
-
-def _score_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--rules", choices=RULE_SETS, default="official", help="letter: ours, for any form of answer")
+    )
 
 
 BENCHMARK = Benchmark(
-    "mmmu_pro", "test", load, grade, rule_set, _score_options, _data_options, check, ("data_revision", "query"),
-    id_column="id", summary=_summary, item=extraction_item,
-)  # fmt: skip
+    name="mmmu_pro",
+    split="test",
+    load=load,
+    grade=grade,
+    rules=rule_set,
+    score_options=MMMUProScoreOptions,
+    data_options=MMMUProDataOptions,
+    check=check,
+    fingerprint=("data_revision", "query"),
+    id_column="id",
+    summary=_summary,
+    item=extraction_item,
+)
 if __name__ == "__main__":
+    with imports():
+        from eval.command import main
     raise SystemExit(main(BENCHMARK))

@@ -1,80 +1,158 @@
 """`python -m eval.mmstar`: MMStar, with its official scoring."""
 
 import re
-from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from adora_vl.utils.cli import imports
 
 with imports():
+    from adora_vl.evals.inference.dataset import load_problems
+    from adora_vl.evals.inference.predictions import (
+        TEXT,
+        key,
+        matching,
+        read_predictions,
+        wrong_fields,
+    )
+    from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
+    from adora_vl.evals.records import (
+        Benchmark,
+        Graded,
+        LoadedProblems,
+        OwnFigures,
+        Prediction,
+        Published,
+        RowGrade,
+    )
+    from adora_vl.evals.scoring.choice import extract_choice, lettered_options
+    from adora_vl.evals.scoring.score import (
+        by_problem,
+        extraction_item,
+        graded_rows,
+        rule_set,
+        verdict,
+    )
+    from adora_vl.evals.scoring.statistics import bootstrap
+    from adora_vl.evals.scoring.table import percent
     from adora_vl.utils.cli import optional, path
     from adora_vl.utils.errors import UserError
-    from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import TEXT, key, matching, read_predictions, wrong_fields
-    from eval.records import Benchmark, Graded, OwnFigures, Prediction, Problem, Published, RowGrade
-    from eval.scoring.choice import extract_choice, lettered_options
-    from eval.scoring.score import by_problem, extraction_item, grade_row, rule_set, verdict
-    from eval.scoring.statistics import bootstrap
-    from eval.scoring.table import percent
 
 RULE_SETS = ("official", "letter")
 COLUMNS = {
-    "question": TEXT, "answer": matching(r"\s*[A-Za-z]\s*", "a letter"), "category": TEXT, "l2_category": TEXT,
-}  # fmt: skip
+    "question": TEXT,
+    "answer": matching(r"\s*[A-Za-z]\s*", "a letter"),
+    "category": TEXT,
+    "l2_category": TEXT,
+}
 _OPTION = re.compile(r"(?:^|[\s,])([A-Z]): ")
 check = partial(wrong_fields, kinds=COLUMNS)
 
 
-def official_hit(response: str, answer: str) -> bool:
-    """The official rule: the right letter at one of four places (MMStar-Benchmark/MMStar, eval/mmstar_eval/evaluate).
+@dataclass(frozen=True, kw_only=True)
+class MMStarDataOptions(HubDataOptions):
+    """Which problems are asked, with their images or without."""
 
-    It is made for answers that start with the letter. Of a chain of thought it reads the first letter: `Based on` is B.
+    # Not argparse's BooleanOptionalAction: that takes every option that starts with `--no-` for a
+    # no.
+    no_image: bool = option(
+        False, help="ask without the image, for the leakage metrics", action="store_true"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MMStarScoreOptions(ScoreOptions):
+    """Which letter counts, and the runs that gain and leakage are measured against."""
+
+    rules: Literal["official", "letter"] = option(
+        "letter", help="official is made for answers that start with the letter", choices=RULE_SETS
+    )
+    without_image: Path | None = option(
+        None,
+        help="predictions made with --no-image",
+        type=optional(path),
+        metavar="FILE.jsonl",
+    )
+    text_only: Path | None = option(
+        None,
+        help="predictions of the language backbone",
+        type=optional(path),
+        metavar="FILE.jsonl",
+    )
+
+
+def official_hit(response: str, answer: str) -> bool:
+    """The official rule: the right letter at one of four places (MMStar-Benchmark/MMStar,
+    eval/mmstar_eval/evaluate).
+
+    It is made for answers that start with the letter. Of a chain of thought it reads the first
+    letter: `Based on` is B.
     """
-    letter, text = answer.lower().strip().replace("\n", " "), response.lower().strip().replace("\n", " ")
-    return text.startswith(tuple(f"{before}{letter}" for before in ("", "(", "option ", "the answer is ")))
+    letter = answer.lower().strip().replace("\n", " ")
+    text = response.lower().strip().replace("\n", " ")
+    return text.startswith(
+        tuple(f"{before}{letter}" for before in ("", "(", "option ", "the answer is "))
+    )
 
 
 def options_of(question: str) -> list[str]:
-    """The options' texts in `... Options: A: a park, B: a dam`. Four unknown ones where the question has none."""
+    """The options' texts in `... Options: A: a park, B: a dam`.
+
+    Four unknown ones where the question has none.
+    """
     return lettered_options(question.rpartition("Options:")[2], _OPTION) or [""] * 4
 
 
-def grade(row: Prediction, options: Namespace) -> RowGrade:
+def grade(row: Prediction, options: MMStarScoreOptions) -> RowGrade:
     """The verdict on a row by `options.rules`, and the groups that it counts in."""
     groups = {"category": [row["category"]], "l2_category": [row["l2_category"]]}
     if options.rules == "official":
         hit = official_hit(row["response"], row["answer"])
-        return RowGrade(verdict(hit), row["response"][:20], "official", groups)
+        return RowGrade(
+            verdict=verdict(hit), extracted=row["response"][:20], reason="official", groups=groups
+        )
     extracted, how = extract_choice(row["response"], options_of(row["question"]))
-    return RowGrade(verdict(extracted == row["answer"].strip().upper()), extracted, how, groups)
+    return RowGrade(
+        verdict=verdict(extracted == row["answer"].strip().upper()),
+        extracted=extracted,
+        reason=how,
+        groups=groups,
+    )
 
 
-def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
+def _summary(
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: MMStarScoreOptions
+) -> OwnFigures:
     leakage = _leakage(rows, graded, options)
     lines = []
     if leakage is not None:
         shown = percent(leakage["MG"], leakage["MG_bootstrap_95"])
-        lines.append(f"multi-modal gain MG: {shown}, S_v {leakage['S_v']:.3f}, S_wv {leakage['S_wv']:.3f}")
+        lines.append(
+            f"multi-modal gain MG: {shown}, S_v {leakage['S_v']:.3f}, S_wv {leakage['S_wv']:.3f}"
+        )
         if "ML" in leakage:
             shown = percent(leakage["ML"], leakage["ML_bootstrap_95"])
             lines.append(f"leakage ML: {shown}, S_t {leakage['S_t']:.3f}")
     return OwnFigures(notes={"leakage": leakage}, lines=lines)
 
 
-def _leakage(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> dict[str, Any] | None:
-    """Multi-modal gain MG = S_v - S_wv and leakage ML = max(0, S_wv - S_t) (Chen et al. 2024, MMStar, section 3.3).
+def _leakage(
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: MMStarScoreOptions
+) -> dict[str, Any] | None:
+    """Multi-modal gain MG = S_v - S_wv and leakage ML = max(0, S_wv - S_t) (Chen et al. 2024,
+    MMStar, section 3.3).
 
-    Shares of right answers to the same items: S_v of this run, S_wv without the image, S_t of the language backbone.
+    Shares of right answers to the same items: S_v of this run, S_wv without the image, S_t of the
+    language backbone.
     """
     if options.text_only and not options.without_image:
         raise UserError("text_only: the leakage needs --without-image too (ML = S_wv - S_t)")
-    blind = _others(options.without_image, rows, options, "without_image")
-    text = _others(options.text_only, rows, options, "text_only")
+    blind = _others(options.without_image, rows=rows, options=options, name="without_image")
+    text = _others(options.text_only, rows=rows, options=options, name="text_only")
     if blind is None:
         return None
     seen = _shares(graded)
@@ -89,16 +167,25 @@ def _leakage(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
     return leakage
 
 
-def _others(path: Path | None, rows: Sequence[Prediction], options: Namespace, name: str) -> list[float] | None:
+def _others(
+    path: Path | None, rows: Sequence[Prediction], options: MMStarScoreOptions, name: str
+) -> list[float] | None:
     """The shares of right answers of another run to the problems of this one, in their order."""
     if path is None:
         return None
     other = {key(row): row for row in read_predictions(path, check, BENCHMARK.id_column)}
     absent = [row["pid"] for row in rows if key(row) not in other]
     if absent or len(other) != len(rows):
-        first = f"pid {absent[0]!r} is missing" if absent else f"it has {len(other)} rows and this run {len(rows)}"
-        raise UserError(f"{name}: {path} does not have the items of this run ({first}); run it on the same data")
-    return _shares([grade_row(BENCHMARK, other[key(row)], options) for row in rows])
+        first = (
+            f"pid {absent[0]!r} is missing"
+            if absent
+            else f"it has {len(other)} rows and this run {len(rows)}"
+        )
+        raise UserError(
+            f"{name}: {path} does not have the items of this run ({first}); run it on the same data"
+        )
+    _, graded = graded_rows(BENCHMARK, [other[key(row)] for row in rows], options)
+    return _shares(graded)
 
 
 def _shares(graded: Sequence[Graded]) -> list[float]:
@@ -109,37 +196,48 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def load(options: Namespace) -> tuple[list[Problem], str]:
-    """The problems of a split, the question as it is (its options are in it), and a hash of the data."""
+def load(options: MMStarDataOptions) -> LoadedProblems:
+    """The problems of a split, the question as it is (its options are in it), and a hash of the
+    data.
+    """
     return load_problems(
-        options, ("index", *COLUMNS), ("image",), prompt=itemgetter("question"), check=check, id_column="index",
-        kept=("index", *COLUMNS, "meta_info"), blind=options.no_image,
-    )  # fmt: skip
-
-
-def _data_options(parser: ArgumentParser) -> None:
-    add_revision_option(parser)
-    # Not argparse's BooleanOptionalAction: that takes every option that starts with `--no-` for a no.
-    parser.add_argument("--no-image", action="store_true", help="ask without the image, for the leakage metrics")
-
-
-def _score_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--rules", choices=RULE_SETS, default="letter", help="official is made for answers that start with the letter")
-    add("--without-image", type=optional(path), metavar="FILE.jsonl", help="predictions made with --no-image")
-    add("--text-only", type=optional(path), metavar="FILE.jsonl", help="predictions of the language backbone")
+        options,
+        needed=("index", *COLUMNS),
+        image_columns=("image",),
+        prompt=itemgetter("question"),
+        check=check,
+        id_column="index",
+        kept=("index", *COLUMNS, "meta_info"),
+        blind=options.no_image,
+    )
 
 
 _PUBLISHED = Published(
     "ADORA, arXiv 2602.10019, pass@1; MathVista by VLMEvalKit's rules",
     {
-        "Qwen2.5-VL-7B-Instruct": {"all": 63.9}, "MM-EUREKA-8B": {"all": 64.3}, "MMR1-math-v0": {"all": 64.9},
-        "GRPO": {"all": 61.9}, "ADORA": {"all": 63.8},
+        "Qwen2.5-VL-7B-Instruct": {"all": 63.9},
+        "MM-EUREKA-8B": {"all": 64.3},
+        "MMR1-math-v0": {"all": 64.9},
+        "GRPO": {"all": 61.9},
+        "ADORA": {"all": 63.8},
     },
-)  # fmt: skip
+)
 BENCHMARK = Benchmark(
-    "mmstar", "val", load, grade, rule_set, _score_options, _data_options, check, ("data_revision", "no_image"),
-    id_column="index", summary=_summary, item=extraction_item, published=_PUBLISHED,
-)  # fmt: skip
+    name="mmstar",
+    split="val",
+    load=load,
+    grade=grade,
+    rules=rule_set,
+    score_options=MMStarScoreOptions,
+    data_options=MMStarDataOptions,
+    check=check,
+    fingerprint=("data_revision", "no_image"),
+    id_column="index",
+    summary=_summary,
+    item=extraction_item,
+    published=_PUBLISHED,
+)
 if __name__ == "__main__":
+    with imports():
+        from eval.command import main
     raise SystemExit(main(BENCHMARK))

@@ -1,23 +1,31 @@
-"""`python -m eval.wemath`: We-Math, with its official prompt, rule and four-way diagnosis, strict and loose."""
+"""`python -m eval.wemath`: We-Math, with its official prompt, rule and four-way diagnosis, strict
+and loose.
+"""
 
 import re
-from argparse import ArgumentParser, Namespace
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from adora_vl.utils.cli import imports
 
 with imports():
+    from adora_vl.evals.inference.dataset import load_problems
+    from adora_vl.evals.inference.predictions import TEXT, matching, wrong_fields
+    from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
+    from adora_vl.evals.records import Benchmark, Graded, OwnFigures, Prediction, RowGrade
+    from adora_vl.evals.scoring.choice import extract_choice, lettered_options
+    from adora_vl.evals.scoring.score import (
+        by_problem,
+        counted,
+        mean_with_interval,
+        rule_set,
+        verdict,
+    )
+    from adora_vl.evals.scoring.table import percent
     from adora_vl.utils.cli import amount
-    from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import TEXT, matching, wrong_fields
-    from eval.records import Benchmark, Graded, OwnFigures, Prediction, RowGrade
-    from eval.scoring.choice import extract_choice, lettered_options
-    from eval.scoring.score import by_problem, counted, mean_with_interval, rule_set, verdict
-    from eval.scoring.table import percent
 
 RULE_SETS = ("official", "letter")
 _PROMPT = """\
@@ -30,11 +38,18 @@ Regarding the format, please answer following the template below, and be sure to
 _OPTION = re.compile(r"(?:^|[;\s])\s*([A-H])[.．]")
 COLUMNS = {
     "ID": TEXT,
-    "key": matching("2steps_(?:[12]|multi)|3steps_(?:[123]|multi)", "such as 2steps_1, 3steps_3 or 3steps_multi"),
-    "knowledge concept": TEXT, "question": TEXT, "option": TEXT, "answer": matching("[A-H]", "a letter from A to H"),
-}  # fmt: skip
+    "key": matching(
+        "2steps_(?:[12]|multi)|3steps_(?:[123]|multi)", "such as 2steps_1, 3steps_3 or 3steps_multi"
+    ),
+    "knowledge concept": TEXT,
+    "question": TEXT,
+    "option": TEXT,
+    "answer": matching("[A-H]", "a letter from A to H"),
+}
 check = partial(wrong_fields, kinds=COLUMNS)
-_TEMPLATE = re.compile(r"<\s*(Answer|Thought process)\s*>|<<\s*((?:(?!<<)(?s:.))*?)\s*>>|<\s*([A-H](?:[.:][^<>]*)?)>")
+_TEMPLATE = re.compile(
+    r"<\s*(Answer|Thought process)\s*>|<<\s*((?:(?!<<)(?s:.))*?)\s*>>|<\s*([A-H](?:[.:][^<>]*)?)>"
+)
 _STEPS = {"2": "two steps", "3": "three steps"}
 
 
@@ -43,29 +58,47 @@ def prompt(row: dict[str, Any]) -> str:
 
 
 def official_letter(response: str) -> str | None:
-    """The official extraction: the first character behind the last `Answer`, without `<`, `>`, `:` and `.`, where it is
-    one from A to H. It is made for answers in the form of the official prompt; `boxed{B}` has none.
+    """The official extraction: the first character behind the last `Answer`, without `<`, `>`, `:`
+    and `.`, where it is one from A to H. It is made for answers in the form of the official prompt;
+    `boxed{B}` has none.
     """
     tail = re.sub(r"[<>:.]", "", response.split("Answer")[-1].strip()).strip()
     return tail[0] if tail and tail[0] in "ABCDEFGH" else None
 
 
-def grade(row: Prediction, options: Namespace) -> RowGrade:
-    """The verdict on a row by `options.rules`, by its number of steps, and for one step by its concept."""
+@dataclass(frozen=True, kw_only=True)
+class WeMathScoreOptions(ScoreOptions):
+    """Which letter counts."""
+
+    rules: Literal["official", "letter"] = option(
+        "letter", help="official is made for answers in the official form", choices=RULE_SETS
+    )
+
+
+def grade(row: Prediction, options: WeMathScoreOptions) -> RowGrade:
+    """The verdict on a row by `options.rules`, by its number of steps, and for one step by its
+    concept.
+    """
     if options.rules == "official":
-        letter, how = official_letter(row["response"]), "official"
+        letter = official_letter(row["response"])
+        how = "official"
     else:
         plain = _TEMPLATE.sub(lambda match: match[1] or match[2] or match[3] or "", row["response"])
         letter, how = extract_choice(plain, lettered_options(row["option"], _OPTION) or [""] * 5)
     steps, _, step = row["key"].partition("steps_")  # `3steps_2`; `3steps_multi` is the whole
-    groups = {"steps": [_STEPS[steps]]} if step == "multi" else {
-        "steps": ["one step"], "concept": [row["knowledge concept"]]
-    }  # fmt: skip
-    return RowGrade(verdict(letter == row["answer"]), letter, how, groups)
+    groups = (
+        {"steps": [_STEPS[steps]]}
+        if step == "multi"
+        else {"steps": ["one step"], "concept": [row["knowledge concept"]]}
+    )
+    return RowGrade(
+        verdict=verdict(letter == row["answer"]), extracted=letter, reason=how, groups=groups
+    )
 
 
 def diagnosis(steps: Sequence[bool], whole: bool, *, strict: bool) -> str:
-    """What the answers to the steps of a problem and to the whole say (Qiao et al. 2024, We-Math, section 3.3).
+    """What the answers to the steps of a problem and to the whole say (Qiao et al. 2024, We-Math,
+    section 3.3).
 
     - IK, insufficient knowledge: the whole is wrong, and a step is.
     - IG, inadequate generalisation: the whole is wrong, and no step is.
@@ -78,23 +111,34 @@ def diagnosis(steps: Sequence[bool], whole: bool, *, strict: bool) -> str:
 
 
 _DEFINITION = (
-    "of the problems whose steps were all asked: IK (insufficient knowledge), IG (inadequate generalisation) and CM "
-    "(complete mastery) as shares of all of them, RM (rote memorisation) as a share of CM and RM; the score is the "
-    "mean of 1 for CM, a half for IG, and 0 for IK and RM"
+    "of the problems whose steps were all asked: IK (insufficient knowledge), IG (inadequate "
+    "generalisation) and CM (complete mastery) as shares of all of them, RM (rote memorisation) "
+    "as a share of CM and RM; the score is the mean of 1 for CM, a half for IG, and 0 for IK and "
+    "RM"
 )
 
 
-def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
+def _summary(
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: WeMathScoreOptions
+) -> OwnFigures:
     answers: dict[tuple[str, int], dict[str, bool]] = defaultdict(dict)
     for row, item in zip(rows, graded, strict=True):
         answers[row["ID"], item.sample][row["key"]] = item.correct
-    whole = {at: found for at, found in answers.items() if len(found) == 1 + int(next(iter(found))[0])}
+    whole = {
+        at: found for at, found in answers.items() if len(found) == 1 + int(next(iter(found))[0])
+    }
     missing = len({ID for ID, _ in answers} - {ID for ID, _ in whole})
-    lacking = f"{amount(missing, 'problem')} without an answer to every step and the whole, left out of the diagnosis"
+    lacking = (
+        f"{amount(missing, 'problem')} without an answer to every step and the whole, left out "
+        "of the diagnosis"
+    )
     warnings = [lacking] if missing else []
     if not whole:
-        return OwnFigures({"score": {"strict": None, "loose": None, "definition": _DEFINITION}}, warnings=warnings)
-    told = [[right[key] for key in sorted(right)] for right in whole.values()]  # the steps, and at last the whole
+        return OwnFigures(
+            {"score": {"strict": None, "loose": None, "definition": _DEFINITION}}, warnings=warnings
+        )
+    # the steps, and at last the whole
+    told = [[right[key] for key in sorted(right)] for right in whole.values()]
     each = max(map(len, by_problem(graded).values()))
     cells: dict[str, Any] = {}
     scores: dict[str, Any] = {"definition": _DEFINITION}
@@ -115,19 +159,29 @@ def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
 
 # Every step of a composite problem, and the whole.
 load = partial(
-    load_problems, needed=("question number", *COLUMNS), image_columns=("image_path",), prompt=prompt, check=check,
+    load_problems,
+    needed=("question number", *COLUMNS),
+    image_columns=("image_path",),
+    prompt=prompt,
+    check=check,
     id_column="question number",
-)  # fmt: skip
-
-
-def _score_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--rules", choices=RULE_SETS, default="letter", help="official is made for answers in the official form")
+)
 
 
 BENCHMARK = Benchmark(
-    "wemath", "testmini", load, grade, rule_set, _score_options, add_revision_option, check, ("data_revision",),
-    id_column="question number", summary=_summary,
-)  # fmt: skip
+    name="wemath",
+    split="testmini",
+    load=load,
+    grade=grade,
+    rules=rule_set,
+    score_options=WeMathScoreOptions,
+    data_options=HubDataOptions,
+    check=check,
+    fingerprint=("data_revision",),
+    id_column="question number",
+    summary=_summary,
+)
 if __name__ == "__main__":
+    with imports():
+        from eval.command import main
     raise SystemExit(main(BENCHMARK))

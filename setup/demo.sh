@@ -10,7 +10,7 @@ rm -rf "$out/before" "$out/after-grpo" "$out/grpo" "$out/after-adora" "$out/ador
 
 evaluate() { # MODEL OUTPUT: the 400 held-out problems, greedy
   # Transformers starts sooner than vLLM, which a model of this size does not need; the answers are the same.
-  $py -m eval.geometry3k run --model "$1" --data "$out/data" --output "$2" --max-tokens 60 --engine transformers
+  $py -m eval.problems run --model "$1" --data "$out/data" --output "$2" --max-tokens 60 --engine transformers
 }
 train() { # OUTPUT and options
   .venv/bin/accelerate launch --config_file configs/accelerate/cpu.yaml -m adora_vl.train \

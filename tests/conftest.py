@@ -9,25 +9,31 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-settings.register_profile("patient", deadline=None)  # a machine under load may be slow, and no test is about seconds
+# a machine under load may be slow, and no test is about seconds
+settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing in the tests may reach for a network
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # vLLM compiles one sum of its sampler at every start: 2 to 5 s
-# DeepSpeed's operators are compiled once for each Python environment, so that a green run proves that they compile.
+# vLLM compiles one sum of its sampler at every start: 2 to 5 s
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+# DeepSpeed's operators are compiled once for each Python environment, so that a green run proves
+# that they compile.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 
 REPOSITORY = Path(__file__).parents[1]
 SHARED = REPOSITORY.parent / "shared"
 
 
-Case = Callable[[object], AbstractContextManager[Path]]  # a subtest with a folder of its own, by its name
+# a subtest with a folder of its own, by its name
+Case = Callable[[object], AbstractContextManager[Path]]
 
 
 @pytest.fixture
 def case(tmp_path: Path, subtests: pytest.Subtests) -> Case:
-    """`with case(name) as folder`: all cases of a table are tried, and each that fails is listed by its name."""
+    """`with case(name) as folder`: all cases of a table are tried, and each that fails is listed by
+    its name.
+    """
 
     @contextmanager
     def begun(name: object) -> Iterator[Path]:
@@ -59,7 +65,10 @@ def geometry3k_raw() -> Path:
     """The six real Geometry3K problems beside the checkout."""
     folder = SHARED / "data" / "geometry3k_raw"
     if not folder.is_dir():
-        pytest.skip(f"the real Geometry3K problems are not beside this checkout ({folder.name} in ../shared/data)")
+        pytest.skip(
+            f"the real Geometry3K problems are not beside this checkout ({folder.name} in "
+            "../shared/data)"
+        )
     return folder
 
 
@@ -70,10 +79,16 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`--cov` counts what quick tests run: measuring would take the slow ones up to twice their time."""
+    """`--cov` counts what quick tests run: measuring would take the slow ones up to twice their
+    time.
+    """
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker("no_cover")
 
 
-pytest_plugins = ["tests.support.tiny_run", "tests.support.endpoint_server", "tests.support.browser"]
+pytest_plugins = [
+    "tests.support.tiny_run",
+    "tests.support.endpoint_server",
+    "tests.support.browser",
+]

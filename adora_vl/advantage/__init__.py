@@ -1,4 +1,6 @@
-"""Advantages and their weights, as pure functions on tensors. This package depends on torch alone.
+"""Advantages and their weights, as pure functions on tensors.
+
+This package depends on torch alone.
 
 Shape suffixes used throughout the project:
 
@@ -11,8 +13,8 @@ Shape suffixes used throughout the project:
 `C`   tokens in a completion
 ====  =============================================
 
-`methods.METHODS` lists the methods by name. Each has its formula and its source; those that nobody has reproduced here
-are in `experimental`.
+`methods.METHODS` lists the methods by name. Each has its formula and its source; docs/examples/ has
+further ones as files of a user's own.
 """
 
 from adora_vl.advantage.adora import Adora, AdoraWeighting, weigh_groups
@@ -22,6 +24,15 @@ from adora_vl.advantage.method import Method, option
 from adora_vl.advantage.methods import METHODS, AdvantagePipeline
 
 __all__ = [
-    "METHODS", "Adora", "AdoraWeighting", "AdvantagePipeline", "Groups", "Method", "Schedule", "group_advantages",
-    "is_constant", "option", "weigh_groups",
-]  # fmt: skip
+    "METHODS",
+    "Adora",
+    "AdoraWeighting",
+    "AdvantagePipeline",
+    "Groups",
+    "Method",
+    "Schedule",
+    "group_advantages",
+    "is_constant",
+    "option",
+    "weigh_groups",
+]

@@ -1,7 +1,8 @@
-"""ADORA (arXiv 2602.10019): a weight for each group, by how much there is to learn from it at this step.
+"""ADORA (arXiv 2602.10019): a weight for each group, by how much there is to learn from it at this
+step.
 
-The criteria call a group temporarily advantageous (TAS) or temporarily disadvantageous (TDS). Attenuation lowers the
-weight of TDS groups, amplification raises that of TAS groups.
+The criteria call a group temporarily advantageous (TAS) or temporarily disadvantageous (TDS).
+Attenuation lowers the weight of TDS groups, amplification raises that of TAS groups.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AdoraWeighting:
-    """The weights of one batch and the reasons for them: `weights_P` is float32, `tds_P` and `tas_P` are bool.
+    """The weights of one batch and the reasons for them: `weights_P` is float32, `tds_P` and
+    `tas_P` are bool.
 
-    A group without a correct rollout may be neither TDS nor TAS. `rate` multiplies the learning rate of this batch.
+    A group without a correct rollout may be neither TDS nor TAS. `rate` multiplies the learning
+    rate of this batch.
     """
 
     weights_P: Tensor
@@ -40,33 +43,58 @@ class Adora(Method):
     source = "arXiv 2602.10019"
 
     mode: str = option(
-        "attenuation", "attenuation (TDS prompts x factor), amplification (TAS prompts x factor) or off (no weights).",
-        "attenuation", "amplification", "off",
-    )  # fmt: skip
-    factor: Schedule | float = option(0.1, "The weight that the mode gives; the reference attenuates by 0.1.")
-    criteria: tuple[str, ...] = option(("length",), "Criteria of an advantageous prompt.", "length", "difficulty")
-    combine: str = option("any", "A prompt is TAS if any or all criteria hold.", "any", "all")
-    tau: Schedule | float = option(0.5, "The highest pass rate at which the difficulty criterion holds (Eq. 6).")
-    empty_wrong: str = option(
-        "attenuate", "Length criterion without an untruncated wrong rollout: attenuate (VLM reference) or keep.",
-        "attenuate", "keep",
-    )  # fmt: skip
-    ties: str = option(
-        "attenuate", "Length criterion where right and wrong are equally long: attenuate (as the references) or keep.",
-        "attenuate", "keep",
-    )  # fmt: skip
-    no_correct: str = option(
-        "keep", "Groups without a correct rollout that meet no criterion, whose rewards can still differ: keep (VLM "
-        "reference) or attenuate (LLM reference).", "keep", "attenuate",
-    )  # fmt: skip
-    needs_correct: bool = option(
-        False, "The difficulty criterion does not hold at a pass rate of 0; the paper's holds there."
+        "attenuation",
+        "attenuation (TDS prompts x factor), amplification (TAS prompts x factor) or off (no "
+        "weights).",
+        "attenuation",
+        "amplification",
+        "off",
     )
-    steps: tuple[int, int] | None = option(None, "[first, end): the only steps in which it is on; null: all.")
+    factor: Schedule | float = option(
+        0.1, "The weight that the mode gives; the reference attenuates by 0.1."
+    )
+    criteria: tuple[str, ...] = option(
+        ("length",), "Criteria of an advantageous prompt.", "length", "difficulty"
+    )
+    combine: str = option("any", "A prompt is TAS if any or all criteria hold.", "any", "all")
+    tau: Schedule | float = option(
+        0.5, "The highest pass rate at which the difficulty criterion holds (Eq. 6)."
+    )
+    empty_wrong: str = option(
+        "attenuate",
+        "Length criterion without an untruncated wrong rollout: attenuate (VLM reference) or keep.",
+        "attenuate",
+        "keep",
+    )
+    ties: str = option(
+        "attenuate",
+        "Length criterion where right and wrong are equally long: attenuate (as the references) "
+        "or keep.",
+        "attenuate",
+        "keep",
+    )
+    no_correct: str = option(
+        "keep",
+        "Groups without a correct rollout that meet no criterion, whose rewards can still differ: "
+        "keep (VLM reference) or attenuate (LLM reference).",
+        "keep",
+        "attenuate",
+    )
+    needs_correct: bool = option(
+        False,
+        "The difficulty criterion does not hold at a pass rate of 0; the paper's holds there.",
+    )
+    steps: tuple[int, int] | None = option(
+        None, "[first, end): the only steps in which it is on; null: all."
+    )
     assign: str = option(
-        "criterion", "Which groups get the weights; all but criterion are controls.",
-        "criterion", "random", "reversed", "rate",
-    )  # fmt: skip
+        "criterion",
+        "Which groups get the weights; all but criterion are controls.",
+        "criterion",
+        "random",
+        "reversed",
+        "rate",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,14 +103,19 @@ class Adora(Method):
         low, high = sorted(scheduled(self.factor).values)
         if self.mode == "attenuation" and not 0 < low <= high <= 1:
             wrong = high if high > 1 else low
-            raise ValueError(f"factor: {wrong:g} must be above 0 and at most 1 with mode: attenuation")
+            raise ValueError(
+                f"factor: {wrong:g} must be above 0 and at most 1 with mode: attenuation"
+            )
         if self.mode == "amplification" and low < 1:
             raise ValueError(f"factor: {low:g} must be at least 1 with mode: amplification")
         least, most = sorted(scheduled(self.tau).values)
         if not 0 < least <= most <= 1:
             raise ValueError(f"tau: {least} to {most} must be above 0 and at most 1")
         if self.steps is not None and not 0 <= self.steps[0] < self.steps[1]:
-            raise ValueError(f"steps: {list(self.steps)} must be a half-open range [first, end] with 0 <= first < end")
+            raise ValueError(
+                f"steps: {list(self.steps)} must be a half-open range [first, end] with 0 <= "
+                "first < end"
+            )
 
     def is_on(self, step: int) -> bool:
         """Whether groups get other weights than 1 in a step, counted from 0."""
@@ -92,11 +125,15 @@ class Adora(Method):
     def plain(self) -> bool:
         return self.mode == "off" or set(scheduled(self.factor).values) == {1.0}
 
-    def assigned(self, weighting: AdoraWeighting, signal_P: Tensor, *, seed: int, step: int) -> AdoraWeighting:
-        """The weighting with the weights of `assign`; what the criteria say stays. `random` shuffles the weights among
-        the groups that carry signal (`signal_P`, bool, of all ranks), by seed and step alone, so all ranks do the same.
-        `reversed` gives the factor to the other side. `rate` gives every group the weight 1, and the mean of the
-        weights of groups with signal as `rate`.
+    def assigned(
+        self, weighting: AdoraWeighting, signal_P: Tensor, *, seed: int, step: int
+    ) -> AdoraWeighting:
+        """The weighting with the weights of `assign`; what the criteria say stays.
+
+        `random` shuffles the weights among the groups that carry signal (`signal_P`, bool, of all
+        ranks), by seed and step alone, so all ranks do the same. `reversed` gives the factor to the
+        other side. `rate` gives every group the weight 1, and the mean of the weights of groups
+        with signal as `rate`.
         """
         weights_P = weighting.weights_P
         if self.assign == "criterion" or not self.is_on(step):
@@ -104,12 +141,17 @@ class Adora(Method):
         if self.assign == "reversed":
             marked_P = weighting.tas_P if self.mode == "attenuation" else weighting.tds_P
             factor = scheduled(self.factor).at(step)
-            return replace(weighting, weights_P=torch.where(marked_P, factor, torch.ones_like(weights_P)))
+            return replace(
+                weighting, weights_P=torch.where(marked_P, factor, torch.ones_like(weights_P))
+            )
         if self.assign == "random":
             digest = hashlib.sha256(f"{seed}/{step}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-            shuffled_P, values = weights_P.clone(), weights_P[signal_P]
-            shuffled_P[signal_P] = values[torch.randperm(len(values), generator=generator).to(values.device)]
+            shuffled_P = weights_P.clone()
+            values = weights_P[signal_P]
+            shuffled_P[signal_P] = values[
+                torch.randperm(len(values), generator=generator).to(values.device)
+            ]
             return replace(weighting, weights_P=shuffled_P)
         rate = weights_P[signal_P].mean().item() if bool(signal_P.any()) else 1.0
         return replace(weighting, weights_P=torch.ones_like(weights_P), rate=rate)
@@ -119,19 +161,23 @@ class Adora(Method):
         return advantages_PG * run.weighting.weights_P[:, None]
 
     def check(self, keys: RunKeys) -> None:
-        """`assign: rate` scales the learning rate, for whole optimizer steps of one generation each."""
-        kept, accumulated = keys.adora_rollouts.replay, keys.gradient_accumulation_steps
+        """`assign: rate` scales the learning rate, for whole optimizer steps of one generation
+        each.
+        """
+        accumulated = keys.gradient_accumulation_steps
         for holds, why in (
-            (kept, f"adora_rollouts.replay: {kept} with assign: rate, which would learn from earlier groups at the "
-             "rate of the present ones; set adora_rollouts.replay: 0"),
-            (keys.steps_per_generation * keys.num_iterations % accumulated,
-             f"steps_per_generation: {keys.steps_per_generation} with assign: rate, which needs optimizer steps of one "
-             "generation each; make steps_per_generation x num_iterations a multiple of gradient_accumulation_steps: "
-             f"{accumulated}"),
-            (keys.deepspeed is not None or getattr(keys, "deepspeed_plugin", None) is not None, "assign: rate does not "
-             "work with DeepSpeed, which takes its optimizer step before its learning rate can be scaled; train "
-             "without DeepSpeed"),
-        ):  # fmt: skip
+            (
+                keys.steps_per_generation * keys.num_iterations % accumulated,
+                f"steps_per_generation: {keys.steps_per_generation} with assign: rate, which "
+                "needs optimizer steps of one generation each; make steps_per_generation x "
+                f"num_iterations a multiple of gradient_accumulation_steps: {accumulated}",
+            ),
+            (
+                keys.deepspeed is not None or getattr(keys, "deepspeed_plugin", None) is not None,
+                "assign: rate does not work with DeepSpeed, which takes its optimizer step before "
+                "its learning rate can be scaled; train without DeepSpeed",
+            ),
+        ):
             if holds and self.assign == "rate":
                 raise ValueError(why)
 
@@ -139,20 +185,26 @@ class Adora(Method):
 def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) -> AdoraWeighting:
     """The weight that multiplies the group-normalised advantages of each prompt, and why.
 
-    `options`: None is the reference's attenuation by length. `step`: optimizer steps made. Raises `ValueError` for
-    shapes that differ.
+    `options`: None is the reference's attenuation by length. `step`: optimizer steps made. Raises
+    `ValueError` for shapes that differ.
     """
     options = Adora() if options is None else options
-    rewards_PG, lengths_PG = groups.rewards_PG, groups.lengths_PG
+    rewards_PG = groups.rewards_PG
+    lengths_PG = groups.lengths_PG
     if rewards_PG.ndim != 2 or rewards_PG.shape != lengths_PG.shape:
-        raise ValueError(f"rewards {tuple(rewards_PG.shape)} and lengths {tuple(lengths_PG.shape)} must both be (P, G)")
-    # Without an untruncated wrong rollout there is no mean to compare with: the VLM reference takes it as +inf, so the
-    # group is TDS, the LLM reference as -inf, so it is TAS.
+        raise ValueError(
+            f"rewards {tuple(rewards_PG.shape)} and lengths {tuple(lengths_PG.shape)} must both "
+            "be (P, G)"
+        )
+    # Without an untruncated wrong rollout there is no mean to compare with: the VLM reference takes
+    # it as +inf, so the group is TDS, the LLM reference as -inf, so it is TAS.
     nothing = torch.inf if options.empty_wrong == "attenuate" else -torch.inf
-    bound_P = torch.where(groups.finished_wrong_PG.any(dim=1), groups.mean_finished_wrong_P, nothing)
+    bound_P = torch.where(
+        groups.finished_wrong_PG.any(dim=1), groups.mean_finished_wrong_P, nothing
+    )
     longer_P = groups.longest_correct_P > bound_P
-    # Paper, Eq. 6, includes a pass rate of 0. `needs_correct` excludes it, so that TAS means hard now, but solvable. A
-    # group without a scored rollout has no pass rate, so it is not TAS.
+    # Paper, Eq. 6, includes a pass rate of 0. `needs_correct` excludes it, so that TAS means hard
+    # now, but solvable. A group without a scored rollout has no pass rate, so it is not TAS.
     counted_P = (groups.correct_PG if options.needs_correct else groups.scored_PG).any(dim=1)
     verdicts = {
         "length": longer_P | groups.tied_P if options.ties == "keep" else longer_P,
@@ -163,6 +215,12 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
     tds_P = ~tas_P if options.no_correct == "attenuate" else ~tas_P & groups.correct_PG.any(dim=1)
     marked_P = tds_P if options.mode == "attenuation" else tas_P
     ones_P = torch.ones(len(rewards_PG), dtype=torch.float32, device=rewards_PG.device)
-    weights_P = torch.where(marked_P, scheduled(options.factor).at(step), ones_P) if options.is_on(step) else ones_P
+    weights_P = (
+        torch.where(marked_P, scheduled(options.factor).at(step), ones_P)
+        if options.is_on(step)
+        else ones_P
+    )
     ties_P = tds_P & groups.tied_P if "length" in options.criteria else torch.zeros_like(tds_P)
-    return AdoraWeighting(weights_P, tds_P, tas_P, groups, ties_P)
+    return AdoraWeighting(
+        weights_P=weights_P, tds_P=tds_P, tas_P=tas_P, groups=groups, ties_P=ties_P
+    )

@@ -1,14 +1,17 @@
-"""DARO: prompts are binned by pass rate, and the weight of each bin is learned together with the policy.
+"""DARO: prompts are binned by pass rate, and the weight of each bin is learned together with the
+policy.
 
-Source: arXiv 2510.09001. With L_mu the policy loss of a bin, divided by the number of tokens in that bin, the loss is
+Source: arXiv 2510.09001. With L_mu the policy loss of a bin, divided by the number of tokens in
+that bin, the loss is
 
     L = sum over mu in {1/G, ..., (G-1)/G} of  w_mu L_mu - ln w_mu.
 
-The optimum of the weights is w_mu = 1 / L_mu, at which every difficulty contributes equally. Where the ratios are 1 the
-surrogate loss of a bin, -sum A_i tokens_i / its tokens, is often negative, and then there is no minimum; so L_mu is the
-magnitude of its terms, `sum |A_i| tokens_i / its tokens`, or with `bin_loss="surrogate"` the absolute value of the
-surrogate. w_mu = exp(v_mu) keeps the weights positive. A bin that a batch lacks keeps its weight and moments. All is
-computed from gathered tensors, in float64 on the CPU, so every rank has the same weights.
+The optimum of the weights is w_mu = 1 / L_mu, at which every difficulty contributes equally. Where
+the ratios are 1 the surrogate loss of a bin, -sum A_i tokens_i / its tokens, is often negative, and
+then there is no minimum; so L_mu is the magnitude of its terms, `sum |A_i| tokens_i / its tokens`,
+or with `bin_loss="surrogate"` the absolute value of the surrogate. w_mu = exp(v_mu) keeps the
+weights positive. A bin that a batch lacks keeps its weight and moments. All is computed from
+gathered tensors, in float64 on the CPU, so every rank has the same weights.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ OUTSIDE = -1  # the bin of prompts whose rollouts are all right or all wrong
 def bins_of(pass_rates: Tensor, generations: int) -> Tensor:
     """The bin of each prompt: its number of right rollouts minus one, 0 to G - 2. int64, (P,).
 
-    Prompts without a right rollout, and prompts with only right ones, are `OUTSIDE`. If some rollouts are unscored, the
-    pass rate may lie between two bins; the nearer one is taken.
+    Prompts without a right rollout, and prompts with only right ones, are `OUTSIDE`. If some
+    rollouts are unscored, the pass rate may lie between two bins; the nearer one is taken.
     """
     right_P = (pass_rates * generations).round().long().clamp(1, generations - 1)
     return torch.where((pass_rates > 0) & (pass_rates < 1), right_P - 1, OUTSIDE)
@@ -45,8 +48,13 @@ def bin_sums(values_PG: Tensor, bins_P: Tensor, bins: int) -> Tensor:
     return zero.index_add(0, bins_P[inside_P], values_PG.to(torch.float64).sum(dim=1)[inside_P])
 
 
-def bin_losses(advantages_PG: Tensor, tokens_PG: Tensor, bins_P: Tensor, bins: int, measure: str) -> Tensor:
-    """L_mu of each bin, 0 for an empty bin. float64, (bins,). `measure` is the option `bin_loss`."""
+def bin_losses(
+    advantages_PG: Tensor, tokens_PG: Tensor, bins_P: Tensor, bins: int, measure: str
+) -> Tensor:
+    """L_mu of each bin, 0 for an empty bin. float64, (bins,).
+
+    `measure` is the option `bin_loss`.
+    """
     terms_PG = advantages_PG.abs() if measure == "magnitude" else advantages_PG
     terms_M = bin_sums(terms_PG.to(torch.float64) * tokens_PG, bins_P, bins)
     return terms_M.abs() / bin_sums(tokens_PG, bins_P, bins).clamp(min=1)
@@ -67,9 +75,14 @@ class DaroWeights:
         return torch.stack([log.detach().exp() for log in self.logs])
 
     def update(self, losses_M: Tensor, present_M: Tensor) -> None:
-        """Take one optimizer step on `sum w_mu L_mu - ln w_mu`, over the bins for which `present_M` (bool) is true."""
-        for log, loss, present in zip(self.logs, losses_M.tolist(), present_M.tolist(), strict=True):
-            # the derivative of exp(v) L - v by v; Adam leaves a bin without a gradient, and its moments, alone
+        """Take one optimizer step on `sum w_mu L_mu - ln w_mu`, over the bins for which `present_M`
+        (bool) is true.
+        """
+        for log, loss, present in zip(
+            self.logs, losses_M.tolist(), present_M.tolist(), strict=True
+        ):
+            # the derivative of exp(v) L - v by v; Adam leaves a bin without a gradient, and its
+            # moments, alone
             log.grad = (log.detach().exp() * max(loss, self.floor) - 1) if present else None
         self.optimizer.step()
 
@@ -84,13 +97,18 @@ class DaroWeights:
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned. Raises `ValueError` if it has another number of bins."""
         if len(state["log_weights"]) != len(self.logs):
-            raise ValueError(f"DARO: {len(state['log_weights'])} saved weights, but {len(self.logs)} bins")
+            raise ValueError(
+                f"DARO: {len(state['log_weights'])} saved weights, but {len(self.logs)} bins"
+            )
         with torch.no_grad():
-            for log, value, moment in zip(self.logs, state["log_weights"], state["adam"], strict=True):
+            for log, value, moment in zip(
+                self.logs, state["log_weights"], state["adam"], strict=True
+            ):
                 log.fill_(value)
                 dtypes = {"step": torch.float32}  # as Adam keeps it
                 self.optimizer.state[log] = {
-                    name: torch.tensor(number, dtype=dtypes.get(name, torch.float64)) for name, number in moment.items()
+                    name: torch.tensor(number, dtype=dtypes.get(name, torch.float64))
+                    for name, number in moment.items()
                 }
 
 
@@ -101,24 +119,40 @@ class Daro(Method):
 
     learning_rate: float = option(0.05, "Of the weights, which Adam updates once per generation.")
     bin_loss: str = option(
-        "magnitude", "A bin's loss: the magnitude of its terms, or surrogate, the absolute value of their signed sum.",
-        "magnitude", "surrogate",
-    )  # fmt: skip
+        "magnitude",
+        "A bin's loss: the magnitude of its terms, or surrogate, the absolute value of their "
+        "signed sum.",
+        "magnitude",
+        "surrogate",
+    )
     by_bin_tokens: bool = option(True, "Divide by the tokens of the bin instead of by all tokens.")
-    drop_outside: bool = option(True, "Give 0 to prompts without a right rollout and to those with only right ones.")
-    floor: float = option(1e-2, "The smallest loss of a bin that counts; no weight can grow beyond 1 / floor.")
+    drop_outside: bool = option(
+        True, "Give 0 to prompts without a right rollout and to those with only right ones."
+    )
+    floor: float = option(
+        1e-2, "The smallest loss of a bin that counts; no weight can grow beyond 1 / floor."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.learning_rate < 0 or self.floor <= 0:
-            raise ValueError(f"learning_rate: {self.learning_rate} must be at least 0 and floor: {self.floor} above 0")
+            raise ValueError(
+                f"learning_rate: {self.learning_rate} must be at least 0 and floor: {self.floor} "
+                "above 0"
+            )
 
     def weighed(
-        self, advantages_PG: Tensor, tokens_PG: Tensor, bins_P: Tensor, weights_M: Tensor, scored_PG: Tensor
+        self,
+        advantages_PG: Tensor,
+        tokens_PG: Tensor,
+        bins_P: Tensor,
+        weights_M: Tensor,
+        scored_PG: Tensor,
     ) -> Tensor:
-        """Advantages, (P, G), with which TRL's token-mean loss (`loss_type: dapo`) becomes `sum w_mu L_mu`: TRL divides
-        by all T tokens of the loss (`tokens_PG`), and `w_mu T / T_mu` by those of the bin's rollouts that have not left
-        their group. Without `drop_outside` a prompt without a right rollout has a signal if rewards are 0.0 and 0.1.
+        """Advantages, (P, G), with which TRL's token-mean loss (`loss_type: dapo`) becomes `sum
+        w_mu L_mu`: TRL divides by all T tokens of the loss (`tokens_PG`), and `w_mu T / T_mu` by
+        those of the bin's rollouts that have not left their group. Without `drop_outside` a prompt
+        without a right rollout has a signal if rewards are 0.0 and 0.1.
         """
         factors_M = weights_M
         if self.by_bin_tokens:
@@ -131,18 +165,30 @@ class Daro(Method):
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
         """Weigh the advantages with the present weights, then update the weights on the same loss.
 
-        This runs on the CPU. On a GPU sums by index are added in any order, and all ranks have to agree to the bit.
+        This runs on the CPU. On a GPU sums by index are added in any order, and all ranks have to
+        agree to the bit.
         """
-        generations, bins = advantages_PG.shape[1], max(1, advantages_PG.shape[1] - 1)
+        generations = advantages_PG.shape[1]
+        bins = max(1, advantages_PG.shape[1] - 1)
         raw_PG, tokens_PG, rates_P, scored_PG = (
-            t.cpu() for t in (advantages_PG, groups.loss_tokens_PG, groups.pass_rate_P, groups.scored_PG)
+            t.cpu()
+            for t in (advantages_PG, groups.loss_tokens_PG, groups.pass_rate_P, groups.scored_PG)
         )
-        bins_P, learned = bins_of(rates_P, generations), run.daro_weights(bins, self)
+        bins_P = bins_of(rates_P, generations)
+        learned = run.daro_weights(bins, self)
         weights_M = learned.weights_M
         weighed_PG = self.weighed(raw_PG, tokens_PG, bins_P, weights_M, scored_PG)
-        losses_M = bin_losses(raw_PG, torch.where(scored_PG, tokens_PG, 0.0), bins_P, bins, self.bin_loss)
+        losses_M = bin_losses(
+            raw_PG,
+            tokens_PG=torch.where(scored_PG, tokens_PG, 0.0),
+            bins_P=bins_P,
+            bins=bins,
+            measure=self.bin_loss,
+        )
         present_M = bin_sums(torch.ones_like(tokens_PG), bins_P, bins) > 0
-        for number, (weight, loss, present) in enumerate(zip(weights_M, losses_M, present_M, strict=True), 1):
+        for number, (weight, loss, present) in enumerate(
+            zip(weights_M, losses_M, present_M, strict=True), 1
+        ):
             run.figures[f"daro/weight_{number}_of_{generations}"] = weight.item()
             if present:
                 run.figures[f"daro/loss_{number}_of_{generations}"] = loss.item()

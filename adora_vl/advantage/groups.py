@@ -14,9 +14,11 @@ SHAPES = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True)
 class Schedule:
-    """`start` up to step `steps[0]`, `end` from step `steps[1]` on, and a line or half a cosine between them.
+    """`start` up to step `steps[0]`, `end` from step `steps[1]` on, and a line or half a cosine
+    between them.
 
-    ADORA's authors suggest changing lambda and tau during training (arXiv 2602.10019). The shapes are the usual ones.
+    ADORA's authors suggest changing lambda and tau during training (arXiv 2602.10019). The shapes
+    are the usual ones.
     """
 
     shorthand: ClassVar[str] = "start"  # as an option: 0.1 is {start: 0.1}
@@ -30,8 +32,12 @@ class Schedule:
         if self.shape not in SHAPES:
             raise ValueError(f"shape: {self.shape!r} is not one of {', '.join(SHAPES)}")
         if self.shape == "constant" and self.end not in (None, self.start):
-            raise ValueError(f"end: {self.end} needs shape: linear or cosine, a constant stays at {self.start}")
-        if self.shape != "constant" and (self.end is None or not 0 <= self.steps[0] < self.steps[1]):
+            raise ValueError(
+                f"end: {self.end} needs shape: linear or cosine, a constant stays at {self.start}"
+            )
+        if self.shape != "constant" and (
+            self.end is None or not 0 <= self.steps[0] < self.steps[1]
+        ):
             steps = "steps: [first, last] with 0 <= first < last"
             raise ValueError(f"shape: {self.shape} needs end: a number, and {steps}")
 
@@ -63,14 +69,16 @@ def scheduled(value: Schedule | float) -> Schedule:
 class Groups:
     """One generation batch of whole groups. `step` counts optimizer steps from 0."""
 
-    rewards_PG: Tensor  # NaN for a rollout that has left its group: its advantage is 0, and it counts in no mean
+    # NaN for a rollout that has left its group: its advantage is 0, and it counts in no mean
+    rewards_PG: Tensor
     lengths_PG: Tensor  # completion tokens
     truncated_PG: Tensor  # bool
     tokens_PG: Tensor | None = None  # how many tokens the loss counts; None means all
     surprisal_PG: Tensor | None = None  # nats per token: the mean of -log p over the sampled tokens
     correct_above: float = 0.5
     step: int = 0
-    varied_P: Tensor | None = None  # bool: whether rewards differ within it; None means whether `rewards_PG` do
+    # bool: whether rewards differ within it; None means whether `rewards_PG` do
+    varied_P: Tensor | None = None
 
     @property
     def scored_PG(self) -> Tensor:
@@ -107,26 +115,35 @@ class Groups:
     @property
     def longest_correct_P(self) -> Tensor:
         """Tokens, float32; -inf where no rollout is correct."""
-        return torch.where(self.correct_PG, self.lengths_PG.to(torch.float32), -torch.inf).amax(dim=1)
+        return torch.where(self.correct_PG, self.lengths_PG.to(torch.float32), -torch.inf).amax(
+            dim=1
+        )
 
     @property
     def mean_finished_wrong_P(self) -> Tensor:
         """Tokens, float32; NaN where there is no untruncated wrong rollout."""
-        total_P = torch.where(self.finished_wrong_PG, self.lengths_PG.to(torch.float32), 0.0).sum(dim=1)
+        total_P = torch.where(self.finished_wrong_PG, self.lengths_PG.to(torch.float32), 0.0).sum(
+            dim=1
+        )
         return total_P / self.finished_wrong_PG.sum(dim=1)
 
     @property
     def tied_P(self) -> Tensor:
-        """Whether the longest correct rollout is exactly as long as the mean of the untruncated wrong ones."""
+        """Whether the longest correct rollout is exactly as long as the mean of the untruncated
+        wrong ones.
+        """
         return self.longest_correct_P == self.mean_finished_wrong_P
 
 
-def lacking_scores(rewards_BF: Tensor, failed_BF: Tensor, weights_F: Tensor, generations: int) -> Tensor:
-    """Which scores a rollout lacks, bool, (B, F): of functions with a weight that apply to its problem.
+def lacking_scores(
+    rewards_BF: Tensor, failed_BF: Tensor, weights_F: Tensor, generations: int
+) -> Tensor:
+    """Which scores a rollout lacks, bool, (B, F): of functions with a weight that apply to its
+    problem.
 
-    `rewards_BF` is NaN where a function returned None, `failed_BF` true where the call failed; `weights_F`: TRL's
-    `reward_weights`; `generations`: G. A function does not apply where it returned None for a whole group without a
-    failure: TRL leaves it out of the sum.
+    `rewards_BF` is NaN where a function returned None, `failed_BF` true where the call failed;
+    `weights_F`: TRL's `reward_weights`; `generations`: G. A function does not apply where it
+    returned None for a whole group without a failure: TRL leaves it out of the sum.
     """
     none_BF = torch.isnan(rewards_BF)
     applies_PGF = (~none_BF | failed_BF).view(-1, generations, len(weights_F))
@@ -141,7 +158,9 @@ def unrewarded(rewards_BF: Tensor, lacks_BF: Tensor, weights_F: Tensor) -> Tenso
 
 
 def leaving(unrewarded_B: Tensor, generations: int) -> Tensor:
-    """Which rollouts leave their group, bool, (B,): those without a reward, and one that would be left alone."""
+    """Which rollouts leave their group, bool, (B,): those without a reward, and one that would be
+    left alone.
+    """
     left_P = (~unrewarded_B).view(-1, generations).sum(dim=1)
     dissolved_P = (left_P < 2) & (left_P < generations)
     return unrewarded_B | dissolved_P.repeat_interleave(generations)

@@ -18,7 +18,10 @@ SCALES = ("group", "batch", "none")
 
 
 def is_constant(rewards_PG: Tensor) -> Tensor:
-    """Which groups carry no signal because all their scored rewards are equal. Bool, (P,). NaN means unscored."""
+    """Which groups carry no signal because all their scored rewards are equal.
+
+    Bool, (P,). NaN means unscored.
+    """
     scored_PG = ~torch.isnan(rewards_PG)
     highest_P = torch.where(scored_PG, rewards_PG, -torch.inf).amax(dim=1)
     lowest_P = torch.where(scored_PG, rewards_PG, torch.inf).amin(dim=1)
@@ -26,22 +29,28 @@ def is_constant(rewards_PG: Tensor) -> Tensor:
 
 
 def deviation(rewards: Tensor, mean: Tensor) -> Tensor:
-    """Sample standard deviation about `mean` along the last dimension. NaN is ignored; fewer than two values give 0.
+    """Sample standard deviation about `mean` along the last dimension.
 
-    The order of operations is that of TRL (`trl.trainer.utils.nanstd`), so that both agree to the bit.
+    NaN is ignored; fewer than two values give 0.
+
+    The order of operations is that of TRL (`trl.trainer.utils.nanstd`), so that both agree to the
+    bit.
     """
     count = (~torch.isnan(rewards)).sum(dim=-1, keepdim=True)
-    variance = torch.nanmean((rewards - mean) ** 2, dim=-1, keepdim=True) * (count / (count - 1).clamp(min=1))
+    variance = torch.nanmean((rewards - mean) ** 2, dim=-1, keepdim=True) * (
+        count / (count - 1).clamp(min=1)
+    )
     return torch.where(count > 1, variance, 0.0).sqrt()
 
 
 def group_advantages(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4) -> Tensor:
-    """`(r - mean of its group) / (std + eps)`, (P, G), of rewards (P, G), NaN for a rollout that no function scored.
+    """`(r - mean of its group) / (std + eps)`, (P, G), of rewards (P, G), NaN for a rollout that no
+    function scored.
 
-    `scale`, as TRL's `scale_rewards`: the deviation is that of the group or the batch, or `none` divides. `eps`: TRL
-    uses 1e-4, the reference 1e-9. An unscored rollout gets 0, and so does a group of equal rewards, exactly: in float32
-    the mean of seven times 0.1 is not 0.1, and a tiny `eps` would turn that into advantages near 1. Raises `ValueError`
-    for another scale.
+    `scale`, as TRL's `scale_rewards`: the deviation is that of the group or the batch, or `none`
+    divides. `eps`: TRL uses 1e-4, the reference 1e-9. An unscored rollout gets 0, and so does a
+    group of equal rewards, exactly: in float32 the mean of seven times 0.1 is not 0.1, and a tiny
+    `eps` would turn that into advantages near 1. Raises `ValueError` for another scale.
     """
     if scale not in SCALES:
         raise ValueError(f"scale: {scale!r} is not one of {', '.join(SCALES)}")
@@ -50,8 +59,11 @@ def group_advantages(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4
 
 
 def _normalised(rewards: Tensor, scale: str, eps: float) -> Tensor:
-    """The rewards about the mean of their group, along the last dimension, in the unit that `scale` says."""
-    centred, unit = rewards - (mean := torch.nanmean(rewards, dim=-1, keepdim=True)), torch.ones(())
+    """The rewards about the mean of their group, along the last dimension, in the unit that `scale`
+    says.
+    """
+    centred = rewards - (mean := torch.nanmean(rewards, dim=-1, keepdim=True))
+    unit = torch.ones(())
     if scale == "group":
         unit = deviation(rewards, mean) + eps
     elif scale == "batch":
@@ -59,25 +71,40 @@ def _normalised(rewards: Tensor, scale: str, eps: float) -> Tensor:
     return centred / unit
 
 
-def stock_advantages(rewards: Tensor, weights: Tensor, *, scale: str, sums_rewards: bool, eps: float = 1e-4) -> Tensor:
-    """What TRL's `_generate_and_score_completions` makes of (P, G, F) rewards, NaN where a function gave none: (P, G).
+def stock_advantages(
+    rewards: Tensor, weights: Tensor, *, scale: str, sums_rewards: bool, eps: float = 1e-4
+) -> Tensor:
+    """What TRL's `_generate_and_score_completions` makes of (P, G, F) rewards, NaN where a function
+    gave none: (P, G).
 
-    `weights`: TRL's `reward_weights`. `scale`: its `scale_rewards`. `sums_rewards`: its `sum_then_normalize`, else its
-    `normalize_then_sum`, which normalises each function by group and the sum by batch.
+    `weights`: TRL's `reward_weights`. `scale`: its `scale_rewards`. `sums_rewards`: its
+    `sum_then_normalize`, else its `normalize_then_sum`, which normalises each function by group and
+    the sum by batch.
     """
-    parts = rewards if sums_rewards else _normalised(rewards.transpose(1, 2), "group", eps).transpose(1, 2)
+    parts = (
+        rewards
+        if sums_rewards
+        else _normalised(rewards.transpose(1, 2), "group", eps).transpose(1, 2)
+    )
     sums = (parts * weights.to(rewards.device)).nansum(dim=2)
     sums = torch.where(torch.isnan(rewards).all(dim=2), torch.nan, sums)
-    made = _normalised(sums, scale, eps) if sums_rewards else _normalised(sums.view(1, -1), "group", eps)
+    made = (
+        _normalised(sums, scale, eps)
+        if sums_rewards
+        else _normalised(sums.view(1, -1), "group", eps)
+    )
     return torch.nan_to_num(made, nan=0.0).view_as(sums)
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
-    """What DAPO adds to the reward (arXiv 2503.14476, equation 13): 0 up to `max_length - cache` tokens, then falling
-    to -1 at `max_length`. Raises `ValueError` for a `cache` outside of that.
+    """What DAPO adds to the reward (arXiv 2503.14476, equation 13): 0 up to `max_length - cache`
+    tokens, then falling to -1 at `max_length`. Raises `ValueError` for a `cache` outside of that.
     """
     if not 0 < cache <= max_length:
-        raise ValueError(f"overlong_cache: {cache} must be above 0 and at most max_completion_length: {max_length}")
+        raise ValueError(
+            f"overlong_cache: {cache} must be above 0 and at most max_completion_length: "
+            f"{max_length}"
+        )
     return ((max_length - cache - lengths.to(torch.float32)) / cache).clamp(-1.0, 0.0)
 
 
@@ -94,26 +121,29 @@ class DrGrpo(Grpo):
 
 
 @dataclass(frozen=True)
-class LitePpo(Grpo):
-    settings: ClassVar[Settings] = {"loss_type": "dapo", "scale_rewards": "batch"}
-    source = "arXiv 2508.08221"
-
-
-@dataclass(frozen=True)
 class Dapo(Method):
-    """DAPO samples until a batch is full of groups that are neither all right nor all wrong. Dropped groups are not
-    replaced here: the batch becomes smaller, and TRL's token mean is taken over the tokens of the rollouts that have a
-    signal and have not left their group.
+    """DAPO samples until a batch is full of groups that are neither all right nor all wrong.
+
+    Dropped groups are not replaced here: the batch becomes smaller, and TRL's token mean is taken
+    over the tokens of the rollouts that have a signal and have not left their group.
     """
 
     settings: ClassVar[Settings] = {
-        "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "mask_truncated_completions": True, "beta": 0.0,
-    }  # fmt: skip
+        "loss_type": "dapo",
+        "epsilon": 0.2,
+        "epsilon_high": 0.28,
+        "mask_truncated_completions": True,
+        "beta": 0.0,
+    }
     source = "arXiv 2503.14476"
 
-    drop_constant: bool = option(True, "Take the mean over the tokens of the groups that have a signal.")
+    drop_constant: bool = option(
+        True, "Take the mean over the tokens of the groups that have a signal."
+    )
     overlong_cache: int | None = option(
-        None, "Over so many last tokens before max_completion_length the reward falls by up to 1; null: it does not."
+        None,
+        "Over so many last tokens before max_completion_length the reward falls by up to 1; null: "
+        "it does not.",
     )
 
     @property
@@ -131,14 +161,18 @@ class Dapo(Method):
             silent_PG = ~advantages_PG.any(dim=1, keepdim=True) | ~groups.scored_PG
             tokens_PG = groups.loss_tokens_PG
             left = torch.where(silent_PG, 0.0, tokens_PG).sum()
-            advantages_PG = advantages_PG * (tokens_PG.sum() / left) if bool(left > 0) else advantages_PG
+            advantages_PG = (
+                advantages_PG * (tokens_PG.sum() / left) if bool(left > 0) else advantages_PG
+            )
         return advantages_PG
 
     def signal(self, groups: Groups, signal_P: Tensor, run: AdvantagePipeline) -> Tensor:
         return ~is_constant(self._lowered(groups, run)) if self.overlong_cache else signal_P
 
     def _lowered(self, groups: Groups, run: AdvantagePipeline) -> Tensor:
-        return groups.rewards_PG + overlong_penalty(groups.lengths_PG, run.max_length, self.overlong_cache or 0)
+        return groups.rewards_PG + overlong_penalty(
+            groups.lengths_PG, run.max_length, self.overlong_cache or 0
+        )
 
     def check(self, keys: RunKeys) -> None:
         if self.overlong_cache is not None:

@@ -32,13 +32,19 @@ class RunKeys(Protocol):
 
 
 def option(default: Any, help: str, *choices: str) -> Any:
-    """An option of a method: a field of its dataclass. `choices`: the words that it takes, or that a list of it has."""
-    return field(default=default, metadata={"help": help, **({"choices": list(choices)} if choices else {})})
+    """An option of a method: a field of its dataclass.
+
+    `choices`: the words that it takes, or that a list of it has.
+    """
+    return field(
+        default=default, metadata={"help": help, **({"choices": list(choices)} if choices else {})}
+    )
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method with its options, which are the fields of its class: each has a default, and `option` gives it a help.
+    """A method with its options, which are the fields of its class: each has a default, and
+    `option` gives it a help.
 
     One that a run names in a file (`adora_method: FILE.py:NAME`) is a subclass too.
     """
@@ -47,9 +53,12 @@ class Method:
     source: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for a value that an option does not take; its text begins with the option."""
+        """Raises `ValueError` for a value that an option does not take; its text begins with the
+        option.
+        """
         for each in fields(self):
-            value, choices = getattr(self, each.name), each.metadata.get("choices")
+            value = getattr(self, each.name)
+            choices = each.metadata.get("choices")
             for word in value if isinstance(each.default, tuple) else (value,):
                 if choices and word not in choices:
                     raise ValueError(f"{each.name}: {word!r} is not one of {', '.join(choices)}")
@@ -64,23 +73,22 @@ class Method:
         """Whether it leaves every advantage as TRL computed it, whatever the rewards."""
         return False
 
-    @property
-    def reads_surprisal(self) -> bool:
-        """Whether it needs the log-probabilities of the rollouts."""
-        return False
-
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
         """The advantages to learn from, (P, G), made of those before it."""
         return advantages_PG
 
     def signal(self, groups: Groups, signal_P: Tensor, run: AdvantagePipeline) -> Tensor:
-        """Which groups have something to teach, bool, (P,); `signal_P` says it of the methods before it."""
+        """Which groups have something to teach, bool, (P,); `signal_P` says it of the methods
+        before it.
+        """
         if self.remakes:
             return self.apply(groups, torch.zeros_like(groups.rewards_PG), run).any(dim=1)
         return signal_P
 
     def check(self, keys: RunKeys) -> None:
-        """Raises `ValueError` where the run's other keys do not fit; its text begins with the option or the key."""
+        """Raises `ValueError` where the run's other keys do not fit; its text begins with the
+        option or the key.
+        """
 
     def costs(self, keys: RunKeys) -> str:
         """What it costs beyond GRPO, for the first lines of the run; nothing is an empty text."""

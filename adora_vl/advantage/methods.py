@@ -8,34 +8,47 @@ from torch import Tensor
 
 from adora_vl.advantage.adora import Adora, AdoraWeighting, weigh_groups
 from adora_vl.advantage.daro import Daro, DaroWeights
-from adora_vl.advantage.experimental import AGrae, Canon, D3s, McGrpo, Ngrpo, Rrb, Ssb
 from adora_vl.advantage.groups import Groups
-from adora_vl.advantage.grpo import Dapo, DrGrpo, Grpo, LitePpo
+from adora_vl.advantage.grpo import Dapo, DrGrpo, Grpo
 from adora_vl.advantage.method import Method
 
 METHODS: Mapping[str, type[Method]] = {
-    "grpo": Grpo, "dr_grpo": DrGrpo, "lite_ppo": LitePpo, "dapo": Dapo, "adora": Adora, "daro": Daro, "mc_grpo": McGrpo,
-    "ngrpo": Ngrpo, "a_grae": AGrae, "canon": Canon, "d3s": D3s, "ssb": Ssb, "rrb": Rrb,
-}  # fmt: skip
+    "grpo": Grpo,
+    "dr_grpo": DrGrpo,
+    "dapo": Dapo,
+    "adora": Adora,
+    "daro": Daro,
+}
 
 
 class AdvantagePipeline:
     """Applies the chosen methods in order. Holds their state and the figures of the last batch."""
 
     def __init__(
-        self, chosen: Mapping[str, Method], *, scale: str = "group", max_length: int = 0, sums_rewards: bool = True,
+        self,
+        chosen: Mapping[str, Method],
+        *,
+        scale: str = "group",
+        max_length: int = 0,
+        sums_rewards: bool = True,
         seed: int = 0,
-    ) -> None:  # fmt: skip
-        """`chosen`: the methods by name, in order. `scale`: TRL's `scale_rewards`. `max_length`: its
-        `max_completion_length`. `sums_rewards`: whether the advantages come from the sum of the rewards, so that a
-        group of equal sums gets 0. `seed`: that of the run.
+    ) -> None:
+        """`chosen`: the methods by name, in order.
+
+        `scale`: TRL's `scale_rewards`. `max_length`: its `max_completion_length`. `sums_rewards`:
+        whether the advantages come from the sum of the rewards, so that a group of equal sums gets
+        0. `seed`: that of the run.
         """
         self.chosen = dict(chosen)
         adora = self.chosen.get("adora")
         # What its criteria say is logged even where it is not among the methods.
         self.judged_by = adora if isinstance(adora, Adora) else Adora(mode="off")
-        self.scale, self.max_length, self.sums_rewards, self.seed = scale, max_length, sums_rewards, seed
-        self.rate = 1.0  # by which the learning rate of the present generation's optimizer steps is multiplied
+        self.scale = scale
+        self.max_length = max_length
+        self.sums_rewards = sums_rewards
+        self.seed = seed
+        # by which the learning rate of the present generation's optimizer steps is multiplied
+        self.rate = 1.0
         self.figures: dict[str, float] = {}
         self.weighting: AdoraWeighting | None = None  # of the last batch
         self._daro: DaroWeights | None = None
@@ -47,13 +60,20 @@ class AdvantagePipeline:
         return all(method.plain for method in self.chosen.values())
 
     def weigh(self, groups: Groups) -> AdoraWeighting:
-        """ADORA's weights and their reasons. The weights are 1 if ADORA is not among the methods."""
+        """ADORA's weights and their reasons.
+
+        The weights are 1 if ADORA is not among the methods.
+        """
         weighting = weigh_groups(groups, self.judged_by, groups.step)
-        return self.judged_by.assigned(weighting, self.signal(groups), seed=self.seed, step=groups.step)
+        return self.judged_by.assigned(
+            weighting, signal_P=self.signal(groups), seed=self.seed, step=groups.step
+        )
 
     def signal(self, groups: Groups) -> Tensor:
-        """Which groups have something to teach, bool, (P,). Each is judged alone, whatever else is in the batch, so
-        groups can be chosen by it before they are weighed; nothing is remembered.
+        """Which groups have something to teach, bool, (P,).
+
+        Each is judged alone, whatever else is in the batch, so groups can be chosen by it before
+        they are weighed; nothing is remembered.
         """
         signal_P = groups.differs_P
         for method in self.chosen.values():
@@ -61,12 +81,15 @@ class AdvantagePipeline:
         return signal_P & groups.scored_PG.any(dim=1)
 
     def __call__(self, groups: Groups, advantages_PG: Tensor) -> Tensor:
-        """Turn TRL's advantages of whole groups into the ones to learn from, both (P, G). Call it once in a generation,
-        with all groups that are learned from and no others: some methods weigh a group by the rest, and DARO learns.
+        """Turn TRL's advantages of whole groups into the ones to learn from, both (P, G).
+
+        Call it once in a generation, with all groups that are learned from and no others: some
+        methods weigh a group by the rest, and DARO learns.
 
         Afterwards `weighting` holds the weights that were applied, and their reasons.
         """
-        self.figures, self.weighting = {}, self.weigh(groups)
+        self.weighting = self.weigh(groups)
+        self.figures = {}
         self.rate = self.weighting.rate
         if self.judged_by.assign == "rate":
             self.figures["rate_scale"] = self.rate
@@ -87,12 +110,16 @@ class AdvantagePipeline:
         return self._daro
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs, in a form that JSON can hold. Empty if no method remembers anything."""
+        """What a resumed run needs, in a form that JSON can hold.
+
+        Empty if no method remembers anything.
+        """
         daro = self._daro.state() if self._daro is not None else self._saved
         rate = {"rate": self.rate} if self.judged_by.assign == "rate" else {}
         return {**({} if daro is None else {"daro": daro}), **rate}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned. Call it before the first batch."""
-        self._saved, self._daro = state.get("daro"), None
+        self._saved = state.get("daro")
+        self._daro = None
         self.rate = float(state.get("rate", 1.0))

@@ -1,5 +1,5 @@
-"""What `tiny`, `tiny_perimeter`, `tiny_text`, `tiny_zoom`, `synthetic` and `knights` stand for, and how the tiny models
-are made.
+"""What `tiny`, `tiny_perimeter`, `tiny_text`, `tiny_zoom`, `synthetic` and `knights` stand for, and
+how the tiny models are made.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,10 @@ TINY_FAMILIES = (DEFAULT_FAMILY, "qwen3_vl", "qwen3_5")
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Steps of `batch_size` examples. The vision tower learns several times faster if the first prompts are short."""
+    """Steps of `batch_size` examples.
+
+    The vision tower learns several times faster if the first prompts are short.
+    """
 
     steps: int = 1800
     short_prompt_steps: int = 800

@@ -1,7 +1,8 @@
-"""`python -m adora_vl.builtin --output DIR [--family FAMILY]`: build and warm-start a tiny model from scratch.
+"""`python -m adora_vl.builtin --output DIR [--start NAME]`: build a tiny model.
 
-`--start perimeter` and `--start zoom` build the models of two tasks, which go on from the shipped `tiny`. `--find NAME`
-prints the folder of a tiny model, built in the cache where it is missing.
+`tiny` is built from scratch, for any of the families; `tiny_perimeter` and `tiny_zoom` go on from
+the shipped `tiny`. `--find NAME` prints the folder of a tiny model, built in the cache where it is
+missing.
 """
 
 import json
@@ -13,7 +14,7 @@ from adora_vl.builtin import DEFAULT_FAMILY, TINY_FAMILIES, WarmStart
 from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, imports, path, whole
 
 with imports():
-    from adora_vl.models.load import SHIPPED, TINY_TEXT_MODEL
+    from adora_vl.models.load import TINY_MODEL, TINY_MODELS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,9 +22,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m adora_vl.builtin", description=__doc__)
     by_default = "%(default)s by default"
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--output", type=path, metavar="DIR", help="replaced if it holds a tiny model")
-    what.add_argument("--find", choices=(*SHIPPED, TINY_TEXT_MODEL), help="print its folder, built if it is missing")
-    parser.add_argument("--start", choices=("drawn", "perimeter", "zoom"), default="drawn", help=by_default)
+    what.add_argument(
+        "--output", type=path, metavar="DIR", help="replaced if it holds a tiny model"
+    )
+    what.add_argument(
+        "--find",
+        choices=TINY_MODELS,
+        help="print its folder, built if it is missing",
+    )
+    parser.add_argument("--start", choices=TINY_MODELS, default=TINY_MODEL, help=by_default)
     parser.add_argument("--family", choices=TINY_FAMILIES, default=DEFAULT_FAMILY, help=by_default)
     what_steps = "of the warm start (%(default)s); 0: random weights"
     parser.add_argument("--steps", type=whole(0), default=defaults.steps, help=what_steps)
@@ -31,21 +38,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def command() -> None:
         options = parser.parse_args(arguments)
-        from adora_vl.builtin.assets import resolve_model
-        from adora_vl.builtin.tiny_perimeter import build_perimeter_model
+        from adora_vl.builtin.builtin_data import STARTS, resolve_model
+        from adora_vl.builtin.small_model import build_start
         from adora_vl.builtin.tiny_vl import build_tiny_model
-        from adora_vl.builtin.tiny_zoom import build_zoom_model
 
         if options.find:
             with redirect_stdout(sys.stderr):  # what its training prints
                 folder = resolve_model(options.find)
             print(folder)
             return
-        if options.start == "drawn":
+        if options.start == TINY_MODEL:
             short = min(defaults.short_prompt_steps, options.steps // 2)
-            facts = build_tiny_model(options.output, WarmStart(options.steps, short, seed=options.seed), options.family)
+            plan = WarmStart(options.steps, short, seed=options.seed)
+            facts = build_tiny_model(options.output, plan, options.family)
         else:
-            facts = (build_zoom_model if options.start == "zoom" else build_perimeter_model)(options.output)
+            start = STARTS[options.start]
+            facts = build_start(options.output, start.plan, start.begin)
         print(json.dumps(facts, indent=2))
 
     return exit_code_of(command, "nothing was written, and what was there before is unchanged")

@@ -1,4 +1,6 @@
-"""The tiny models' processors: the families' own classes around a small tokenizer with Qwen's special tokens."""
+"""The tiny models' processors: the families' own classes around a small tokenizer with Qwen's
+special tokens.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,34 +13,55 @@ from adora_vl.models.families import FAMILIES
 from adora_vl.models.load import PRETRAINED
 
 VOCABULARY = 600
-END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|im_end|>"
+END_OF_TEXT = "<|endoftext|>"
+END_OF_TURN = "<|im_end|>"
 SPECIAL_TOKENS = (
-    END_OF_TEXT, "<|im_start|>", END_OF_TURN, "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
-    "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
-    "<|image_pad|>", "<|video_pad|>",
-)  # fmt: skip
+    END_OF_TEXT,
+    "<|im_start|>",
+    END_OF_TURN,
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
 MAX_PIXELS = 448 * 448
 
-# The behaviour of Qwen2.5-VL's template for text and images, in our own words (no tools, no videos, no image ids).
+# The behaviour of Qwen2.5-VL's template for text and images, in our own words (no tools, no videos,
+# no image ids).
 CHAT_TEMPLATE = (PRETRAINED / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer with Qwen's special tokens whose at most `VOCABULARY` entries are learnt from `texts`."""
+    """A tokenizer with Qwen's special tokens whose at most `VOCABULARY` entries are learnt from
+    `texts`.
+    """
     made = Tokenizer(models.BPE())
     # Single digits: a model this small adds and halves numbers only if their digits are its tokens.
-    digits, rest = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    rest = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=list(SPECIAL_TOKENS), show_progress=False,
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIAL_TOKENS),
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     made.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token=END_OF_TURN, pad_token=END_OF_TEXT,
-        additional_special_tokens=list(SPECIAL_TOKENS), padding_side="left",
-    )  # fmt: skip
+        tokenizer_object=made,
+        eos_token=END_OF_TURN,
+        pad_token=END_OF_TEXT,
+        additional_special_tokens=list(SPECIAL_TOKENS),
+        padding_side="left",
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -57,8 +80,13 @@ def processor_around(tokenizer: PreTrainedTokenizerBase, family: str) -> Any:
     video: Any = transformers.Qwen2VLVideoProcessor
     if family in ("qwen3_vl", "qwen3_5"):
         own |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # as published
-        processor, video = transformers.Qwen3VLProcessor, transformers.Qwen3VLVideoProcessor
+        processor = transformers.Qwen3VLProcessor
+        video = transformers.Qwen3VLVideoProcessor
     return processor(
-        image_processor=transformers.Qwen2VLImageProcessor(min_pixels=vision.unit**2, max_pixels=MAX_PIXELS, **own),
-        tokenizer=tokenizer, video_processor=video(), chat_template=CHAT_TEMPLATE,
-    )  # fmt: skip
+        image_processor=transformers.Qwen2VLImageProcessor(
+            min_pixels=vision.unit**2, max_pixels=MAX_PIXELS, **own
+        ),
+        tokenizer=tokenizer,
+        video_processor=video(),
+        chat_template=CHAT_TEMPLATE,
+    )

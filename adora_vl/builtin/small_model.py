@@ -1,10 +1,14 @@
-"""What small models have in common: one training loop, and a folder that holds a whole model or none."""
+"""How every small model is built.
+
+A start says what is taught in which lessons, one loop teaches it, and a folder holds a whole model
+or none.
+"""
 
 import json
 import statistics
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +22,26 @@ from adora_vl.utils.files import check_folder, read_object, replacing_folder, wr
 
 
 def fresh_model(make: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
-    """What `make` makes, its matrices drawn from the seed. The caller's random state is left alone."""
+    """What `make` makes, its matrices drawn from the seed.
+
+    The caller's random state is left alone.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = make()
         for name, parameter in model.named_parameters():
             if parameter.ndim < 2 or "norm" in name:
                 continue
-            # Wider than the default 0.02, which at this width leaves the first hundreds of steps without a gradient.
+            # Wider than the default 0.02, which at this width leaves the first hundreds of steps
+            # without a gradient.
             looked_up = "embed_tokens" in name or "pos_embed" in name
-            std = 0.05 if looked_up else 0.03 if "patch_embed" in name else 0.5 / parameter[0].numel() ** 0.5
+            std = (
+                0.05
+                if looked_up
+                else 0.03
+                if "patch_embed" in name
+                else 0.5 / parameter[0].numel() ** 0.5
+            )
             torch.nn.init.normal_(parameter, std=std)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
@@ -35,11 +49,13 @@ def fresh_model(make: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, see
 
 
 def fit(model: Any, loss_of: Callable[[int], Tensor], steps: int, learning_rate: float) -> float:
-    """Train in place on `loss_of(step)`, a scalar, with AdamW and one cycle of the rate; then evaluation mode. Returns
-    the mean loss of the last 50 steps.
+    """Train in place on `loss_of(step)`, a scalar, with AdamW and one cycle of the rate; then
+    evaluation mode. Returns the mean loss of the last 50 steps.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, learning_rate, total_steps=steps, pct_start=0.1
+    )
     model.train()
     losses: list[float] = []
     for step in tqdm(range(steps), desc="warm start", disable=not sys.stderr.isatty()):
@@ -54,6 +70,53 @@ def fit(model: Any, loss_of: Callable[[int], Tensor], steps: int, learning_rate:
     return statistics.fmean(losses[-50:])
 
 
+@dataclass(frozen=True)
+class Lesson:
+    """Steps of one training with one cycle of the learning rate. `loss_of(step)` is a scalar."""
+
+    steps: int
+    learning_rate: float
+    loss_of: Callable[[int], Tensor]
+
+
+@dataclass(frozen=True)
+class Untaught:
+    """A model before its lessons, with the processor or tokenizer that belongs to it."""
+
+    model: Any
+    processor: Any
+    lessons: Sequence[Lesson]
+    facts: Mapping[str, object] = field(default_factory=dict)  # beside the plan, for `build.json`
+
+
+def build_start(folder: Path, plan: Any, begin: Callable[[Any], Untaught]) -> dict[str, object]:
+    """Begin a model by its plan, a dataclass, teach it its lessons in order, and save it.
+
+    Returns and saves (`build.json`) how it was made. `folder` appears complete or not at all. The
+    same versions and number of threads give the same weights. Raises `UserError` where `folder`
+    holds anything else.
+    """
+    check_place(folder)
+    untaught = begin(plan)
+    losses = []
+    for lesson in untaught.lessons:
+        loss = fit(
+            untaught.model,
+            loss_of=lesson.loss_of,
+            steps=lesson.steps,
+            learning_rate=lesson.learning_rate,
+        )
+        losses.append(round(loss, 4))
+    return save_built(
+        folder,
+        model=untaught.model,
+        processor=untaught.processor,
+        plan=plan,
+        final_losses=losses,
+        **untaught.facts,
+    )
+
+
 _FACTS = "build.json"
 
 
@@ -65,7 +128,10 @@ def check_place(folder: Path) -> None:
         if there and not folder.is_dir():
             raise UserError(f"output: {str(folder)!r} is a file; choose a folder")
         if there and any(folder.iterdir()) and not (folder / _FACTS).is_file():
-            raise UserError(f"output: {str(folder)!r} holds something else than a tiny model; choose another folder")
+            raise UserError(
+                f"output: {str(folder)!r} holds something else than a tiny model; choose another "
+                "folder"
+            )
 
 
 def is_built(folder: Path, plan: Mapping[str, object]) -> bool:
@@ -74,9 +140,12 @@ def is_built(folder: Path, plan: Mapping[str, object]) -> bool:
     return (folder / "model.safetensors").is_file() and bool(built == json.loads(json.dumps(plan)))
 
 
-def save_built(folder: Path, model: Any, processor: Any, plan: Any, **more: object) -> dict[str, object]:
-    """Save a model, its processor and how both were made (`build.json`), which is returned: `plan`, a dataclass, and
-    `more`. What was at `folder` goes when they are whole. Raises `UserError` where that cannot be written.
+def save_built(
+    folder: Path, model: Any, processor: Any, plan: Any, **more: object
+) -> dict[str, object]:
+    """Save a model, its processor and how both were made (`build.json`), which is returned: `plan`,
+    a dataclass, and `more`. What was at `folder` goes when they are whole. Raises `UserError` where
+    that cannot be written.
     """
     facts = {"parameters": sum(p.numel() for p in model.parameters()), **more, "plan": asdict(plan)}
     with written_to("output", folder), replacing_folder(folder) as made:

@@ -1,30 +1,34 @@
-"""The tiny text-only policy: a Qwen2.5 language model with its own small vocabulary, for knights and knaves.
+"""The tiny text-only policy: a Qwen2.5 language model with its own small vocabulary, for knights
+and knaves.
 
-It is built where it is missing. A teacher shows right answers to puzzles with two people and stops early: most greedy
-answers are right then, but few sampled ones, and reinforcement learning has the rest to teach.
+It is built where it is missing. A teacher shows right answers to puzzles with two people and stops
+early: most greedy answers are right then, but few sampled ones, and reinforcement learning has the
+rest to teach.
 """
 
 import random
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.builtin.processor import END_OF_TURN, build_tokenizer
-from adora_vl.builtin.small_model import check_place, fit, fresh_model, save_built
+from adora_vl.builtin.small_model import Lesson, Untaught, fresh_model
 from adora_vl.builtin.tiny_vl import Encoded, answer_loss, language_settings
 from adora_vl.data.prompts import conversation
-from data_prep.knights import generate
+from adora_vl.synthetic.knights import generate
 
 _DATA_SEED = 1000  # other puzzles than any training run draws by default
 
 
 @dataclass(frozen=True)
 class TextStart:
-    """Steps of `batch_size` puzzles with (fewest, most) people. More of them leave less to learn."""
+    """Steps of `batch_size` puzzles with (fewest, most) people.
+
+    More of them leave less to learn.
+    """
 
     steps: int = 80
     batch_size: int = 64
@@ -34,24 +38,27 @@ class TextStart:
     seed: int = 1
 
 
-def build_tiny_text_model(folder: Path, plan: TextStart | None = None) -> dict[str, object]:
-    """As `build_tiny_model`, of the text-only model and its tokenizer."""
-    check_place(folder)
-    plan = plan or TextStart()
-    texts = [f"system user assistant You are a helpful assistant.\n{row['problem']}\n{row['answer']}"
-             for row in generate(500, seed=_DATA_SEED)]  # fmt: skip
+def begin_text(plan: TextStart) -> Untaught:
+    """The text-only model with fresh weights, and its one lesson."""
+    texts = [
+        f"system user assistant You are a helpful assistant.\n{row['problem']}\n{row['answer']}"
+        for row in generate(500, seed=_DATA_SEED)
+    ]
     tokenizer = build_tokenizer(texts)
     config = Qwen2Config(**language_settings(tokenizer))
     model = fresh_model(partial(Qwen2ForCausalLM, config), tokenizer, plan.seed)
-    rng, prompts, answers = random.Random(plan.seed), list[Tensor](), list[Tensor]()
+    rng = random.Random(plan.seed)
+    prompts = list[Tensor]()
+    answers = list[Tensor]()
     for row in generate(plan.rows, seed=_DATA_SEED, people=plan.people):
         asked = conversation(row["problem"], None)
         prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
-        for ids, text in ((prompts, prompt), (answers, row["meta"]["solution"] + END_OF_TURN)):
-            ids.append(torch.tensor(tokenizer(text)["input_ids"]))
+        answer = row["meta"]["solution"] + END_OF_TURN
+        prompts.append(torch.tensor(tokenizer(prompt)["input_ids"]))
+        answers.append(torch.tensor(tokenizer(answer)["input_ids"]))
 
     def loss_of(_: int) -> Tensor:
-        return answer_loss(model, Encoded(prompts), answers, rng.sample(range(len(prompts)), plan.batch_size))
+        picks = rng.sample(range(len(prompts)), plan.batch_size)
+        return answer_loss(model, data=Encoded(prompts), answers=answers, picks=picks)
 
-    loss = fit(model, loss_of, plan.steps, plan.learning_rate)
-    return save_built(folder, model, tokenizer, plan, final_loss=round(loss, 4))
+    return Untaught(model, tokenizer, [Lesson(plan.steps, plan.learning_rate, loss_of)])

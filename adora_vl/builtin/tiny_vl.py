@@ -15,19 +15,24 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedT
 
 from adora_vl.builtin import DEFAULT_FAMILY, WarmStart
 from adora_vl.builtin.processor import END_OF_TURN, build_processor, processor_around
-from adora_vl.builtin.small_model import check_place, fit, fresh_model, save_built
+from adora_vl.builtin.small_model import Lesson, Untaught, build_start, fresh_model
 from adora_vl.data.dataset import Row
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.models.families import FAMILIES
 from adora_vl.models.load import PRETRAINED
-from data_prep.synthetic.generate import generate
+from adora_vl.synthetic.generate import generate
 
-WIDTH, LAYERS, HEAD_SIZE = 96, 3, 32
-# What the families' configs differ in. Qwen3-VL interleaves the three kinds of positions, which vLLM reads from the
-# config and Transformers always does. Deepstack features enter behind the first two of three layers, so that their
-# number is not that of the layers, and the position embeddings are a grid of 8 x 8. Qwen3.5 has linear attention in all
-# layers but the last, and rotates a quarter of each head there as published.
-_OWN: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # config, text, rotary, vision
+WIDTH = 96
+LAYERS = 3
+HEAD_SIZE = 32
+# What the families' configs differ in. Qwen3-VL interleaves the three kinds of positions, which
+# vLLM reads from the config and Transformers always does. Deepstack features enter behind the first
+# two of three layers, so that their number is not that of the layers, and the position embeddings
+# are a grid of 8 x 8. Qwen3.5 has linear attention in all layers but the last, and rotates a
+# quarter of each head there as published.
+_OWN: dict[
+    str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]
+] = {  # config, text, rotary, vision
     "qwen2_5_vl": (
         transformers.Qwen2_5_VLConfig,
         {"layer_types": ["full_attention"] * LAYERS},
@@ -58,14 +63,23 @@ _OWN: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = { 
 def language_settings(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Of the language model in a config: three layers, untied embeddings.
 
-    Untied, because the CPU engine refreshes only one use of a tied embedding when weights are synced.
+    Untied, because the CPU engine refreshes only one use of a tied embedding when weights are
+    synced.
     """
     return {
-        "vocab_size": len(tokenizer), "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": LAYERS,
-        "num_attention_heads": WIDTH // HEAD_SIZE, "num_key_value_heads": 1, "head_dim": HEAD_SIZE,
-        "max_position_embeddings": 2048, "bos_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id, "tie_word_embeddings": False,
-    }  # fmt: skip
+        "vocab_size": len(tokenizer),
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": WIDTH // HEAD_SIZE,
+        "num_key_value_heads": 1,
+        "head_dim": HEAD_SIZE,
+        "max_position_embeddings": 2048,
+        "bos_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "tie_word_embeddings": False,
+    }
 
 
 def build_config(tokenizer: PreTrainedTokenizerBase, family: str = DEFAULT_FAMILY) -> Any:
@@ -77,31 +91,46 @@ def build_config(tokenizer: PreTrainedTokenizerBase, family: str = DEFAULT_FAMIL
     rotary = {"rope_type": "default", "rope_theta": 1e4, **own_rotary}
     text = {**language_settings(tokenizer), "rope_parameters": rotary, **own_text}
     vision = {
-        "depth": LAYERS, "hidden_size": WIDTH, "num_heads": WIDTH // HEAD_SIZE, "intermediate_size": 2 * WIDTH,
-        "out_hidden_size": WIDTH, "patch_size": known.unit // 2, "spatial_merge_size": 2, "temporal_patch_size": 2,
+        "depth": LAYERS,
+        "hidden_size": WIDTH,
+        "num_heads": WIDTH // HEAD_SIZE,
+        "intermediate_size": 2 * WIDTH,
+        "out_hidden_size": WIDTH,
+        "patch_size": known.unit // 2,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
         **own_vision,
-    }  # fmt: skip
+    }
     return config(
-        text_config=text, vision_config=vision, image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"], vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"], tie_word_embeddings=False,
-    )  # fmt: skip
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=False,
+    )
 
 
-def build_model(tokenizer: PreTrainedTokenizerBase, seed: int = 0, family: str = DEFAULT_FAMILY) -> Any:
+def build_model(
+    tokenizer: PreTrainedTokenizerBase, seed: int = 0, family: str = DEFAULT_FAMILY
+) -> Any:
     """A model with fresh float32 weights, the same for the same seed."""
     config = build_config(tokenizer, family)
     make = partial(AutoModelForImageTextToText.from_config, config, dtype=torch.float32)
     return fresh_model(make, tokenizer, seed)
 
 
-# Share of slips in the teacher's answers, by family: where it is above one half, greedy decoding is wrong at first.
+# Share of slips in the teacher's answers, by family: where it is above one half, greedy decoding is
+# wrong at first.
 SLIPS = {"isosceles": 0.7, "polygon": 0.35, "right_triangle": 0.7, "crossing": 0.35, "circle": 0.7}
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """`rows` as tensors: prompts (list of (T,) int64), pixels (rows, patches, values) half, grids (rows, 3)."""
+    """`rows` as tensors: prompts (list of (T,) int64), pixels (rows, patches, values) half, grids
+    (rows, 3).
+    """
 
     prompts: list[Tensor]
     pixels: Tensor | None = None
@@ -110,9 +139,17 @@ class Encoded:
 
 def encode(processor: Any, rows: list[Row], system_prompt: str) -> Encoded:
     asked = [conversation_with_images(row["problem"], 1, system_prompt) for row in rows]
-    texts = [processor.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in asked]
-    batch = processor(text=texts, images=[row["images"] for row in rows], padding=True, return_tensors="pt")
-    prompts = [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    texts = [
+        processor.apply_chat_template(one, add_generation_prompt=True, tokenize=False)
+        for one in asked
+    ]
+    batch = processor(
+        text=texts, images=[row["images"] for row in rows], padding=True, return_tensors="pt"
+    )
+    prompts = [
+        ids[mask.bool()]
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
     pixels = batch["pixel_values"].view(len(rows), -1, batch["pixel_values"].shape[-1])
     return Encoded(prompts, pixels.half(), batch["image_grid_thw"])
 
@@ -126,7 +163,13 @@ def answer_loss(model: Any, data: Encoded, answers: Answers, picks: list[int]) -
     if data.pixels is None or data.grids is None:
         return token_loss(model, sequences, labels)
     pixels = data.pixels[picks].flatten(0, 1).float()
-    return token_loss(model, sequences, labels, pixel_values=pixels, image_grid_thw=data.grids[picks])
+    return token_loss(
+        model,
+        sequences=sequences,
+        labels=labels,
+        pixel_values=pixels,
+        image_grid_thw=data.grids[picks],
+    )
 
 
 def token_loss(model: Any, sequences: list[Tensor], labels: list[Tensor], **seen: Tensor) -> Tensor:
@@ -141,8 +184,8 @@ def token_loss(model: Any, sequences: list[Tensor], labels: list[Tensor], **seen
     return loss
 
 
-def warm_start(model: Any, processor: Any, rows: list[Row], plan: WarmStart) -> float:
-    """Train `model` in place on `rows` (synthetic, one image each). Returns the mean loss of the last 50 steps."""
+def warm_start(model: Any, processor: Any, rows: list[Row], plan: WarmStart) -> Lesson:
+    """The lesson of the tiny model on `rows` (synthetic, one image each)."""
     rng = random.Random(plan.seed)
     short = encode(processor, rows, "Answer.")
     full = encode(processor, rows, SYSTEM_PROMPT)
@@ -153,31 +196,45 @@ def warm_start(model: Any, processor: Any, rows: list[Row], plan: WarmStart) -> 
 
     def loss_of(step: int) -> Tensor:
         data = short if step < plan.short_prompt_steps else full
-        return answer_loss(model, data, answers, rng.sample(range(len(rows)), plan.batch_size))
+        return answer_loss(
+            model, data=data, answers=answers, picks=rng.sample(range(len(rows)), plan.batch_size)
+        )
 
-    return fit(model, loss_of, plan.steps, plan.learning_rate)
+    return Lesson(plan.steps, plan.learning_rate, loss_of)
 
 
 _VOCABULARY_ROWS = 2000
 _DATA_SEED = 1000  # other problems than any training run draws by default
 
 
-def build_tiny_model(folder: Path, plan: WarmStart | None = None, family: str = DEFAULT_FAMILY) -> dict[str, object]:
-    """Build, warm-start and save the tiny model and its processor. Returns and saves (`build.json`) how it was made.
-    Other families than the first have its tokenizer. `folder` appears complete or not at all. The same versions and
-    number of threads give the same weights. Raises `UserError` where `folder` holds anything else.
+def begin_tiny(plan: WarmStart, family: str = DEFAULT_FAMILY) -> Untaught:
+    """The tiny model with fresh weights, and its lesson, of a plan with any steps.
+
+    Other families than the first have its tokenizer.
     """
-    check_place(folder)
-    plan = plan or WarmStart()
-    rows = list(generate(plan.rows, seed=_DATA_SEED)) if plan.steps or family == DEFAULT_FAMILY else []
+    rows = []
+    if plan.steps or family == DEFAULT_FAMILY:
+        rows = list(generate(plan.rows, seed=_DATA_SEED))
     if family == DEFAULT_FAMILY:
         texts = [f"system user assistant {SYSTEM_PROMPT}\n"] * 50
-        texts += [f"{r['problem']}\n{r['meta']['solution']}\n{r['meta']['slip']}" for r in rows[:_VOCABULARY_ROWS]]
+        for row in rows[:_VOCABULARY_ROWS]:
+            meta = row["meta"]
+            texts.append(f"{row['problem']}\n{meta['solution']}\n{meta['slip']}")
         processor = build_processor(texts)
     else:
         processor = processor_around(AutoTokenizer.from_pretrained(PRETRAINED), family)
     model = build_model(processor.tokenizer, seed=plan.seed, family=family)
-    loss = warm_start(model, processor, rows, plan) if plan.steps else None
-    versions = {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__}
-    final_loss = None if loss is None else round(loss, 4)
-    return save_built(folder, model, processor, plan, final_loss=final_loss, slips=SLIPS, **versions)
+    lessons = [warm_start(model, processor=processor, rows=rows, plan=plan)] if plan.steps else []
+    facts = {
+        "slips": SLIPS,
+        "torch": torch.__version__.split("+")[0],
+        "transformers": transformers.__version__,
+    }
+    return Untaught(model=model, processor=processor, lessons=lessons, facts=facts)
+
+
+def build_tiny_model(
+    folder: Path, plan: WarmStart | None = None, family: str = DEFAULT_FAMILY
+) -> dict[str, object]:
+    """Build a tiny model of a family, as `build_start` does."""
+    return build_start(folder, plan or WarmStart(), partial(begin_tiny, family=family))

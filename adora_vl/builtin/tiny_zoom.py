@@ -1,4 +1,5 @@
-"""`tiny_zoom`: the tiny model, taught to look at a corner of a picture again, or to guess the number that stands there.
+"""`tiny_zoom`: the tiny model, taught to look at a corner of a picture again, or to guess the
+number that stands there.
 
 It sees 56 x 56 of 448 x 448 pixels (`max_pixels: 3136`), in which no number can be read.
 """
@@ -6,7 +7,6 @@ It sees 56 x 56 of 448 x 448 pixels (`max_pixels: 3136`), in which no number can
 import json
 import random
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,16 +15,17 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from adora_vl.builtin.processor import END_OF_TURN, build_processor
-from adora_vl.builtin.small_model import check_place, fit, save_built
+from adora_vl.builtin.small_model import Lesson, Untaught
 from adora_vl.builtin.tiny_vl import build_model, token_loss
-from adora_vl.config.blocks import ToolOptions
+from adora_vl.config.options import ToolOptions
 from adora_vl.data.prompts import conversation_with_images, with_tools
 from adora_vl.models.load import PRETRAINED
+from adora_vl.synthetic.corners import CORNERS, PARTS, answer, cell, drawn, question
 from adora_vl.tools.ours import View
 from adora_vl.tools.run import Toolbox, choose_tools
-from data_prep.synthetic.corners import CORNERS, PARTS, answer, cell, drawn, question
 
-SIZE, SEEN = 448, 56
+SIZE = 448
+SEEN = 56
 SYSTEM = "Look with zoom."  # as `configs/train/tiny_zoom.yaml` has it
 _IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _DATA_SEED = 3000  # other problems than any training run draws by default
@@ -33,9 +34,9 @@ Part = tuple[str, bool]  # of a conversation: a text, and whether the model says
 
 @dataclass(frozen=True)
 class ZoomStart:
-    """Two stages: to read single corners, behind short prompts, by which a vision tower learns several times faster;
-    then conversations of a teacher that calls with the share `calls`, half of the time for any corner, and
-    else guesses.
+    """Two stages: to read single corners, behind short prompts, by which a vision tower learns
+    several times faster; then conversations of a teacher that calls with the share `calls`, half of
+    the time for any corner, and else guesses.
 
     `tool`: without it the number is told at once, which nobody can see.
     """
@@ -53,18 +54,26 @@ def call_for(corner: str) -> str:
     """The call of `zoom` for a corner, in pixels of the picture as it is seen."""
     part = SEEN // PARTS
     x, y = (0 if word in corner else SEEN - part for word in ("left", "top"))
-    told = json.dumps({"name": "zoom", "arguments": {"x1": x, "y1": y, "x2": x + part, "y2": y + part}})
+    told = json.dumps(
+        {"name": "zoom", "arguments": {"x1": x, "y1": y, "x2": x + part, "y2": y + part}}
+    )
     return f"<tool_call>\n{told}\n</tool_call>"
 
 
 class _Teacher:
     def __init__(self, processor: Any, toolbox: Toolbox, plan: ZoomStart) -> None:
-        self.processor, self.toolbox, self.plan = processor, toolbox, plan
+        self.processor = processor
+        self.toolbox = toolbox
+        self.plan = plan
         self.rng = random.Random(plan.seed + _DATA_SEED)
 
     def prompt(self, corner: str) -> str:
-        asked = conversation_with_images(question(corner), 1, with_tools(SYSTEM, self.toolbox.schemas))
-        return str(self.processor.apply_chat_template(asked, add_generation_prompt=True, tokenize=False))
+        asked = conversation_with_images(
+            question(corner), 1, with_tools(SYSTEM, self.toolbox.schemas)
+        )
+        return str(
+            self.processor.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+        )
 
     def single(self) -> tuple[list[Part], list[Image.Image]]:
         """A corner by itself and its number."""
@@ -98,26 +107,34 @@ class _Teacher:
 def _loss(model: Any, processor: Any, rows: list[tuple[list[Part], list[Image.Image]]]) -> Tensor:
     """Of the tokens that the model says."""
     seen = processor.image_processor(
-        images=[image.resize((SEEN, SEEN), Image.Resampling.BICUBIC) for _, images in rows for image in images],
+        images=[
+            image.resize((SEEN, SEEN), Image.Resampling.BICUBIC)
+            for _, images in rows
+            for image in images
+        ],
         return_tensors="pt",
     )
-    image_id, each = model.config.image_token_id, (SEEN // 28) ** 2
+    image_id = model.config.image_token_id
+    each = (SEEN // 28) ** 2
     sequences, labels = [], []
     for parts, _ in rows:
-        ids, own = list[int](), list[bool]()
+        ids = list[int]()
+        own = list[bool]()
         for text, said in parts:
             for token in processor.tokenizer(text, add_special_tokens=False)["input_ids"]:
                 ids += [token] * (each if token == image_id else 1)
             own += [said] * (len(ids) - len(own))
         sequences.append(torch.tensor(ids))
         labels.append(torch.where(torch.tensor(own), sequences[-1], -100))
-    return token_loss(model, sequences, labels, **seen)
+    return token_loss(model, sequences=sequences, labels=labels, **seen)
 
 
 def _begun(processor: Any, seed: int) -> Any:
     """The shipped model behind another vocabulary: it has learned to read numbers in drawn figures."""
-    model, known = build_model(processor.tokenizer, seed), AutoModelForImageTextToText.from_pretrained(PRETRAINED)
-    old, own = AutoTokenizer.from_pretrained(PRETRAINED).get_vocab(), model.state_dict()
+    model = build_model(processor.tokenizer, seed)
+    known = AutoModelForImageTextToText.from_pretrained(PRETRAINED)
+    old = AutoTokenizer.from_pretrained(PRETRAINED).get_vocab()
+    own = model.state_dict()
     with torch.no_grad():
         for name, tensor in known.state_dict().items():
             if "embed_tokens" not in name and "lm_head" not in name:
@@ -129,26 +146,36 @@ def _begun(processor: Any, seed: int) -> Any:
     return model
 
 
-def build_zoom_model(folder: Path, plan: ZoomStart | None = None) -> dict[str, object]:
-    """As `build_tiny_model`, going on from the shipped tiny model."""
-    check_place(folder)
-    plan = plan or ZoomStart()
+def begin_zoom(plan: ZoomStart) -> Untaught:
+    """The shipped tiny model behind another vocabulary, and its two lessons."""
     toolbox = Toolbox(choose_tools(["zoom"]), ToolOptions(), View(SEEN**2, SEEN**2, 28))
-    told = with_tools(SYSTEM, toolbox.schemas)
-    often = f"system {told} user assistant\n<tool_response>\nPicture 1: \n</tool_response>"
-    texts = [call_for(corner) + answer(number) + question(corner) for corner in CORNERS for number in range(10, 100)]
+    system = with_tools(SYSTEM, toolbox.schemas)
+    often = f"system {system} user assistant\n<tool_response>\nPicture 1: \n</tool_response>"
+    texts = [
+        call_for(corner) + answer(number) + question(corner)
+        for corner in CORNERS
+        for number in range(10, 100)
+    ]
     processor = build_processor([*[often] * 200, *texts])
     model = _begun(processor, plan.seed)
     teacher = _Teacher(processor, toolbox, plan)
 
-    single = teacher.single if plan.tool else lambda: teacher.direct(short=True)
-    talk = teacher.turns if plan.tool else lambda: teacher.direct(short=False)
+    def read(_: int) -> Tensor:
+        rows = [
+            teacher.single() if plan.tool else teacher.direct(short=True)
+            for _ in range(2 * plan.batch_size)
+        ]
+        return _loss(model, processor, rows)
 
-    def taught(row: Any, size: int, steps: int, rate: float) -> float:
-        return fit(model, lambda _: _loss(model, processor, [row() for _ in range(size)]), steps, rate)
+    def talk(_: int) -> Tensor:
+        rows = [
+            teacher.turns() if plan.tool else teacher.direct(short=False)
+            for _ in range(plan.batch_size)
+        ]
+        return _loss(model, processor, rows)
 
-    losses = [
-        taught(single, 2 * plan.batch_size, plan.steps, plan.learning_rate),
-        taught(talk, plan.batch_size, plan.teacher_steps, plan.learning_rate * 2 / 3),
+    lessons = [
+        Lesson(plan.steps, plan.learning_rate, read),
+        Lesson(plan.teacher_steps, plan.learning_rate * 2 / 3, talk),
     ]
-    return save_built(folder, model, processor, plan, final_losses=[round(loss, 4) for loss in losses])
+    return Untaught(model, processor, lessons)

@@ -1,1 +1,3 @@
-"""Checkpoints that are either whole or ignored, and what a run needs to resume exactly where it stopped."""
+"""Checkpoints that are either whole or ignored, and what a run needs to resume exactly where it
+stopped.
+"""

@@ -22,20 +22,30 @@ from adora_vl.utils.files import replace_file
 from adora_vl.utils.launch import TOO_SHORT, kills_too_early, mute_lost_outputs, under_elastic
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again
-STOPPED_FILE = "stopped.json"  # in output_dir of a stopped run: launchers replace the exit code by their own
-REPEAT_S = 10.0  # the launcher repeats a signal that all processes got; within this time both count as one
+# in output_dir of a stopped run: launchers replace the exit code by their own
+STOPPED_FILE = "stopped.json"
+# the launcher repeats a signal that all processes got; within this time both count as one
+REPEAT_S = 10.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def mark_stopped(output_dir: Path, step: int) -> None:
-    """For scripts that see the launcher's exit code only: the run was stopped by a signal and can be started again."""
-    facts = {"exit_code": EXIT_STOPPED, "step": step, "checkpoint": f"{PREFIX_CHECKPOINT_DIR}-{step}"}
+    """For scripts that see the launcher's exit code only: the run was stopped by a signal and can
+    be started again.
+    """
+    facts = {
+        "exit_code": EXIT_STOPPED,
+        "step": step,
+        "checkpoint": f"{PREFIX_CHECKPOINT_DIR}-{step}",
+    }
     replace_file(output_dir / STOPPED_FILE, json.dumps(facts) + "\n")
 
 
 class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """The first signal to any rank saves and ends the run after the current optimizer step. A signal that comes
-    `REPEAT_S` seconds later or more ends it at once, except SIGHUP: closing a terminal does not mean that.
+    """The first signal to any rank saves and ends the run after the current optimizer step.
+
+    A signal that comes `REPEAT_S` seconds later or more ends it at once, except SIGHUP: closing a
+    terminal does not mean that.
     """
 
     def __init__(self) -> None:
@@ -49,21 +59,30 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """After an error the launcher sends SIGTERM to all ranks, which must not end the one that reports the error."""
+        """After an error the launcher sends SIGTERM to all ranks, which must not end the one that
+        reports the error.
+        """
         self._failed = kind is not None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for number in _SIGNALS:
-            # nohup ignores SIGHUP, but torch's launcher handles it all the same and kills processes that outlast it
-            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN and not under_elastic():
+            # nohup ignores SIGHUP, but torch's launcher handles it all the same and kills processes
+            # that outlast it
+            if (
+                number == signal.SIGHUP
+                and signal.getsignal(number) is signal.SIG_IGN
+                and not under_elastic()
+            ):
                 continue
             self._before[number] = signal.signal(number, self._handle)
         if state.is_world_process_zero and kills_too_early():
             print(TOO_SHORT, file=sys.stderr, flush=True)
 
     def release(self) -> None:
-        """Restore the handlers when all ranks have written everything. A stopped run ignores signals from now on, so
-        that its exit code stays: the launcher sends one to the others as soon as the first rank has ended.
+        """Restore the handlers when all ranks have written everything.
+
+        A stopped run ignores signals from now on, so that its exit code stays: the launcher sends
+        one to the others as soon as the first rank has ended.
         """
         ends = self.stopped or self.received is not None
         for number, handler in self._before.items():
@@ -71,8 +90,11 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
         self._before.clear()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The ranks agree here on whether to stop, because a signal may reach them in different steps."""
-        mute_lost_outputs()  # before anything is logged: a closed terminal is gone before its SIGHUP is passed on
+        """The ranks agree here on whether to stop, because a signal may reach them in different
+        steps.
+        """
+        # before anything is logged: a closed terminal is gone before its SIGHUP is passed on
+        mute_lost_outputs()
         mine = torch.tensor([int(self.received is not None)], device=PartialState().device)
         if bool(gather(mine).any()):
             self.stopped = True
@@ -85,9 +107,13 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
-        self.received, self._received_at = number, time.monotonic()
+        self.received = number
+        self._received_at = time.monotonic()
         if not self._failed:
             line = f"{signal.Signals(number).name}: saving after this optimizer step; "
-            line += f"another signal, {REPEAT_S:.0f} seconds from now or later, ends the run at once\n"
+            line += (
+                f"another signal, {REPEAT_S:.0f} seconds from now or later, ends the run at once\n"
+            )
             with contextlib.suppress(OSError):
-                os.write(2, line.encode())  # a handler may not print: it may have interrupted a print
+                # a handler may not print: it may have interrupted a print
+                os.write(2, line.encode())

@@ -10,10 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from adora_vl.utils.content import file_sha256
 from adora_vl.utils.files import appears, flush, put_in_place, remove_partial, replace_file
+from adora_vl.utils.hashing import file_sha256
 
-MANIFEST, MARK, STAGING = "manifest.json", "complete", ".saving"
+MANIFEST = "manifest.json"
+MARK = "complete"
+STAGING = ".saving"
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _HASHING_THREADS = 8  # hashlib releases the GIL
 
@@ -28,18 +30,25 @@ def checkpoints(output_dir: Path) -> list[Path]:
     """All `checkpoint-N` folders, whole or not, newest first."""
     if not output_dir.is_dir():
         return []
-    found = (path for path in output_dir.iterdir() if path.is_dir() and CHECKPOINT.fullmatch(path.name))
+    found = (
+        path for path in output_dir.iterdir() if path.is_dir() and CHECKPOINT.fullmatch(path.name)
+    )
     return sorted(found, key=step_of, reverse=True)
 
 
-def publish(staged: Path, final: Path, facts: dict[str, Any], written: Collection[str] = ()) -> None:
-    """Seal `staged` with `facts` in its manifest, and make it `final` in one rename; what stands there already (one
-    that was damaged) is moved away first. One process calls this, after all have written. `written`: the files of other
-    machines, which a shared disk may not list here yet. Raises `OSError` where one of them does not appear.
+def publish(
+    staged: Path, final: Path, facts: dict[str, Any], written: Collection[str] = ()
+) -> None:
+    """Seal `staged` with `facts` in its manifest, and make it `final` in one rename; what stands
+    there already (one that was damaged) is moved away first. One process calls this, after all have
+    written. `written`: the files of other machines, which a shared disk may not list here yet.
+    Raises `OSError` where one of them does not appear.
     """
     missing = next((name for name in written if not appears(staged / name)), None)
     if missing is not None:
-        raise FileNotFoundError(errno.ENOENT, "a file of another machine does not appear here", str(staged / missing))
+        raise FileNotFoundError(
+            errno.ENOENT, "a file of another machine does not appear here", str(staged / missing)
+        )
     seal(staged, facts, written)
     replaced = staged.with_name(f"{staged.name}.replaced")
     put_in_place(staged, final, replaced)
@@ -86,7 +95,9 @@ def facts_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def save_of_rank(folder: Path, kind: str, rank: int, content: Any) -> None:
-    """Write what one rank keeps for a resumed run into the checkpoint `folder`, which may not be there yet."""
+    """Write what one rank keeps for a resumed run into the checkpoint `folder`, which may not be
+    there yet.
+    """
     import torch  # in here, since it takes seconds
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,8 +124,9 @@ def newest_valid(output_dir: Path) -> tuple[Path | None, list[tuple[Path, str]]]
 
 
 def rotate(output_dir: Path, keep: int | None) -> None:
-    """Delete all finished checkpoints except the newest `keep` (None keeps all), each renamed first, so that none is
-    ever half there. Folders without the mark are neither counted nor touched. Call it after the newest is published.
+    """Delete all finished checkpoints except the newest `keep` (None keeps all), each renamed
+    first, so that none is ever half there. Folders without the mark are neither counted nor
+    touched. Call it after the newest is published.
     """
     finished = [path for path in checkpoints(output_dir) if (path / MARK).is_file()]
     for checkpoint in finished[keep:] if keep else []:
@@ -142,4 +154,10 @@ def hashes(folder: Path, paths: list[Path]) -> dict[str, dict[str, Any]]:
         return {"sha256": file_sha256(path), "bytes": path.stat().st_size}
 
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        return dict(zip((path.relative_to(folder).as_posix() for path in paths), pool.map(entry, paths), strict=True))
+        return dict(
+            zip(
+                (path.relative_to(folder).as_posix() for path in paths),
+                pool.map(entry, paths),
+                strict=True,
+            )
+        )

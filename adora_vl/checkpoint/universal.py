@@ -1,4 +1,6 @@
-"""DeepSpeed checkpoints for another number of processes: each parameter is whole, with its optimizer state."""
+"""DeepSpeed checkpoints for another number of processes: each parameter is whole, with its
+optimizer state.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ import torch
 from transformers import TrainerCallback
 
 from adora_vl.checkpoint.store import MANIFEST, MARK, facts_of, seal
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replacing_folder
 
 if TYPE_CHECKING:
@@ -25,13 +27,16 @@ if TYPE_CHECKING:
 
 LATEST = "latest_universal"  # DeepSpeed's own name; holds the name of the folder beside it
 _SHARDS = "global_step*"
-_ONLY_WEIGHTS, _ALSO_CODE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # torch reads them
+# torch reads them
+_ONLY_WEIGHTS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_ALSO_CODE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 @contextlib.contextmanager
 def without_code(checkpoint: Path | str) -> Iterator[None]:
-    """Inside, unpickling makes tensors, plain values and the classes that checkpoints of DeepSpeed 0.19 have, and runs
-    nothing else, whatever a caller of `torch.load` asks for. Raises `UserError` for a file that asks for more.
+    """Inside, unpickling makes tensors, plain values and the classes that checkpoints of DeepSpeed
+    0.19 have, and runs nothing else, whatever a caller of `torch.load` asks for. Raises `UserError`
+    for a file that asks for more.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -40,11 +45,15 @@ def without_code(checkpoint: Path | str) -> Iterator[None]:
     before = {name: os.environ.pop(name, None) for name in (_ONLY_WEIGHTS, _ALSO_CODE)}
     os.environ[_ONLY_WEIGHTS] = "1"
     try:
-        with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]):
+        with torch.serialization.safe_globals(
+            [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+        ):
             yield
     except pickle.UnpicklingError as error:
         asked = re.search(r"GLOBAL ([\w.]+)", str(error))
-        asks = f"checkpoint: {str(checkpoint)!r} asks for {asked[1] if asked else 'more than tensors'}"
+        asks = (
+            f"checkpoint: {str(checkpoint)!r} asks for {asked[1] if asked else 'more than tensors'}"
+        )
         why = "which no run has written, and which may run a stranger's code"
         raise UserError(f"{asks}, {why}; use a checkpoint of your own") from error
     finally:
@@ -65,19 +74,25 @@ def is_universal(checkpoint: Path) -> bool:
 
 
 def shards_of(checkpoint: Path) -> Path | None:
-    """The folder with DeepSpeed's file of each rank; None for a checkpoint without DeepSpeed, or a universal one."""
+    """The folder with DeepSpeed's file of each rank; None for a checkpoint without DeepSpeed, or a
+    universal one.
+    """
     return None if is_universal(checkpoint) else next(iter(sorted(checkpoint.glob(_SHARDS))), None)
 
 
 def write_universal(checkpoint: Path, output: Path) -> None:
-    """Write `output`, a whole checkpoint with the content of `checkpoint`, for any number of DeepSpeed processes.
-    DeepSpeed's converter reads the shards with pickle, hence `without_code`: hashes say that a checkpoint is whole, and
-    not who made it. Raises `UserError` where there are no shards to convert, or they ask for code.
+    """Write `output`, a whole checkpoint with the content of `checkpoint`, for any number of
+    DeepSpeed processes. DeepSpeed's converter reads the shards with pickle, hence `without_code`:
+    hashes say that a checkpoint is whole, and not who made it. Raises `UserError` where there are
+    no shards to convert, or they ask for code.
     """
     shards = shards_of(checkpoint)
     if shards is None:
         remedy = f"go on from it with --resume_from_checkpoint {checkpoint}"
-        raise UserError(f"RUN: {str(checkpoint)!r} has no shards of DeepSpeed, so it needs no conversion; {remedy}")
+        raise UserError(
+            f"RUN: {str(checkpoint)!r} has no shards of DeepSpeed, so it needs no conversion; "
+            f"{remedy}"
+        )
     from deepspeed.checkpoint.ds_to_universal import main as convert
 
     with replacing_folder(output) as staged:
@@ -86,9 +101,14 @@ def write_universal(checkpoint: Path, output: Path) -> None:
         target = staged / f"{shards.name}_universal"
         target.mkdir()
         options = argparse.Namespace(
-            input_folder=str(shards), output_folder=str(target), num_extract_workers=1, num_merge_workers=1,
-            keep_temp_folder=False, strict=True, inject_missing_state=True,
-        )  # fmt: skip
+            input_folder=str(shards),
+            output_folder=str(target),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
         with contextlib.redirect_stdout(sys.stderr), without_code(checkpoint):
             convert(options)
         facts = {key: value for key, value in facts_of(checkpoint).items() if key != "files"}
@@ -96,22 +116,32 @@ def write_universal(checkpoint: Path, output: Path) -> None:
 
 
 def expect_universal(trainer: Trainer) -> None:
-    """Have DeepSpeed read the universal folder. Call it before `trainer.train`. Raises `UserError` without it."""
+    """Have DeepSpeed read the universal folder.
+
+    Call it before `trainer.train`. Raises `UserError` without it.
+    """
     launch = "accelerate launch --num_processes 1 with the config of before"
-    needs = f"resume_from_checkpoint: a universal checkpoint needs DeepSpeed, also for one process: {launch}"
-    refuse((not trainer.is_deepspeed_enabled, needs))
+    needs = (
+        "resume_from_checkpoint: a universal checkpoint needs DeepSpeed, also for one process: "
+        f"{launch}"
+    )
+    if not trainer.is_deepspeed_enabled:
+        raise UserError(needs)
     config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
     config["checkpoint"] = {**config.get("checkpoint", {}), "load_universal": True}
     trainer.add_callback(_GroupsAsBefore())
 
 
 class _GroupsAsBefore(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Corrects, before the first step, what DeepSpeed 0.19 mixes up when ZeRO-3 loads a universal checkpoint: every
-    group gets the first group's weight decay, so norms and biases would decay too (Transformers makes two groups: with
-    decay, and without), and all groups share one tensor as their Adam step, which each of them advances.
+    """Corrects, before the first step, what DeepSpeed 0.19 mixes up when ZeRO-3 loads a universal
+    checkpoint: every group gets the first group's weight decay, so norms and biases would decay too
+    (Transformers makes two groups: with decay, and without), and all groups share one tensor as
+    their Adam step, which each of them advances.
     """
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         for number, group in enumerate(optimizer.param_groups):
             group["weight_decay"] = args.weight_decay if number == 0 else 0.0
         for moments in optimizer.state.values():

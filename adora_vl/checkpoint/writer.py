@@ -1,9 +1,10 @@
-"""Writes the checkpoints of a run, puts an older run aside until the new one has a checkpoint of its own, and knows
-what a run wrote into its folder: that alone may be deleted with `--overwrite_output_dir`.
+"""Writes the checkpoints of a run, puts an older run aside until the new one has a checkpoint of
+its own, and knows what a run wrote into its folder: that alone may be deleted with
+`--overwrite_output_dir`.
 
-checkpoint-N     by its manifest, which names its files
-the record       by its content: metrics.jsonl, manifest.json, stopped.json, rollouts/, completions/
-a final model    by written.json: the hash of each saved file; during a save, the names of files that are not the run's
+checkpoint-N     by its manifest, which names its files the record       by its content:
+metrics.jsonl, manifest.json, stopped.json, rollouts/, completions/ a final model    by
+written.json: the hash of each saved file; during a save, the names of files that are not the run's
 """
 
 from __future__ import annotations
@@ -20,8 +21,17 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 
 from adora_vl.checkpoint import store
-from adora_vl.checkpoint.store import CHECKPOINT, MANIFEST, MARK, STAGING, checkpoints, facts_of, hashes, step_of
-from adora_vl.utils.errors import DiskFullError, RunError, lost_contact, refuse
+from adora_vl.checkpoint.store import (
+    CHECKPOINT,
+    MANIFEST,
+    MARK,
+    STAGING,
+    checkpoints,
+    facts_of,
+    hashes,
+    step_of,
+)
+from adora_vl.utils.errors import DiskFullError, RunError, UserError, lost_contact
 from adora_vl.utils.files import disk_is_full, is_partial, read_object, replace_file, written_to
 
 if TYPE_CHECKING:
@@ -31,15 +41,32 @@ WRITTEN = "written.json"
 _MADE_BY = {"made_by": "adora_vl.train"}
 _STOPPED = {"exit_code", "step", "checkpoint"}  # the keys of stopped.json
 _MODEL = (
-    "merged", "ref", "*.safetensors", "*.safetensors.index.json", "adapter_*", "config.json", "generation_config.json",
-    "README.md", "*processor_config.json", "tokenizer*", "chat_template*", "vocab.json", "merges.txt",
-    "special_tokens_map.json", "added_tokens.json", "training_args.bin", "trainer_state.json",
-)  # fmt: skip
+    "merged",
+    "ref",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "adapter_*",
+    "config.json",
+    "generation_config.json",
+    "README.md",
+    "*processor_config.json",
+    "tokenizer*",
+    "chat_template*",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "training_args.bin",
+    "trainer_state.json",
+)
 _SHOWN = 5
 
 
 def of_a_run(folder: Path) -> list[Path]:
-    """The entries of the folder whose names a run uses. Anything else there is the user's, and stays."""
+    """The entries of the folder whose names a run uses.
+
+    Anything else there is the user's, and stays.
+    """
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
     steps = sorted((path for path in entries if CHECKPOINT.fullmatch(path.name)), key=step_of)
     patterns = (*_MODEL, *_RECORD, WRITTEN)
@@ -49,19 +76,29 @@ def of_a_run(folder: Path) -> list[Path]:
 
 def model_of_a_run(folder: Path) -> list[Path]:
     """The entries of a final model, and `written.json`."""
-    return [path for path in of_a_run(folder) if any(fnmatchcase(path.name, name) for name in (*_MODEL, WRITTEN))]
+    return [
+        path
+        for path in of_a_run(folder)
+        if any(fnmatchcase(path.name, name) for name in (*_MODEL, WRITTEN))
+    ]
 
 
 def own_files(folder: Path, paths: Iterable[Path] | None = None) -> list[str]:
-    """The files below `paths` (by default `of_a_run`) that no run is known to have written, by their names in the
-    folder; links too, as a run makes none. A `checkpoint-N` without a manifest is named as a whole. Raises `OSError`.
+    """The files below `paths` (by default `of_a_run`) that no run is known to have written, by
+    their names in the folder; links too, as a run makes none. A `checkpoint-N` without a manifest
+    is named as a whole. Raises `OSError`.
     """
-    notes, own = _notes(folder), list[Path]()
+    notes = _notes(folder)
+    own = list[Path]()
     for path in of_a_run(folder) if paths is None else paths:
         if CHECKPOINT.fullmatch(path.name):
             own += _own_of_checkpoint(path)
         else:
-            own += [file for file in _below(path) if not _wrote(file, file.relative_to(folder).as_posix(), notes)]
+            own += [
+                file
+                for file in _below(path)
+                if not _wrote(file, file.relative_to(folder).as_posix(), notes)
+            ]
     return [path.relative_to(folder).as_posix() for path in own]
 
 
@@ -73,13 +110,16 @@ def some(names: Sequence[str]) -> str:
 
 @contextmanager
 def noted(output_dir: Path, writes: bool) -> Iterator[None]:
-    """Note in `written.json` what the block saves of a model into `output_dir`. `writes`: this process saves it. If the
-    run is killed inside, whatever was not there before counts as the run's, so that it can resume. Raises `OSError`.
+    """Note in `written.json` what the block saves of a model into `output_dir`.
+
+    `writes`: this process saves it. If the run is killed inside, whatever was not there before
+    counts as the run's, so that it can resume. Raises `OSError`.
     """
     if not writes:
         yield
         return
-    before, known = _model_files(output_dir), _notes(output_dir).get("files", {})
+    before = _model_files(output_dir)
+    known = _notes(output_dir).get("files", {})
     _write_notes(output_dir, others=[name for name in before if name not in known])
     try:
         yield
@@ -91,7 +131,9 @@ def noted(output_dir: Path, writes: bool) -> Iterator[None]:
 
 
 def _write_notes(output_dir: Path, **notes: Any) -> None:
-    replace_file(output_dir / WRITTEN, json.dumps({**_MADE_BY, **notes}, indent=2, sort_keys=True) + "\n")
+    replace_file(
+        output_dir / WRITTEN, json.dumps({**_MADE_BY, **notes}, indent=2, sort_keys=True) + "\n"
+    )
 
 
 def _model_files(output_dir: Path) -> dict[str, tuple[int, ...]]:
@@ -99,11 +141,16 @@ def _model_files(output_dir: Path) -> dict[str, tuple[int, ...]]:
     tops = [path for path in model_of_a_run(output_dir) if path.name != WRITTEN]
     files = [path for top in tops for path in _below(top) if not path.is_symlink()]
     states = {path.relative_to(output_dir).as_posix(): path.lstat() for path in files}
-    return {name: (state.st_ino, state.st_mtime_ns, state.st_size) for name, state in states.items()}
+    return {
+        name: (state.st_ino, state.st_mtime_ns, state.st_size) for name, state in states.items()
+    }
 
 
 def _below(path: Path) -> Iterator[Path]:
-    """The files in a folder and in its folders, or the file itself. A link is a file, wherever it leads."""
+    """The files in a folder and in its folders, or the file itself.
+
+    A link is a file, wherever it leads.
+    """
     if path.is_symlink() or not path.is_dir():
         yield path
     else:
@@ -112,11 +159,18 @@ def _below(path: Path) -> Iterator[Path]:
 
 
 def _own_of_checkpoint(checkpoint: Path) -> list[Path]:
-    """The files in a `checkpoint-N` that no run wrote. A damaged checkpoint is a run's too: its mark is not read."""
+    """The files in a `checkpoint-N` that no run wrote.
+
+    A damaged checkpoint is a run's too: its mark is not read.
+    """
     found = list(_below(checkpoint))
     try:
         facts = facts_of(checkpoint)
-        sealed = {checkpoint / name for name in (*facts["files"], MANIFEST, MARK)} if "step" in facts else set()
+        sealed = (
+            {checkpoint / name for name in (*facts["files"], MANIFEST, MARK)}
+            if "step" in facts
+            else set()
+        )
     except (OSError, ValueError, KeyError, TypeError):
         sealed = set()
     if checkpoint.is_symlink() or not sealed:
@@ -158,14 +212,19 @@ _RECORD = ("metrics.jsonl", "manifest.json", "stopped.json", "rollouts", "comple
 
 
 def _is_record(path: Path, top: str, inside: str) -> bool:
-    """Whether a file of the record is a run's: `inside` is its name in the folder `top`, empty for a file."""
-    if top == "rollouts":  # a part has the run's settings in its metadata; a diagram is named by its hash
+    """Whether a file of the record is a run's: `inside` is its name in the folder `top`, empty for
+    a file.
+    """
+    # a part has the run's settings in its metadata; a diagram is named by its hash
+    if top == "rollouts":
         if re.fullmatch(r"rollouts-\d+-\d+\.parquet", inside):
             return b"adora_vl" in (pq.read_schema(path).metadata or {})
         return is_partial(path) or re.fullmatch(r"_images/[0-9a-f]{16}\.png", inside) is not None
     if top == "completions":  # TRL's tables have these columns
         named = re.fullmatch(r"completions_\d{5,}\.parquet", inside) is not None
-        return named and {"step", "prompt", "completion", "advantage"} <= set(pq.read_schema(path).names)
+        return named and {"step", "prompt", "completion", "advantage"} <= set(
+            pq.read_schema(path).names
+        )
     if inside:
         return False
     if top == "metrics.jsonl":  # a crash may have cut off a last line after others
@@ -187,12 +246,15 @@ def holds_a_run(output_dir: Path) -> bool:
 
 def begun(output_dir: Path) -> bool:
     """Whether a training command has begun here, even if it came to no checkpoint."""
-    return is_manifest(output_dir / "manifest.json") or any((one / MARK).is_file() for one in checkpoints(output_dir))
+    return is_manifest(output_dir / "manifest.json") or any(
+        (one / MARK).is_file() for one in checkpoints(output_dir)
+    )
 
 
 def refuse_own_files(output_dir: Path, overwrite: bool) -> None:
-    """Raise `UserError` for what no run is known to have written, where this one would write over it or delete it: of a
-    run that resumes the final model alone, and the place of what is put aside.
+    """Raise `UserError` for what no run is known to have written, where this one would write over
+    it or delete it: of a run that resumes the final model alone, and the place of what is put
+    aside.
     """
     with written_to("output_dir", output_dir):
         resumes = holds_a_run(output_dir) and begun(output_dir) and not overwrite
@@ -200,24 +262,31 @@ def refuse_own_files(output_dir: Path, overwrite: bool) -> None:
         own = [*own_files(output_dir, replaced), *_own_hidden(output_dir)]
     unknown = "which no run is known to have written and this one would write over or delete"
     remedy = "choose another output_dir, or move what is yours away"
-    refuse((own, f"output_dir: {str(output_dir)!r} holds {some(own)}, {unknown}; {remedy}"))
+    if own:
+        raise UserError(f"output_dir: {str(output_dir)!r} holds {some(own)}, {unknown}; {remedy}")
 
 
 def _own_hidden(output_dir: Path) -> list[str]:
     """The user's own files in the hidden folders that a run clears."""
-    aside, staging = output_dir / ASIDE, output_dir / STAGING
+    aside = output_dir / ASIDE
+    staging = output_dir / STAGING
     if aside.is_symlink():
         return [ASIDE]
     put_aside = sorted(aside.iterdir()) if aside.is_dir() else []
     own = [f"{ASIDE}/{name}" for name in own_files(aside, put_aside)]
-    unknown = staging.is_dir() and any(staging.iterdir()) and not (begun(output_dir) or begun(aside))
+    unknown = (
+        staging.is_dir() and any(staging.iterdir()) and not (begun(output_dir) or begun(aside))
+    )
     return [*own, STAGING] if unknown else own
 
 
 def set_aside(output_dir: Path) -> str | None:
-    """Move the old run out of the way by renaming. Returns where it is now, or None if there was none. No start resumes
-    from it, even if the new run ends before its first checkpoint; what such a run has left is deleted by the next call,
-    the old one kept. One process calls this. Raises `UserError` for files of the user's that have come since.
+    """Move the old run out of the way by renaming.
+
+    Returns where it is now, or None if there was none. No start resumes from it, even if the new
+    run ends before its first checkpoint; what such a run has left is deleted by the next call, the
+    old one kept. One process calls this. Raises `UserError` for files of the user's that have come
+    since.
     """
     refuse_own_files(output_dir, overwrite=True)
     aside = output_dir / ASIDE
@@ -225,7 +294,9 @@ def set_aside(output_dir: Path) -> str | None:
         shutil.rmtree(aside, ignore_errors=True)  # an earlier run, which a crash has left here
     keep_older = aside.is_dir()
     target = output_dir / STAGING / "dropped" if keep_older else aside
-    if (output_dir / WRITTEN).is_file():  # a copy first: if this process is killed, both halves can be judged
+    if (
+        output_dir / WRITTEN
+    ).is_file():  # a copy first: if this process is killed, both halves can be judged
         target.mkdir(parents=True, exist_ok=True)
         shutil.copy(output_dir / WRITTEN, target)
     for path in of_a_run(output_dir):
@@ -243,23 +314,30 @@ def delete_aside(output_dir: Path) -> None:
     shutil.rmtree(output_dir / ASIDE, ignore_errors=True)
 
 
-Save = Callable[[Path], dict[str, Any]]  # writes into this folder, and returns what the manifest says of it
+# writes into this folder, and returns what the manifest says of it
+Save = Callable[[Path], dict[str, Any]]
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one run. Every method but `where_to_go_on` is called by all ranks together."""
+    """Writes the checkpoints of one run.
+
+    Every method but `where_to_go_on` is called by all ranks together.
+    """
 
     def __init__(self, output_dir: Path, keep: int | None, accelerator: Accelerator) -> None:
         """`keep`: TRL's `save_total_limit`."""
-        self.output_dir, self.keep = output_dir, keep
+        self.output_dir = output_dir
+        self.keep = keep
         self.accelerator = accelerator
         self.saved_at: int | None = None  # the step of this run's newest checkpoint
         self.began_at: str | None = None  # the checkpoint that this process started from
         self.staging: Path | None = None  # where TRL writes `checkpoint-N`, while it does
 
     def write(self, step: int, save: Save) -> None:
-        """Write a checkpoint. `save` writes its files; when all are there it appears, and older ones are deleted.
-        Raises `RunError` if a file cannot be written; older checkpoints are then as they were.
+        """Write a checkpoint.
+
+        `save` writes its files; when all are there it appears, and older ones are deleted. Raises
+        `RunError` if a file cannot be written; older checkpoints are then as they were.
         """
         from accelerate.utils import gather_object
 
@@ -267,18 +345,27 @@ class CheckpointWriter:
         self.staging = staging = self.output_dir / STAGING
         try:
             facts = save(staging / name)
-            self.accelerator.wait_for_everyone()  # nobody has a file on the way to its name any more
+            # nobody has a file on the way to its name any more
+            self.accelerator.wait_for_everyone()
             written = set(gather_object(store.names_in(staging / name)))
             if self.accelerator.is_main_process:
-                store.publish(staging / name, self.output_dir / name, {**facts, "step": step}, written)
+                store.publish(
+                    staging / name,
+                    final=self.output_dir / name,
+                    facts={**facts, "step": step},
+                    written=written,
+                )
                 delete_aside(self.output_dir)
                 store.rotate(self.output_dir, self.keep)
         except Exception as error:
             shutil.rmtree(staging / name, ignore_errors=True)
-            full, older = f"no space left on the disk of {str(self.output_dir)!r}", "older checkpoints are as they were"
+            full = f"no space left on the disk of {str(self.output_dir)!r}"
+            older = "older checkpoints are as they were"
             if disk_is_full(error):
                 remedy = f"make room there, and {self.where_to_go_on()}"
-                raise DiskFullError(f"{name} could not be written ({full}); {older}; {remedy}") from None
+                raise DiskFullError(
+                    f"{name} could not be written ({full}); {older}; {remedy}"
+                ) from None
             why = lost_contact(error) or error
             raise RunError(f"{name} could not be written ({why}); {older}") from error
         finally:

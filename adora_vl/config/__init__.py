@@ -1,4 +1,6 @@
-"""The training config: its keys and their ranges, how they are read, and what is refused before a run starts."""
+"""The training config: its keys and their ranges, how they are read, and what is refused before a
+run starts.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ __all__ = ["AdoraGRPOConfig", "AdoraScriptArguments"]
 
 
 def __getattr__(name: str) -> Any:
-    """Both are imported when they are asked for: TRL's classes take seconds, and `reading` does without them."""
+    """Both are imported when they are asked for: TRL's classes take seconds, and `reading` does
+    without them.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from adora_vl.config import schema

@@ -1,4 +1,6 @@
-"""The arithmetic of batches and groups, for runs and shipped configs; and whether micro-batches keep groups whole."""
+"""The arithmetic of batches and groups, for runs and shipped configs; and whether micro-batches
+keep groups whole.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +9,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from adora_vl.utils.cli import amount
-from adora_vl.utils.errors import refuse
+from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from adora_vl.config.schema import AdoraGRPOConfig
 
-# Losses whose sum over a generation does not depend on which rows share a micro-batch. bnpo is not among them, because
-# it divides each micro-batch by its own number of tokens.
+# Losses whose sum over a generation does not depend on which rows share a micro-batch. bnpo is not
+# among them, because it divides each micro-batch by its own number of tokens.
 REGROUPABLE = frozenset({"grpo", "dr_grpo", "dapo", "sapo", "cispo", "luspo", "vespo"})
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The sizes of a generation. Rows are the rollouts of one process; batches are sequences over all of them."""
+class BatchLayout:
+    """The sizes of a generation.
+
+    Rows are the rollouts of one process; batches are sequences over all of them.
+    """
 
     rows: int  # per micro-batch: per_device_train_batch_size
     generations: int  # rollouts per prompt (G): num_generations
@@ -29,12 +34,16 @@ class Shape:
     processes: int = 1
 
     @classmethod
-    def of(cls, config: AdoraGRPOConfig, processes: int = 1) -> Shape:
+    def of(cls, config: AdoraGRPOConfig, processes: int = 1) -> BatchLayout:
         """As the run's keys say. `GRPOConfig` has by then filled in `steps_per_generation`."""
         return cls(
-            config.per_device_train_batch_size, config.num_generations, config.steps_per_generation,
-            config.num_iterations, config.gradient_accumulation_steps, processes,
-        )  # fmt: skip
+            config.per_device_train_batch_size,
+            config.num_generations,
+            config.steps_per_generation,
+            config.num_iterations,
+            config.gradient_accumulation_steps,
+            processes,
+        )
 
     @property
     def unit(self) -> int:
@@ -48,14 +57,22 @@ class Shape:
 
     @property
     def updates(self) -> int:
-        """How many optimizer steps learn from one generation; 1 where a step takes several generations."""
+        """How many optimizer steps learn from one generation; 1 where a step takes several
+        generations.
+        """
         return max(1, self.cycle // self.accumulated)
 
     @property
     def chunk(self) -> int:
-        """How many micro-batches of one generation belong to one optimizer step. All but the last may be empty."""
-        steps, accumulated = self.steps, self.accumulated
-        return min(steps, accumulated) if steps % accumulated == 0 or accumulated % steps == 0 else 1
+        """How many micro-batches of one generation belong to one optimizer step.
+
+        All but the last may be empty.
+        """
+        steps = self.steps
+        accumulated = self.accumulated
+        return (
+            min(steps, accumulated) if steps % accumulated == 0 or accumulated % steps == 0 else 1
+        )
 
     @property
     def has_one_step(self) -> bool:
@@ -86,43 +103,70 @@ class Shape:
 
     def describe(self) -> str:
         return (
-            f"{amount(self.prompts_per_generation, 'prompt')} per generation ({self.generation_batch} rollouts), "
-            f"{self.optimizer_batch} sequences an optimizer step in micro-batches of {self.global_batch} over all "
-            f"ranks, {self.updates_per_generation:g} optimizer step{'' if self.updates_per_generation == 1 else 's'} a "
-            "generation"
+            f"{amount(self.prompts_per_generation, 'prompt')} per generation "
+            f"({self.generation_batch} rollouts), {self.optimizer_batch} sequences an optimizer "
+            f"step in micro-batches of {self.global_batch} over all ranks, "
+            f"{self.updates_per_generation:g} optimizer "
+            f"step{'' if self.updates_per_generation == 1 else 's'} a generation"
         )
 
 
 def unit_size(rows: int, generations: int) -> int:
-    """How many rows stay together: a whole group, or its largest part that fits evenly into micro-batches of `rows`."""
+    """How many rows stay together: a whole group, or its largest part that fits evenly into
+    micro-batches of `rows`.
+    """
     return math.gcd(rows, generations)
 
 
-def batch_plan(config: AdoraGRPOConfig, processes: int) -> Shape:
-    """How a run divides its sequences, by TRL's rules. Raises `UserError` where a generation has no whole groups."""
-    plan = Shape.of(config, processes)
+def batch_plan(config: AdoraGRPOConfig, processes: int) -> BatchLayout:
+    """How a run divides its sequences, by TRL's rules.
+
+    Raises `UserError` where a generation has no whole groups, and where an optimizer step would
+    pass over one several times.
+    """
+    plan = BatchLayout.of(config, processes)
     of_groups = f"does not divide into groups of num_generations: {plan.generations}"
     remedy = "make per_device_train_batch_size x processes x steps_per_generation a multiple of it"
     whole = plan.generation_batch % plan.generations == 0
-    refuse((not whole, f"generation batch of {plan.generation_batch} sequences {of_groups}; {remedy}"))
+    passes = plan.iterations
+    above = (
+        f"num_iterations: {passes} with gradient_accumulation_steps: {plan.accumulated} above "
+        f"steps_per_generation: {plan.steps}"
+    )
+    again = "computes the gradient of the same rollouts again before the weights have changed"
+    fewer = f"set steps_per_generation: {plan.accumulated}, or num_iterations: 1"
+    if not whole:
+        raise UserError(
+            f"generation batch of {plan.generation_batch} sequences {of_groups}; {remedy}"
+        )
+    if passes > 1 and plan.accumulated > plan.steps:
+        raise UserError(f"{above} {again}; {fewer}")
     return plan
 
 
-def check_rows(plan: Shape, rows: int) -> None:
-    """Raise `UserError` where the dataset does not fill one generation: TRL would train zero steps in silence."""
-    needed, remedy = plan.prompts_per_generation, "lower per_device_train_batch_size or steps_per_generation"
+def check_rows(plan: BatchLayout, rows: int) -> None:
+    """Raise `UserError` where the dataset does not fill one generation: TRL would train zero steps
+    in silence.
+    """
+    needed = plan.prompts_per_generation
+    remedy = "lower per_device_train_batch_size or steps_per_generation"
     few = f"dataset: {amount(rows, 'row')} cannot fill one generation of {needed} prompts"
-    refuse((rows < needed, f"{few}; {remedy}, or raise num_generations"))
+    if rows < needed:
+        raise UserError(f"{few}; {remedy}, or raise num_generations")
 
 
 def regroups(config: AdoraGRPOConfig) -> bool:
     """Whether any key wants micro-batches of whole groups instead of TRL's shuffled rows."""
-    shares = config.own("share_vision") or config.own("share_prompt") or config.own("skip_zero_signal")
-    return shares or config.adora_rollouts.refill > 0 or config.adora_rollouts.replay > 0
+    shares = (
+        config.own("share_vision") or config.own("share_prompt") or config.own("skip_zero_signal")
+    )
+    return shares or config.adora_rollouts.refill > 0
 
 
 def regroup_obstacle(config: AdoraGRPOConfig) -> str:
-    """The setting, if any, that makes the loss depend on which rows share a micro-batch; otherwise empty."""
+    """The setting, if any, that makes the loss depend on which rows share a micro-batch; otherwise
+    empty.
+    """
     if config.loss_type not in REGROUPABLE:
         return f"loss_type: {config.loss_type}"
     if config.top_entropy_quantile < 1:  # of each micro-batch's tokens

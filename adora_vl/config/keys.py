@@ -1,5 +1,6 @@
-"""The keys that this project adds to those of TRL and Transformers, each with its default, its help, and its range in
-its annotation. Nothing slow is imported here, so `--help` and a wrong value answer at once.
+"""The keys that this project adds to those of TRL and Transformers, each with its default, its
+help, and its range in its annotation. Nothing slow is imported here, so `--help` and a wrong value
+answer at once.
 """
 
 from dataclasses import dataclass
@@ -8,17 +9,25 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from adora_vl.config.blocks import ExtensionOptions, RolloutOptions, ToolOptions, key
+from adora_vl.config.options import RolloutOptions, ToolOptions, key
 from adora_vl.config.values import Name, check_fields
-from adora_vl.data.prompts import CONTROL_TOKENS, DEFAULT_PROMPT, SYSTEM_PROMPTS, template
-from adora_vl.utils.errors import UserError, did_you_mean, refuse
+from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPTS, control_token_in, template
+from adora_vl.utils.errors import UserError, did_you_mean
+from adora_vl.utils.own_files import LONGEST_S, SHORTEST_S
 
 _Eos = Annotated[str, Field(pattern="^eos$", description="eos")]
 _Folder = Annotated[str, Field(pattern="/", description="a folder, with a / in its name")]
 StepPart = Literal[
-    "cache_images", "group_requests", "share_vision", "batch_windows", "share_prompt", "skip_old_pass",
-    "skip_zero_signal", "spread_signal", "seeded_rollouts",
-]  # fmt: skip
+    "cache_images",
+    "group_requests",
+    "share_vision",
+    "batch_windows",
+    "share_prompt",
+    "skip_old_pass",
+    "skip_zero_signal",
+    "spread_signal",
+    "seeded_rollouts",
+]
 _ROUNDING = 1e-3  # of shares such as 0.333
 _LARGEST_PROMPT = 1_000_000  # bytes of the file of a system prompt
 
@@ -29,8 +38,9 @@ class AdoraScriptArguments:
 
     dataset_name: list[Name] = key(
         lambda: ["synthetic"],
-        "A folder made by `python -m data_prep`, or 'synthetic' (drawn geometry) or 'knights' (puzzles without "
-        "images), made on the spot; with adora_columns a table or hub id too. Several are mixed.",
+        "A folder made by `python -m data_prep`, or 'synthetic' (drawn geometry) or 'knights' "
+        "(puzzles without images), made on the spot; with adora_columns a table or hub id too. "
+        "Several are mixed.",
     )
     dataset_train_split: Name = key("train", "Split to train on.")
     adora_synthetic_rows: Annotated[int, Field(ge=1)] = key(
@@ -38,37 +48,41 @@ class AdoraScriptArguments:
     )
     adora_columns: dict[str, Any] | None = key(
         None,
-        "Where dataset_name is a table, a folder with one, or a hub id: our columns and the table's, such as "
-        "{problem: question, answer: label, images: image}. Null: dataset_name is a prepared folder.",
+        "Where dataset_name is a table, a folder with one, or a hub id: our columns and the "
+        "table's, such as {problem: question, answer: label, images: image}. Null: dataset_name "
+        "is a prepared folder.",
     )
     adora_mixture: list[Annotated[float, Field(gt=0, le=1)]] | None = key(
         None,
-        "The share of each of several data sets in dataset_name, such as [0.7, 0.3]; rows of a small one are "
-        "repeated. Null: every row once per epoch.",
+        "The share of each of several data sets in dataset_name, such as [0.7, 0.3]; rows of a "
+        "small one are repeated. Null: every row once per epoch.",
     )
     adora_system_prompt: str | None = key(
         "boxed",
-        "System prompt of every conversation. boxed asks for a box, think for <think> before it, think_answer for "
-        "<think>, then <answer> (think_format and think_answer_format check it); or a FILE.txt; or a text of more "
-        "than one word; null for none.",
+        "System prompt of every conversation. boxed asks for a box, think for <think> before it, "
+        "think_answer for <think>, then <answer> (think_format and think_answer_format check it); "
+        "or a FILE.txt; or a text of more than one word; null for none.",
     )
     adora_prompt: str | None = key(
         DEFAULT_PROMPT,
-        "The text of a problem's message from the columns of its row; a line whose columns are all null is left out. "
-        "{multiple_choice} lists a row's choices with letters. Null: the problem alone.",
+        "The text of a problem's message from the columns of its row; a line whose columns are "
+        "all null is left out. {multiple_choice} lists a row's choices with letters. Null: the "
+        "problem alone.",
     )
     adora_overlong_prompts: str = key(
         "error",
-        "What becomes of a row whose prompt leaves no room for an answer within vllm_max_model_length (or what the "
-        "model allows): error (the run does not start) or drop (the row is left out).",
+        "What becomes of a row whose prompt leaves no room for an answer within "
+        "vllm_max_model_length (or what the model allows): error (the run does not start) or drop "
+        "(the row is left out).",
         choices=["error", "drop"],
     )
     adora_reward: list[str | dict[str, Any]] = key(
         lambda: ["adora"],
-        "Reward preset: adora (1.0 / 0.1 / 0.0), easyr1 (0.9 + 0.1 format), accuracy (1 / 0), format (1 for a box), "
-        "think_format, think_answer_format (1 for that form), knights (1.0 / 0.1 / 0.0 on puzzles) or knights_logic_rl "
-        "(3 / -0.5 / -1 / -3); judge (a served model); or a function of your own, FILE.py:FUNCTION. One with options "
-        "is {judge: {model: m}} or {accuracy: {rounding: true}}, which takes a rounded decimal. Several are summed "
+        "Reward preset: adora (1.0 / 0.1 / 0.0), easyr1 (0.9 + 0.1 format), accuracy (1 / 0), "
+        "format (1 for a box), think_format, think_answer_format (1 for that form), knights (1.0 "
+        "/ 0.1 / 0.0 on puzzles) or knights_logic_rl (3 / -0.5 / -1 / -3); judge (a served "
+        "model); or a function of your own, FILE.py:FUNCTION. One with options is {judge: {model: "
+        "m}} or {accuracy: {rounding: true}}, which takes a rounded decimal. Several are summed "
         "with TRL's reward_weights.",
     )
 
@@ -76,13 +90,18 @@ class AdoraScriptArguments:
         """Raises `UserError`. The system prompt becomes the text that it stands for."""
         check_fields(self)
         empty = "adora_columns: {} is empty; write such as {problem: question, answer: label}"
-        refuse((self.adora_columns == {}, empty))
+        if self.adora_columns == {}:
+            raise UserError(empty)
         _check_mixture(self.dataset_name, self.adora_mixture)
         if self.adora_prompt is not None:
             template(self.adora_prompt)
         self.adora_system_prompt = _prompt_of(self.adora_system_prompt)
-        token = next((token for token in CONTROL_TOKENS if token in (self.adora_system_prompt or "")), None)
-        refuse((token, f"adora_system_prompt: it has the model's own token {token}; remove it from the text"))
+        token = control_token_in(self.adora_system_prompt)
+        if token:
+            raise UserError(
+                f"adora_system_prompt: it has the model's own token {token}; remove it from the "
+                "text"
+            )
 
 
 @dataclass
@@ -91,65 +110,75 @@ class AdoraKeys:
 
     adora_method: dict[str, Any] | Name = key(
         "adora",
-        "The method that computes the advantages: adora, grpo, dapo, ..., or FILE.py:NAME; several as dapo+adora, "
-        "left to right; or a mapping of methods to their options, such as {adora: {factor: 0.3}}. Without adora its "
-        "criteria judge the groups for the log alone: those of the recipe, if the command line names another method "
-        "than it, else the default. docs/methods.md has all.",
+        "The method that computes the advantages: adora, grpo, dapo, ..., or FILE.py:NAME; "
+        "several as dapo+adora, left to right; or a mapping of methods to their options, such as "
+        "{adora: {factor: 0.3}}. Without adora its criteria judge the groups for the log alone: "
+        "those of the recipe, if the command line names another method than it, else the default. "
+        "docs/methods.md has all.",
     )
     adora_image_cache_mb: Annotated[int, Field(ge=0)] = key(
         1024, "Cache of processed images, kept over steps and epochs, in MB per process."
     )
     adora_stock_step: bool | list[StepPart] = key(
         False,
-        "true: compute a step as stock TRL does, for comparing; or the parts of it that are: cache_images, "
-        "group_requests, share_vision, batch_windows, share_prompt, skip_old_pass, skip_zero_signal, spread_signal, "
-        "seeded_rollouts. docs/speed.md says what each saves, and how exact it is.",
+        "true: compute a step as stock TRL does, for comparing; or the parts of it that are: "
+        "cache_images, group_requests, share_vision, batch_windows, share_prompt, skip_old_pass, "
+        "skip_zero_signal, spread_signal, seeded_rollouts. docs/speed.md says what each saves, "
+        "and how exact it is.",
     )
     adora_rollouts: RolloutOptions = key(
-        RolloutOptions, "How a generation is filled: refill, budget, ahead, staleness, replay, replay_alpha."
+        RolloutOptions,
+        "How a generation is filled: refill, budget, ahead, staleness.",
     )
-    adora_extensions: ExtensionOptions = key(
-        ExtensionOptions, "Methods that nobody has reproduced here: noisy_rollouts, visual_tokens."
+    adora_extensions: dict[str, Any] = key(
+        dict,
+        "Methods that reach into the training step, each from a file: FILE.py:CLASS and its "
+        "options. docs/methods.md says how.",
     )
     tools: list[str] = key(
         list,
-        "What the model may call between its turns: zoom, mark, line, measure, calculate, or FILE.py:FUNCTION. "
-        "docs/tools.md says how.",
+        "What the model may call between its turns: zoom, mark, line, measure, calculate, or "
+        "FILE.py:FUNCTION. docs/tools.md says how.",
     )
     environment_factory: Name | None = key(
         None,
-        "FILE.py:CLASS, of which each rollout has an instance: reset(**row) begins it, its public methods are tools.",
+        "FILE.py:CLASS, of which each rollout has an instance: reset(**row) begins it, its public "
+        "methods are tools.",
     )
     # TRL has no limit.
-    max_tool_calling_iterations: Annotated[int, Field(ge=1)] = key(3, "Turns whose calls are answered.")
+    max_tool_calling_iterations: Annotated[int, Field(ge=1)] = key(
+        3, "Turns whose calls are answered."
+    )
     adora_tool_options: ToolOptions = key(
-        ToolOptions, "Limits of tools: max_pixels, seconds, calls_per_turn, turn_tokens, max_text, images."
+        ToolOptions,
+        "Limits of tools: max_pixels, seconds, calls_per_turn, turn_tokens, max_text, images.",
     )
     adora_correct_above: float = key(0.5, "A rollout is correct above this reward.")
     adora_truncated: Annotated[int, Field(ge=1)] | _Eos | None = key(
         None,
-        "Which rollouts count as truncated: those with so many tokens; null: max_completion_length - 2, as the "
-        "reference (4094 of 4096); eos: those that nothing has ended.",
+        "Which rollouts count as truncated: those with so many tokens; null: "
+        "max_completion_length - 2, as the reference (4094 of 4096); eos: those that nothing has "
+        "ended.",
     )
     adora_max_drift: Annotated[float, Field(gt=0)] | None = key(
         0.3,
-        "Stop when engine and trainer differ by more than this many nats per token on average. bf16 gives 0.01 to "
-        "0.05, a fault 1 and more. null switches the guard off.",
+        "Stop when engine and trainer differ by more than this many nats per token on average. "
+        "bf16 gives 0.01 to 0.05, a fault 1 and more. null switches the guard off.",
     )
     adora_self_check: bool = key(
         True,
-        "Before the first step, compare engine and trainer on two prompts and refuse to train if they disagree; false "
-        "skips this check. `python -m adora_vl.doctor` checks more.",
+        "Before the first step, compare engine and trainer on two prompts and refuse to train if "
+        "they disagree; false skips this check. `python -m adora_vl.doctor` checks more.",
     )
     adora_max_ratio: Annotated[float, Field(ge=1)] | None = key(
         1000.0,
-        "Skip a step with a larger importance ratio of new to old policy (per token, or per sequence with "
-        "importance_sampling_level: sequence); null: never.",
+        "Skip a step with a larger importance ratio of new to old policy (per token, or per "
+        "sequence with importance_sampling_level: sequence); null: never.",
     )
-    adora_reward_timeout: Annotated[float, Field(gt=0)] | None = key(
+    adora_reward_timeout: Annotated[float, Field(ge=SHORTEST_S, le=LONGEST_S)] | None = key(
         300.0,
-        "Seconds that a reward function of your own may take for the completions of one generation on one process, "
-        "before the run is stopped; null: no limit.",
+        "Seconds that a reward function of your own may take for the completions of one "
+        "generation on one process, before the run is stopped; null: no limit.",
     )
     adora_vllm_dtype: str = key(
         "auto",
@@ -158,26 +187,29 @@ class AdoraKeys:
     )
     adora_vllm_enforce_eager: bool | None = key(
         None,
-        "Run the engine without torch.compile and CUDA graphs. null: on a CPU, where compiling takes half a minute at "
-        "every start.",
+        "Run the engine without torch.compile and CUDA graphs. null: on a CPU, where compiling "
+        "takes half a minute at every start.",
     )
     adora_vllm_max_num_batched_tokens: Annotated[int, Field(ge=1)] = key(
         4096, "vLLM's prefill budget; must hold one prompt with its image tokens."
     )
     adora_weight_transfer: Literal["nccl", "file"] | _Folder = key(
         "nccl",
-        "How weights reach vLLM servers (vllm_mode: server): nccl; or by files, for any network, several servers "
-        "(vllm_server_base_url: http://a:8000,http://b:8000), and CPUs, in .weights of output_dir (file), or a folder "
-        "that trainer and servers see, such as one in /dev/shm; the trainer's user alone can read it.",
+        "How weights reach vLLM servers (vllm_mode: server): nccl; or by files, for any network, "
+        "several servers (vllm_server_base_url: http://a:8000,http://b:8000), and CPUs, in "
+        ".weights of output_dir (file), or a folder that trainer and servers see, such as one in "
+        "/dev/shm; the trainer's user alone can read it.",
     )
     adora_freeze: list[Literal["vision_tower", "projector", "language_model"]] = key(
-        list, "The parts that are not trained: vision_tower, projector (the merger), language_model."
+        list,
+        "The parts that are not trained: vision_tower, projector (the merger), language_model.",
     )
     adora_eval: list[str] = key(
         list,
-        "With eval_strategy: steps, what to evaluate on every eval_steps: BENCHMARK=DATA with geometry3k, mathvista, "
-        "mathvision, mmstar, wemath, mathverse, mmmu_pro, logicvista, dynamath, knights or FILE.py:NAME. Default: the "
-        "held-out split of dataset_name.",
+        "With eval_strategy: steps, what to evaluate on every eval_steps: BENCHMARK=DATA with "
+        "geometry3k, mathvista, mathvision, mmstar, wemath, mathverse, mmmu_pro, logicvista, "
+        "dynamath, knights, problems (any prepared folder) or FILE.py:NAME. Default: the held-out "
+        "split of dataset_name.",
     )
     adora_eval_limit: Annotated[int, Field(ge=1)] | None = key(
         None, "Evaluate on the first so many problems of each; null: all."
@@ -189,7 +221,9 @@ class AdoraKeys:
         2.0, "Bound on the record in GB (10^9 bytes); the oldest steps are deleted beyond it."
     )
     overwrite_output_dir: bool = key(
-        False, "Start anew in an output_dir that holds a run. What it wrote goes at the first new checkpoint."
+        False,
+        "Start anew in an output_dir that holds a run. What it wrote goes at the first new "
+        "checkpoint.",
     )
     min_pixels: Annotated[int, Field(ge=1)] | None = key(
         None, "Smallest image in pixels, for the processor and vLLM alike; null: the model's."
@@ -208,18 +242,27 @@ class AdoraKeys:
 
 def _check_mixture(names: list[str], weights: list[float] | None) -> None:
     double = next((name for number, name in enumerate(names) if name in names[:number]), None)
-    refuse(
-        (not names, "dataset_name: [] is empty; name a data set"),
-        (double is not None, f"dataset_name: {double!r} is given twice; name each data set once"),
-        (weights is not None and len(weights) != len(names),
-         f"adora_mixture: {weights} has {len(weights or ())} values for the {len(names)} of dataset_name: {names}"),
-        (weights is not None and abs(sum(weights) - 1) > _ROUNDING,
-         f"adora_mixture: {weights} sum to {sum(weights or ()):g}; write shares that sum to 1, such as [0.7, 0.3]"),
-    )  # fmt: skip
+    if not names:
+        raise UserError("dataset_name: [] is empty; name a data set")
+    if double is not None:
+        raise UserError(f"dataset_name: {double!r} is given twice; name each data set once")
+    if weights is not None and len(weights) != len(names):
+        raise UserError(
+            f"adora_mixture: {weights} has {len(weights or ())} values for the {len(names)} of "
+            f"dataset_name: {names}"
+        )
+    if weights is not None and abs(sum(weights) - 1) > _ROUNDING:
+        raise UserError(
+            f"adora_mixture: {weights} sum to {sum(weights or ()):g}; write shares that sum to 1, "
+            "such as [0.7, 0.3]"
+        )
 
 
 def _prompt_of(value: str | None) -> str | None:
-    """The text that a word stands for: one of ours, or a file. A text of several words is the prompt itself."""
+    """The text that a word stands for: one of ours, or a file.
+
+    A text of several words is the prompt itself.
+    """
     if value is None or value in SYSTEM_PROMPTS:
         return value and SYSTEM_PROMPTS[value]
     if len(value.split()) > 1 and ("\n" in value or not value.endswith(".txt")):
@@ -229,9 +272,18 @@ def _prompt_of(value: str | None) -> str | None:
         text = content.decode("utf-8-sig").strip()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
-        known = f"is not one of {', '.join(SYSTEM_PROMPTS)}, nor a UTF-8 text that can be read ({reason})"
+        known = (
+            f"is not one of {', '.join(SYSTEM_PROMPTS)}, nor a UTF-8 text that can be read "
+            f"({reason})"
+        )
         near = did_you_mean(value, SYSTEM_PROMPTS)
-        raise UserError(f"adora_system_prompt: {value!r} {known}, nor a text of more than one word{near}") from error
+        raise UserError(
+            f"adora_system_prompt: {value!r} {known}, nor a text of more than one word{near}"
+        ) from error
     wrong = not text or len(content) > _LARGEST_PROMPT
-    refuse((wrong, f"adora_system_prompt: {value!r} has {len(content)} bytes; name a file with a prompt in it"))
+    if wrong:
+        raise UserError(
+            f"adora_system_prompt: {value!r} has {len(content)} bytes; name a file with a prompt "
+            "in it"
+        )
     return text

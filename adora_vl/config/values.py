@@ -1,8 +1,10 @@
-"""What a user wrote for a key becomes a value of the key's type, or one line: `key: VALUE is not WHAT IT SHOULD BE`.
+"""What a user wrote for a key becomes a value of the key's type, or one line: `key: VALUE is not
+WHAT IT SHOULD BE`.
 
-A key takes what its annotation says. The ranges of our keys stand beside their fields; `RANGES` has those of the keys
-of TRL and Transformers that configs/train/annotated.yaml explains, or that our own code computes with. What the value
-of any other key of theirs means is left to their own checks. NaN and infinity are refused everywhere.
+A key takes what its annotation says. The ranges of our keys stand beside their fields; `RANGES` has
+those of the keys of TRL and Transformers that configs/train/annotated.yaml explains, or that our
+own code computes with. What the value of any other key of theirs means is left to their own checks.
+NaN and infinity are refused everywhere.
 """
 
 import json
@@ -17,7 +19,16 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from adora_vl.utils.cli import GivenTwiceError, flow_mapping, is_null, read_json, shown, split_list, truth, yaml_value
+from adora_vl.utils.cli import (
+    GivenTwiceError,
+    flow_mapping,
+    is_null,
+    read_json,
+    shown,
+    split_list,
+    truth,
+    yaml_value,
+)
 from adora_vl.utils.errors import UserError, did_you_mean
 
 Name = Annotated[str, Field(pattern=r"\S", description="a name")]
@@ -27,19 +38,61 @@ _Positive = Annotated[float, Field(gt=0)]
 _NotNegative = Annotated[float, Field(ge=0)]
 _literal: Any = Literal  # mypy takes a Literal only of names that are written out
 
-# Narrower than their own annotations, or wider where TRL and Transformers take more than they declare.
+# Narrower than their own annotations, or wider where TRL and Transformers take more than they
+# declare.
 RANGES: dict[str, Any] = {
     **dict.fromkeys(("model_name_or_path", "output_dir"), Name | None),
-    **dict.fromkeys((
-        "vllm_tensor_parallel_size", "max_completion_length", "per_device_train_batch_size", "num_iterations",
-        "gradient_accumulation_steps", "lora_r", "lora_alpha", "save_steps",
-    ), _Count),
-    **dict.fromkeys((
-        "vllm_max_model_length", "steps_per_generation", "generation_batch_size", "eval_steps", "save_total_limit",
-    ), _Count | None),
-    **dict.fromkeys(("temperature", "repetition_penalty", "num_train_epochs", "logging_steps"), _Positive),
-    **dict.fromkeys(("learning_rate", "max_grad_norm", "epsilon", "beta"), _NotNegative),
-    **dict.fromkeys(("vllm_gpu_memory_utilization", "top_p"), Annotated[float, Field(gt=0, le=1)]),
+    **dict.fromkeys(
+        (
+            "vllm_tensor_parallel_size",
+            "max_completion_length",
+            "per_device_train_batch_size",
+            "num_iterations",
+            "gradient_accumulation_steps",
+            "lora_r",
+            "lora_alpha",
+            "save_steps",
+        ),
+        _Count,
+    ),
+    **dict.fromkeys(
+        (
+            "vllm_max_model_length",
+            "steps_per_generation",
+            "generation_batch_size",
+            "eval_steps",
+            "save_total_limit",
+        ),
+        _Count | None,
+    ),
+    **dict.fromkeys(
+        ("temperature", "repetition_penalty", "num_train_epochs", "logging_steps"), _Positive
+    ),
+    **dict.fromkeys(
+        (
+            "learning_rate",
+            "max_grad_norm",
+            "epsilon",
+            "beta",
+            "entropy_coef",
+            "entropy_coef_min",
+            "entropy_coef_max",
+            "entropy_coef_delta",
+            "entropy_target",
+            "vespo_k_pos",
+            "vespo_lambda_pos",
+            "vespo_k_neg",
+            "vespo_lambda_neg",
+        ),
+        _NotNegative,
+    ),
+    "epsilon_high": _NotNegative | None,
+    **dict.fromkeys(("delta", "off_policy_mask_threshold"), _Positive | None),
+    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), _Positive),
+    **dict.fromkeys(
+        ("vllm_gpu_memory_utilization", "top_p", "top_entropy_quantile"),
+        Annotated[float, Field(gt=0, le=1)],
+    ),
     "vllm_importance_sampling_clip_max": _Positive | None,
     "vllm_importance_sampling_clip_min": _NotNegative | None,
     "num_generations": Annotated[int, Field(ge=2)],
@@ -49,38 +102,63 @@ RANGES: dict[str, Any] = {
     "min_p": Annotated[float, Field(ge=0, le=1)] | None,
     "lora_dropout": Annotated[float, Field(ge=0, lt=1)],
     "seed": Annotated[int, Field(ge=0, le=2**32 - 1)],  # numpy's
+    "data_seed": Annotated[int, Field(ge=0, le=2**32 - 1)] | None,
     "attn_implementation": Literal[
-        "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"
-    ] | _Kernel | None,
+        "eager",
+        "sdpa",
+        "flash_attention_2",
+        "flash_attention_3",
+        "flash_attention_4",
+        "flex_attention",
+    ]
+    | _Kernel
+    | None,
     "vllm_mode": Literal["colocate", "server"],
-    "vllm_importance_sampling_mode": Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
+    "vllm_importance_sampling_mode": Literal[
+        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ],
     "loss_type": Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"],
     "importance_sampling_level": Literal["token", "sequence"],
     "multi_objective_aggregation": Literal["sum_then_normalize", "normalize_then_sum"],
     "scale_rewards": bool | Literal["group", "batch", "none"],
     "resume_from_checkpoint": Literal[True, False] | str | None,
-}  # fmt: skip
-_OR_FILE = frozenset({"deepspeed", "fsdp_config", "accelerator_config"})  # a mapping, or the path of one
+}
+# a mapping, or the path of one
+_OR_FILE = frozenset({"deepspeed", "fsdp_config", "accelerator_config"})
 _OR_WORD = frozenset({"adora_method", "adora_reward"})  # a mapping, or a word
-_NONE_IS_A_WORD = frozenset({"resume_from_checkpoint"})  # null means to resume if there is a checkpoint
+# null means to resume if there is a checkpoint
+_NONE_IS_A_WORD = frozenset({"resume_from_checkpoint"})
 _NULL_IS = {"report_to": ["none"]}  # Transformers fails on null for this key
 _OFF = ("off", "no", "none")  # a bare `off` or `no` in YAML is false
 _BOUNDS = (("gt", "above"), ("ge", "of at least"), ("lt", "below"), ("le", "at most"))
 _KINDS = {
-    int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list", dict: "a mapping",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    list: "a list",
+    dict: "a mapping",
     NoneType: "null",
-}  # fmt: skip
+}
 _MANY = 12  # as many names still fit into one line
 _SHOWN = 80
 
 
 def convert(key: str, value: Any, hint: Any) -> Any:
-    """Convert a value from the command line or a YAML file to `hint`, what `key` takes. Raises `UserError`. A dataclass
-    is a block of options; one with a `shorthand` may be given as the value of that field alone.
+    """Convert a value from the command line or a YAML file to `hint`, what `key` takes.
+
+    Raises `UserError`. A dataclass is a block of options; one with a `shorthand` may be given as
+    the value of that field alone.
     """
-    kinds, names = {_kind(arm) for arm in _arms(hint)}, _names(hint)
-    word = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str) else value
-    may_be_none = NoneType in kinds and "none" not in names and key not in _NONE_IS_A_WORD  # which many write for null
+    kinds = {_kind(arm) for arm in _arms(hint)}
+    names = _names(hint)
+    word = (
+        value[0]
+        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str)
+        else value
+    )
+    # which many write for null
+    may_be_none = NoneType in kinds and "none" not in names and key not in _NONE_IS_A_WORD
     if is_null(word) or (may_be_none and isinstance(word, str) and word.strip().lower() == "none"):
         if NoneType not in kinds:
             _refuse(key, None, hint)
@@ -104,8 +182,10 @@ def convert(key: str, value: Any, hint: Any) -> Any:
 
 
 def check_fields(config: Any, theirs: type | None = None) -> None:
-    """Check the values of a dataclass, and convert ours, which is the same twice. `theirs`: the dataclass
-    of a library, whose keys have to be finite, and in their range if `RANGES` has one. Raises `UserError`.
+    """Check the values of a dataclass, and convert ours, which is the same twice.
+
+    `theirs`: the dataclass of a library, whose keys have to be finite, and in their range if
+    `RANGES` has one. Raises `UserError`.
     """
     left = {key.name for key in fields(theirs)} if theirs else set()
     kind: Any = type(config)
@@ -120,7 +200,8 @@ def check_fields(config: Any, theirs: type | None = None) -> None:
 
 
 def _options(key: str, value: Any, kind: Any) -> Any:
-    hints, short = _hints(kind), getattr(kind, "shorthand", None)
+    hints = _hints(kind)
+    short = getattr(kind, "shorthand", None)
     if isinstance(value, kind):
         value = {name: getattr(value, name) for name in hints}
     elif isinstance(value, str) and value.strip().startswith("{"):
@@ -128,15 +209,24 @@ def _options(key: str, value: Any, kind: Any) -> Any:
     elif short is not None and not isinstance(value, Mapping):
         value = {short: value}
     if not isinstance(value, Mapping):
-        raise UserError(f"{key}: {_in_words(value)} is not a mapping of options, which are {', '.join(hints)}")
+        raise UserError(
+            f"{key}: {_in_words(value)} is not a mapping of options, which are {', '.join(hints)}"
+        )
     for name in (name for name in value if name not in hints):
         known = f"{', '.join(hints) or 'none'}{did_you_mean(str(name), hints)}"
         raise UserError(f"{key}: unknown option {name!r}, it has {known}")
-    needed = [each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING]
+    needed = [
+        each.name
+        for each in fields(kind)
+        if each.default is MISSING and each.default_factory is MISSING
+    ]
     if lacking := [name for name in needed if name not in value]:
         raise UserError(f"{key}: {_in_words(value)} lacks {', '.join(lacking)}")
     alone = short is not None and list(value) == [short]
-    found = {name: convert(key if alone else f"{key}.{name}", each, hints[name]) for name, each in value.items()}
+    found = {
+        name: convert(key if alone else f"{key}.{name}", each, hints[name])
+        for name, each in value.items()
+    }
     try:
         return kind(**found)
     except ValueError as error:  # which names the option first
@@ -155,7 +245,10 @@ def _tuple(key: str, value: Any, hint: Any) -> Any:
 @cache
 def _hints(dataclass: Any) -> dict[str, Any]:
     hints = get_type_hints(dataclass, include_extras=True)
-    return {key.name: _with_names(hints[key.name], key.metadata.get("choices")) for key in fields(dataclass)}
+    return {
+        key.name: _with_names(hints[key.name], key.metadata.get("choices"))
+        for key in fields(dataclass)
+    }
 
 
 @cache
@@ -167,7 +260,10 @@ def declared(dataclass: Any) -> dict[str, Any]:
 
 @cache
 def _range_of(key: str) -> Any:
-    """The entry of a key in `RANGES`, or None. Only `report_to` imports Transformers, which takes seconds."""
+    """The entry of a key in `RANGES`, or None.
+
+    Only `report_to` imports Transformers, which takes seconds.
+    """
     if key == "report_to":
         from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
@@ -182,7 +278,9 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 
 
 def check_finite(key: str, value: Any) -> None:
-    """Raises `UserError` for NaN and infinity, also inside a mapping or list: JSON and YAML can contain both."""
+    """Raises `UserError` for NaN and infinity, also inside a mapping or list: JSON and YAML can
+    contain both.
+    """
     if isinstance(value, Mapping | list):
         for name, inside in value.items() if isinstance(value, Mapping) else enumerate(value):
             check_finite(f"{key}: {name}", inside)
@@ -191,7 +289,9 @@ def check_finite(key: str, value: Any) -> None:
 
 
 def _with_names(hint: Any, choices: Any = None) -> Any:
-    """`hint` as a `Literal` where the field lists its choices, or where it is an `Enum` (such as `Kind | str`)."""
+    """`hint` as a `Literal` where the field lists its choices, or where it is an `Enum` (such as
+    `Kind | str`).
+    """
     kinds = [arm for arm in _arms(hint) if isinstance(arm, type) and issubclass(arm, Enum)]
     names = tuple(choices or (one.value for kind in kinds for one in kind))
     if not names:
@@ -228,14 +328,18 @@ def _entry(hint: Any) -> Any:
 
 
 def _read(key: str, value: Any, kinds: set[Any], names: list[str]) -> Any:
-    """`value` as the kind that was meant: on the command line, and for some words in YAML, it is a text."""
+    """`value` as the kind that was meant: on the command line, and for some words in YAML, it is a
+    text.
+    """
     if bool in kinds and (word := truth(value)) is not None:
         return word
     if names and str(value).lower() == "false":
         return next((name for name in _OFF if name in names), value)
     if kinds & {int, float} and isinstance(value, int | float | str):
         return _number(value, whole=float not in kinds)
-    if dict in kinds and not (key in _OR_WORD and isinstance(value, str) and not value.lstrip().startswith("{")):
+    if dict in kinds and not (
+        key in _OR_WORD and isinstance(value, str) and not value.lstrip().startswith("{")
+    ):
         return _mapping(key, value, or_text=str in kinds and key not in _OR_WORD)
     if str in kinds and not isinstance(value, dict | list | bool):
         return str(value)
@@ -243,7 +347,10 @@ def _read(key: str, value: Any, kinds: set[Any], names: list[str]) -> Any:
 
 
 def _number(value: int | float | str, *, whole: bool) -> Any:
-    """The number in a text: YAML reads 1e3 as a text, for instance. A text that is no number stays a text."""
+    """The number in a text: YAML reads 1e3 as a text, for instance.
+
+    A text that is no number stays a text.
+    """
     number: Any = value
     for read in (int, float):
         try:
@@ -271,16 +378,29 @@ def _or_mapping(key: str, word: Any) -> list[Any]:
     """The entries that a word stands for, some of which may be mappings with one name each."""
     if isinstance(word, str):
         start = word.lstrip()[:1]
-        read = _mapping(key, word, or_text=False) if start == "{" else yaml_value(word) if start == "[" else word
+        read = (
+            _mapping(key, word, or_text=False)
+            if start == "{"
+            else yaml_value(word)
+            if start == "["
+            else word
+        )
         word = split_list([read]) if isinstance(read, str) else read
     if isinstance(word, Mapping):
         return [{name: inside} for name, inside in word.items()]
     found = word if isinstance(word, list) else [word]
-    return [each for one in found for each in (_or_mapping(key, one) if isinstance(one, Mapping) else [one])]
+    return [
+        each
+        for one in found
+        for each in (_or_mapping(key, one) if isinstance(one, Mapping) else [one])
+    ]
 
 
 def _mapping(key: str, value: Any, *, or_text: bool) -> Any:
-    """A mapping, also of JSON, of `{a: 1}`, or in a JSON file. `or_text`: a text is checked and stays one, of JSON."""
+    """A mapping, also of JSON, of `{a: 1}`, or in a JSON file.
+
+    `or_text`: a text is checked and stays one, of JSON.
+    """
     if isinstance(value, Mapping):
         return value
     text = value.strip() if isinstance(value, str) else ""
@@ -302,7 +422,9 @@ def _mapping(key: str, value: Any, *, or_text: bool) -> Any:
 
 def _refuse(key: str, value: Any, hint: Any) -> NoReturn:
     expected = " or ".join(map(_described, _arms(hint)))
-    raise UserError(f"{key}: {_in_words(value)} is not {expected}{did_you_mean(str(value), _names(hint))}")
+    raise UserError(
+        f"{key}: {_in_words(value)} is not {expected}{did_you_mean(str(value), _names(hint))}"
+    )
 
 
 def _described(arm: Any) -> str:
@@ -314,13 +436,19 @@ def _described(arm: Any) -> str:
         return f"one of {', '.join(names)}" if len(names) > 1 else names[0]
     if get_origin(arm) is Annotated:
         kind, limits = get_args(arm)
-        bounds = [f"{word} {getattr(each, name)}" for each in limits.metadata for name, word in _BOUNDS
-                  if hasattr(each, name)]  # fmt: skip
+        bounds = [
+            f"{word} {getattr(each, name)}"
+            for each in limits.metadata
+            for name, word in _BOUNDS
+            if hasattr(each, name)
+        ]
         return limits.description or f"{_KINDS[kind]} {' and '.join(bounds)}"
     return _KINDS.get(_kind(arm), "an object that only Python can give")
 
 
 def _in_words(value: Any) -> str:
-    """The value as a person writes it, in one line: null for None, numbers without quotes, other text with them."""
+    """The value as a person writes it, in one line: null for None, numbers without quotes, other
+    text with them.
+    """
     is_number = isinstance(value, str) and not isinstance(_number(value, whole=False), str)
     return shown(value.strip(), _SHOWN).strip("'") if is_number else shown(value, _SHOWN)

@@ -1,12 +1,12 @@
-"""From rows on disk to the generations of a run: the order, each row read once, and images read ahead."""
+"""From rows on disk to the generations of a run: the order, each row read once, and images read
+ahead.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,48 +14,65 @@ from PIL import Image
 from torch.utils.data import Dataset
 from trl.trainer.utils import RepeatSampler
 
-
-class KeptImage(Image.Image):
-    """A decoded image that nothing here draws on."""
-
-    @cached_property
-    def digest(self) -> str:
-        """`content_digest`, computed once for the processor of the trainer, that of the engine, and the engine."""
-        return content_digest(self)
+from adora_vl.data.images import KeptImage, UnreadableImageError, as_shown, kept
+from adora_vl.data.loading import UnreadableImage
 
 
-def content_digest(image: Image.Image) -> str:
-    """Of mode, size and pixels."""
-    digest = hashlib.blake2b(f"{image.mode} {image.size}".encode(), digest_size=16)
-    digest.update(image.tobytes())
-    if image.mode == "P":
-        digest.update(bytes(image.getpalette() or []))
-    return digest.hexdigest()
+def shown_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The rows with pictures as a person sees them (`as_shown`), each a `KeptImage`.
+
+    Every row of a run passes here, whoever has read it. One object that stands in several rows
+    stays one; a picture that cannot be shown becomes an `UnreadableImage`, and what is no picture
+    stays as it is.
+    """
+    known: dict[int, Any] = {}
+
+    def shown(image: Any) -> Any:
+        if isinstance(image, KeptImage) or not isinstance(image, Image.Image):
+            return image
+        if id(image) not in known:
+            known[id(image)] = _shown(image)
+        return known[id(image)]
+
+    made = []
+    for row in rows:
+        changed = dict(row)
+        if isinstance(row.get("images"), list | tuple):
+            changed["images"] = [shown(image) for image in row["images"]]
+        if isinstance(row.get("image"), Image.Image):
+            changed["image"] = shown(row["image"])
+        made.append(changed)
+    return made
 
 
-def kept(image: Any) -> Any:
-    """`image` itself, loaded, as a `KeptImage`; what is no PIL image stays."""
-    if isinstance(image, Image.Image):
-        image.load()
-        image.__class__ = KeptImage
-    return image
+def _shown(image: Image.Image) -> Any:
+    try:
+        return kept(as_shown(image))
+    except UnreadableImageError as error:
+        return UnreadableImage(str(error))
 
 
-ROW_NUMBER = "adora_row"  # the column with the number of a row in the data set, where rows are numbered
+# the column with the number of a row in the data set, where rows are numbered
+ROW_NUMBER = "adora_row"
 
 
 class DistinctRows(Dataset[dict[str, Any]]):
-    """A dataset that decodes each row of a batch once; the copies that a sampler asks for share its images.
+    """A dataset that decodes each row of a batch once; the copies that a sampler asks for share its
+    images.
 
-    TRL's sampler repeats the rows of a generation for each of its micro-batches, so those of the last batch are kept.
-    `read_ahead` is called on another thread (by `ImagePrefetch`), everything else on the loader's.
+    TRL's sampler repeats the rows of a generation for each of its micro-batches, so those of the
+    last batch are kept. `read_ahead` is called on another thread (by `ImagePrefetch`), everything
+    else on the loader's.
     """
 
     def __init__(self, rows: Any, *, numbered: bool = False, share: bool = True) -> None:
-        """`numbered`: each row says its number, in the column `ROW_NUMBER`. `share`: copies of a row are read once;
-        else each is read, as stock TRL does.
+        """`numbered`: each row says its number, in the column `ROW_NUMBER`.
+
+        `share`: copies of a row are read once; else each is read, as stock TRL does.
         """
-        self._rows, self._numbered, self.share = rows, numbered, share
+        self._rows = rows
+        self._numbered = numbered
+        self.share = share
         self._last: dict[int, dict[str, Any]] = {}  # of the batch before, by index
         self._ahead: dict[int, dict[str, Any]] = {}  # of a batch to come
 
@@ -68,9 +85,14 @@ class DistinctRows(Dataset[dict[str, Any]]):
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """What torch's loader calls with the indices of a whole batch."""
         if not self.share:
-            return [self._with_number(dict(self._rows[index]), index) for index in indices]
-        before, ahead, wanted = self._last, self._ahead, dict.fromkeys(indices)
-        self._last = {index: before.get(index) or ahead.pop(index, None) or self._read(index) for index in wanted}
+            return [self._read(index) for index in indices]
+        before = self._last
+        ahead = self._ahead
+        wanted = dict.fromkeys(indices)
+        self._last = {
+            index: before.get(index) or ahead.pop(index, None) or self._read(index)
+            for index in wanted
+        }
         return [dict(self._last[index]) for index in indices]
 
     @property
@@ -79,34 +101,45 @@ class DistinctRows(Dataset[dict[str, Any]]):
         return list(self._last)
 
     def read_ahead(self, index: int) -> dict[str, Any]:
-        """A row of the batch to come, read now and kept until the batch asks for it. Raises what reading it raises."""
+        """A row of the batch to come, read now and kept until the batch asks for it.
+
+        Raises what reading it raises.
+        """
         row = self._last.get(index, self._ahead.get(index))
         if row is None:
             row = self._ahead[index] = self._read(index)
         return row
 
-    def rows_after(self, numbers: Sequence[int], order: EpochRepeatSampler, generations: int = 1) -> list[Any]:
-        """The rows that take the places of these so many generations later, read now. Empty where that is not known."""
+    def rows_after(
+        self, numbers: Sequence[int], order: EpochRepeatSampler, generations: int = 1
+    ) -> list[Any]:
+        """The rows that take the places of these so many generations later, read now.
+
+        Empty where that is not known.
+        """
         distinct = list(dict.fromkeys(numbers))
-        after = dict(zip(distinct, order.following(distinct, order.epoch, generations), strict=False))
+        after = dict(
+            zip(distinct, order.following(distinct, order.epoch, generations), strict=False)
+        )
         read = self.read_ahead if self.share else self._read
         return [dict(read(after[number])) for number in numbers] if after else []
 
     def forget_ahead(self, but: Collection[int] = ()) -> None:
-        """Let go of rows that were read ahead and that no batch has asked for, `but` of those that may still be."""
+        """Let go of rows that were read ahead and that no batch has asked for, `but` of those that
+        may still be.
+        """
         self._ahead = {index: row for index, row in self._ahead.items() if index in but}
 
     def _read(self, index: int) -> dict[str, Any]:
-        row = dict(self._rows[index])
-        if row.get("images"):
-            row["images"] = [kept(image) for image in row["images"]]
+        [row] = shown_rows([self._rows[index]])
         return self._with_number(row, index)
 
     def _with_number(self, row: dict[str, Any], index: int) -> dict[str, Any]:
         return {**row, ROW_NUMBER: index} if self._numbered else row
 
 
-Process = Callable[[dict[str, Any]], int]  # puts the images of a row into the cache, and returns their bytes there
+# puts the images of a row into the cache, and returns their bytes there
+Process = Callable[[dict[str, Any]], int]
 
 
 class NoPrefetch:
@@ -120,23 +153,34 @@ class NoPrefetch:
 
 
 class ImagePrefetch(NoPrefetch):
-    """Reads and processes the next generation's images on a thread, while the policy learns from the present one. It
-    draws no random number and moves no loader, so a run with it takes the same steps; a row that cannot be read or
-    processed is skipped, and the error raised where the loader reads it.
+    """Reads and processes the next generation's images on a thread, while the policy learns from
+    the present one. It draws no random number and moves no loader, so a run with it takes the same
+    steps; a row that cannot be read or processed is skipped, and the error raised where the loader
+    reads it.
     """
 
-    def __init__(self, rows: DistinctRows, order: EpochRepeatSampler, process: Process, limit_bytes: int) -> None:
-        """It stops after `limit_bytes` of processed images: with more, the cache would drop some before their use."""
-        self._rows, self._order, self._process, self._limit_bytes = rows, order, process, limit_bytes
+    def __init__(
+        self, rows: DistinctRows, order: EpochRepeatSampler, process: Process, limit_bytes: int
+    ) -> None:
+        """It stops after `limit_bytes` of processed images: with more, the cache would drop some
+        before their use.
+        """
+        self._rows = rows
+        self._order = order
+        self._process = process
+        self._limit_bytes = limit_bytes
         self._thread: threading.Thread | None = None
         self._ending = threading.Event()
 
     def start(self) -> None:
-        """Process the loader's last batch, which may be ahead of the generation, then read and process the next one."""
+        """Process the loader's last batch, which may be ahead of the generation, then read and
+        process the next one.
+        """
         self.finish()
         latest = self._rows.latest
         coming = dict.fromkeys([*latest, *self._order.following(latest, self._order.epoch)])
-        self._rows.forget_ahead(but=coming)  # what was asked for ahead has read the next ones already
+        # what was asked for ahead has read the next ones already
+        self._rows.forget_ahead(but=coming)
         self._ending.clear()
         self._thread = threading.Thread(target=self._work, args=(list(coming),), name="prefetch")
         self._thread.start()
@@ -159,33 +203,44 @@ class ImagePrefetch(NoPrefetch):
 
 
 class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped to mypy
-    """Seeds the generator for each epoch from (seed, epoch); epoch 0 has the same order as in TRL. Stock TRL draws all
-    orders from one generator, so a resumed run repeats the first epoch's.
+    """Seeds the generator for each epoch from (seed, epoch); epoch 0 has the same order as in TRL.
+
+    Stock TRL draws all orders from one generator, so a resumed run repeats the first epoch's.
+    Without `shuffle` it begins every epoch at the first row, so that rows at the end that fill no
+    generation are never learned from. Ours goes on behind the last row of the epoch before.
     """
 
     epoch = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._orders: dict[int, list[int]] = {}  # of the epochs that `following` was asked about last
+        self._orders: dict[
+            int, list[int]
+        ] = {}  # of the epochs that `following` was asked about last
 
     @classmethod
-    def like(cls, sampler: RepeatSampler) -> EpochRepeatSampler:
-        """A sampler with the same rows and repetitions as `sampler`."""
+    def like(cls, sampler: RepeatSampler, seed: int) -> EpochRepeatSampler:
+        """A sampler with the same rows and repetitions as `sampler`, in the orders of `seed`."""
         return cls(
-            data_source=sampler.data_source, mini_repeat_count=sampler.mini_repeat_count, batch_size=sampler.batch_size,
-            repeat_count=sampler.repeat_count, shuffle=sampler.shuffle, seed=sampler.seed,
-        )  # fmt: skip
+            data_source=sampler.data_source,
+            mini_repeat_count=sampler.mini_repeat_count,
+            batch_size=sampler.batch_size,
+            repeat_count=sampler.repeat_count,
+            shuffle=sampler.shuffle,
+            seed=seed,
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Called by `transformers.Trainer` before each epoch."""
         self.epoch = epoch
 
     def following(self, rows: Sequence[int], epoch: int, generations: int = 1) -> list[int]:
-        """The rows that take the places of `rows`, one process's distinct ones of a generation of this epoch, so many
-        generations later; empty where they are not of one. No random state is used or changed.
+        """The rows that take the places of `rows`, one process's distinct ones of a generation of
+        this epoch, so many generations later; empty where they are not of one. No random state is
+        used or changed.
         """
-        order, size = self._order(epoch), self.batch_size
+        order = self._order(epoch)
+        size = self.batch_size
         try:
             first = order.index(rows[0]) // size * size
             places = [order.index(row, first, first + size) - first for row in rows]
@@ -199,7 +254,9 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         if epoch not in self._orders:
             once = type(self)(self.data_source, 1, self.batch_size, 1, self.shuffle, self.seed)
             once.set_epoch(epoch)
-            self._orders = {near: order for near, order in self._orders.items() if near == epoch - 1}
+            self._orders = {
+                near: order for near, order in self._orders.items() if near == epoch - 1
+            }
             self._orders[epoch] = list(once)
         return self._orders[epoch]
 
@@ -207,4 +264,8 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         if self.shuffle:
             self.generator = torch.Generator()
             self.generator.manual_seed((self.seed or 0) + 1_000_003 * self.epoch)
-        return iter(super().__iter__())
+            return iter(super().__iter__())
+        rows = self.num_samples
+        whole = rows // self.batch_size * self.batch_size
+        first = self.epoch * whole
+        return ((first + index) % rows for index in super().__iter__())

@@ -1,4 +1,6 @@
-"""A prepared data set on disk: Parquet files with the images inside, and a manifest that says where they come from."""
+"""A prepared data set on disk: Parquet files with the images inside, and a manifest that says where
+they come from.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from adora_vl.data.images import png_bytes
-from adora_vl.utils.content import content_hash, file_sha256
-from adora_vl.utils.errors import UserError, in_one_line, refuse
+from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.files import read_object, refuse_dangling
+from adora_vl.utils.hashing import content_hash, file_sha256
 
 if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
     from datasets import Dataset, Features
@@ -29,7 +31,8 @@ REQUIRED_COLUMNS = ("id", "images", "problem", "answer")
 COLUMNS = {
     "id": "text",  # unique and stable, e.g. geometry3k/train/15
     "images": "images",  # RGB, upright
-    "problem": "text",  # an <image> for each image, where each stands; or none, and they stand before it
+    # an <image> for each image, where each stands; or none, and they stand before it
+    "problem": "text",
     "answer": "text",  # the reference answer in canonical form
     "answer_raw": "text",  # as the source has it
     "choices": "texts",  # null where the problem is open
@@ -43,7 +46,8 @@ META = {
     "family": "text",  # synthetic problems only, else empty
     "kind": "text",  # which case of its family, where there are several (synthetic problems only)
     "solution": "text",  # a worked answer where the source has one, else empty
-    "slip": "text",  # a typical wrong answer to the same problem (synthetic problems only), else empty
+    # a typical wrong answer to the same problem (synthetic problems only), else empty
+    "slip": "text",
 }
 Row = dict[str, Any]
 Manifest = dict[str, Any]
@@ -51,8 +55,17 @@ SPLITS = ("train", "validation", "test")  # in the order in which people see the
 MANIFEST_NAME = "manifest.json"
 MADE_BY = "data_prep"  # in a manifest: this package wrote the folder
 _BATCH_ROWS = 64  # in memory at a time
-_GROUP_ROWS, _GROUP_BYTES = 4096, 2**24  # of a row group at most: the writer remembers something of each until its end
-_PACKAGES = ("datasets", "numpy", "pillow", "pyarrow", "transformers")  # what the bytes of the output depend on
+# of a row group at most: the writer remembers something of each until its end
+_GROUP_ROWS = 4096
+_GROUP_BYTES = 2**24
+# what the bytes of the output depend on
+_PACKAGES = (
+    "datasets",
+    "numpy",
+    "pillow",
+    "pyarrow",
+    "transformers",
+)
 
 
 @cache
@@ -62,12 +75,18 @@ def schema() -> Features:
 
     kinds = {"text": Value("string"), "texts": List(Value("string")), "images": List(Image())}
     meta = {name: kinds[kind] for name, kind in META.items()}
-    return Features({name: meta if name == "meta" else kinds[kind] for name, kind in COLUMNS.items()})
+    return Features(
+        {name: meta if name == "meta" else kinds[kind] for name, kind in COLUMNS.items()}
+    )
 
 
-def write_split(rows: Iterable[Row], folder: Path, split: str, features: Features | None = None) -> int:
-    """Write one split into `folder`, a batch at a time. Returns the number of rows. An image is a Pillow image, stored
-    as PNG, or already `{"bytes": ..., "path": ...}`. `features`: the schema, with the user's columns behind it.
+def write_split(
+    rows: Iterable[Row], folder: Path, split: str, features: Features | None = None
+) -> int:
+    """Write one split into `folder`, a batch at a time.
+
+    Returns the number of rows. An image is a Pillow image, stored as PNG, or already `{"bytes":
+    ..., "path": ...}`. `features`: the schema, with the user's columns behind it.
     """
     features = features or schema()
     (folder / "data").mkdir(parents=True, exist_ok=True)
@@ -75,7 +94,8 @@ def write_split(rows: Iterable[Row], folder: Path, split: str, features: Feature
     stored = (_stored(row, features) for row in rows)
     count = 0
     path = folder / "data" / f"{split}-00000-of-00001.parquet"
-    # Statistics would keep the least and the greatest picture of every row group in memory and in the file.
+    # Statistics would keep the least and the greatest picture of every row group in memory and in
+    # the file.
     with pq.ParquetWriter(path, arrow, write_statistics=False) as writer:
         while batch := list(_group(stored)):
             writer.write_table(pa.Table.from_pylist(batch, schema=arrow))
@@ -96,48 +116,80 @@ def _group(rows: Iterator[Row]) -> Iterator[Row]:
 
 def _stored(row: Row, features: Features) -> Row:
     assert row.keys() == features.keys(), f"columns {sorted(row)} are not those of the schema"
-    assert row["meta"].keys() == features["meta"].keys(), f"meta {sorted(row['meta'])} is not that of the schema"
-    made = (png_bytes(image) if isinstance(image, Image.Image) else image for image in row["images"])
-    return {**row, "images": [{"bytes": each, "path": None} if isinstance(each, bytes) else each for each in made]}
+    assert row["meta"].keys() == features["meta"].keys(), (
+        f"meta {sorted(row['meta'])} is not that of the schema"
+    )
+    made = (
+        png_bytes(image) if isinstance(image, Image.Image) else image for image in row["images"]
+    )
+    return {
+        **row,
+        "images": [
+            {"bytes": each, "path": None} if isinstance(each, bytes) else each for each in made
+        ],
+    }
 
 
 def write_manifest(
-    folder: Path, description: Mapping[str, Any], counts: Mapping[str, int],
-    quarantined: Mapping[str, Any] | None = None, leaks: Mapping[str, Any] | None = None,
+    folder: Path,
+    description: Mapping[str, Any],
+    counts: Mapping[str, int],
+    quarantined: Mapping[str, Any] | None = None,
+    leaks: Mapping[str, Any] | None = None,
     noted: Mapping[str, Any] | None = None,
-) -> Manifest:  # fmt: skip
-    """Write and return the manifest of `folder`, whose other files are complete. `description`: source, input, revision
-    and arguments. It names no time and no machine.
+) -> Manifest:
+    """Write and return the manifest of `folder`, whose other files are complete.
+
+    `description`: source, input, revision and arguments. It names no time and no machine.
     """
     manifest = {
-        **description, "made_by": MADE_BY, "counts": dict(counts),
+        **description,
+        "made_by": MADE_BY,
+        "counts": dict(counts),
         "quarantined": quarantined or {"rows": 0, "reasons": {}},
-        "leaks": leaks or {"found": 0, "dropped": 0, "rows": []}, **({"noted": dict(noted)} if noted else {}),
-        "files": file_hashes(folder), "versions": {package: version(package) for package in _PACKAGES},
-    }  # fmt: skip
-    (folder / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        "leaks": leaks or {"found": 0, "dropped": 0, "rows": []},
+        **({"noted": dict(noted)} if noted else {}),
+        "files": file_hashes(folder),
+        "versions": {package: version(package) for package in _PACKAGES},
+    }
+    (folder / MANIFEST_NAME).write_text(
+        json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
     return manifest
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder that we prepared; None where there is no manifest or it is not one of ours."""
+    """The manifest of a folder that we prepared; None where there is no manifest or it is not one
+    of ours.
+    """
     manifest = read_object(folder / MANIFEST_NAME)
     return manifest if manifest.get("made_by") == MADE_BY else None
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
-    """SHA-256 in hexadecimal of every file below `folder` but the manifest, by its path inside `folder`."""
-    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    """SHA-256 in hexadecimal of every file below `folder` but the manifest, by its path inside
+    `folder`.
+    """
+    files = {
+        path.relative_to(folder).as_posix(): path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
     return {name: file_sha256(path) for name, path in files.items() if name != MANIFEST_NAME}
 
 
 def data_hash(folder: Path, split: str = "*") -> str:
-    """The `content_hash` of a prepared folder's manifest, where there is one, and of the files of `split`, or all."""
+    """The `content_hash` of a prepared folder's manifest, where there is one, and of the files of
+    `split`, or all.
+    """
     return content_hash([*folder.glob(MANIFEST_NAME), *folder.glob(f"data/{split}-*.parquet")])
 
 
 def split_files(folder: Path) -> dict[str, list[Path]]:
-    """The Parquet files of each split of a prepared folder. Raises `UserError` where there is no such folder."""
+    """The Parquet files of each split of a prepared folder.
+
+    Raises `UserError` where there is no such folder.
+    """
     if not folder.is_dir():
         refuse_dangling("dataset", folder)
         raise UserError(f"dataset: no folder {str(folder)!r}; make one with `python -m data_prep`")
@@ -148,8 +200,9 @@ def split_files(folder: Path) -> dict[str, list[Path]]:
 
 
 def stored_rows(folder: Path, split: str) -> Iterator[Row]:
-    """The rows of a split with images as they are stored, `{"bytes": ..., "path": ...}`, a batch in memory at a time,
-    without a copy in the cache of `datasets`. Raises `UserError` as `load_split` does.
+    """The rows of a split with images as they are stored, `{"bytes": ..., "path": ...}`, a batch in
+    memory at a time, without a copy in the cache of `datasets`. Raises `UserError` as `load_split`
+    does.
     """
     for path in _files_of(folder, split):
         with _parquet(path) as file:
@@ -159,8 +212,8 @@ def stored_rows(folder: Path, split: str) -> Iterator[Row]:
 
 
 def example_row(folder: Path, splits: Iterable[str]) -> Row | None:
-    """A row to show, with its images as they are stored: the first with choices, else the first; None without any row.
-    No image of another row is read. Raises `UserError`.
+    """A row to show, with its images as they are stored: the first with choices, else the first;
+    None without any row. No image of another row is read. Raises `UserError`.
     """
     first: tuple[Path, int, int] | None = None
     for path in (path for split in splits for path in _files_of(folder, split)):
@@ -168,15 +221,23 @@ def example_row(folder: Path, splits: Iterable[str]) -> Row | None:
             listed = "choices" in file.schema_arrow.names
             for group in range(file.num_row_groups):
                 first = first or (path, group, 0)
-                choices = file.read_row_group(group, columns=["choices"])["choices"].to_pylist() if listed else []
+                choices = (
+                    file.read_row_group(group, columns=["choices"])["choices"].to_pylist()
+                    if listed
+                    else []
+                )
                 if any(choices):
-                    return _row_at(path, group, next(index for index, found in enumerate(choices) if found))
+                    return _row_at(
+                        path, group, next(index for index, found in enumerate(choices) if found)
+                    )
     return None if first is None else _row_at(*first)
 
 
 def _row_at(path: Path, group: int, index: int) -> Row:
     with _parquet(path) as file:
-        return dict(next(islice(file.iter_batches(1, row_groups=[group]), index, None)).to_pylist()[0])
+        return dict(
+            next(islice(file.iter_batches(1, row_groups=[group]), index, None)).to_pylist()[0]
+        )
 
 
 def row_count(folder: Path, split: str) -> int:
@@ -189,7 +250,9 @@ def row_count(folder: Path, split: str) -> int:
 
 
 def features_of(folder: Path, split: str) -> Features:
-    """The schema of a split: ours, and behind it the columns of the user's own (`data_prep convert`)."""
+    """The schema of a split: ours, and behind it the columns of the user's own (`data_prep
+    convert`).
+    """
     from datasets import Features, Value
 
     with _parquet(_files_of(folder, split)[0]) as file:
@@ -198,8 +261,10 @@ def features_of(folder: Path, split: str) -> Features:
 
 
 def load_split(folder: str | Path, split: str) -> Dataset:
-    """One split of a prepared folder, images decoded on access. Raises `UserError` where the folder, the split, its
-    rows or a required column are missing, a file is damaged, or the disk is full.
+    """One split of a prepared folder, images decoded on access.
+
+    Raises `UserError` where the folder, the split, its rows or a required column are missing, a
+    file is damaged, or the disk is full.
     """
     from datasets import config, disable_progress_bars, load_dataset
     from datasets.exceptions import DatasetGenerationError
@@ -212,18 +277,28 @@ def load_split(folder: str | Path, split: str) -> Dataset:
             _require_columns(file.schema_arrow, folder, split)
             rows += file.metadata.num_rows
     if not rows:
-        raise UserError(f"dataset: {str(folder)!r} has no rows in the split {split!r}; prepare it again, or name one")
+        raise UserError(
+            f"dataset: {str(folder)!r} has no rows in the split {split!r}; prepare it again, or "
+            "name one"
+        )
     if not sys.stderr.isatty():
         disable_progress_bars()  # a log is no place for one, and an error is one line
     try:
-        # The library knows a file by its path and its time; the name is a part of what its cache goes by.
+        # The library knows a file by its path and its time; the name is a part of what its cache
+        # goes by.
         held = f"content-{content_hash(files)}"
-        return load_dataset("parquet", held, data_files={split: [str(path) for path in files]}, split=split)
+        return load_dataset(
+            "parquet", held, data_files={split: [str(path) for path in files]}, split=split
+        )
     except (OSError, DatasetGenerationError) as error:
         cause = error.__cause__ or error
-        reason, cache = in_one_line(cause), f"the cache of `datasets`, {str(config.HF_DATASETS_CACHE)!r}"
-        if getattr(cause, "errno", None) is None:  # Arrow's, about the content of a file: not the disk's
-            raise UserError(f"dataset: {str(folder)!r} cannot be read ({reason}); prepare it again") from error
+        reason = in_one_line(cause)
+        cache = f"the cache of `datasets`, {str(config.HF_DATASETS_CACHE)!r}"
+        # Arrow's, about the content of a file: not the disk's
+        if getattr(cause, "errno", None) is None:
+            raise UserError(
+                f"dataset: {str(folder)!r} cannot be read ({reason}); prepare it again"
+            ) from error
         room = f"({reason}); make room there, or name another place with HF_DATASETS_CACHE"
         raise UserError(f"dataset: {str(folder)!r} cannot be put into {cache} {room}") from error
 
@@ -235,22 +310,33 @@ def _parquet(path: Path) -> Iterator[Any]:
         with pq.ParquetFile(path) as file:
             yield file
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"dataset: {str(path)!r} cannot be read ({error}); prepare it again") from error
+        raise UserError(
+            f"dataset: {str(path)!r} cannot be read ({error}); prepare it again"
+        ) from error
 
 
 def _files_of(folder: Path, split: str) -> list[Path]:
     files = split_files(folder)
     expected = f"(expected data/{split}-*.parquet); it has {', '.join(files) or 'none'}"
-    refuse((split not in files, f"dataset: {str(folder)!r} has no split {split!r} {expected}"))
+    if split not in files:
+        raise UserError(f"dataset: {str(folder)!r} has no split {split!r} {expected}")
     return files[split]
 
 
 def _require_columns(schema: pa.Schema, folder: Path, split: str) -> None:
-    where, remedy = f"{str(folder)!r} split {split!r}", "prepare it with `python -m data_prep`"
+    where = f"{str(folder)!r} split {split!r}"
+    remedy = "prepare it with `python -m data_prep`"
     missing = next((column for column in REQUIRED_COLUMNS if column not in schema.names), None)
-    lacks = f"dataset: {where} lacks the column {missing!r}; it has {', '.join(schema.names)}; {remedy}"
-    refuse((missing is not None, lacks))
+    lacks = (
+        f"dataset: {where} lacks the column {missing!r}; it has {', '.join(schema.names)}; {remedy}"
+    )
+    if missing is not None:
+        raise UserError(lacks)
     images = schema.field("images").type
     listed = pa.types.is_list(images) or pa.types.is_large_list(images)
-    other = f"dataset: the column 'images' of {where} is {str(images)!r:.80}, not a list of images; {remedy}"
-    refuse((not listed, other))
+    other = (
+        f"dataset: the column 'images' of {where} is {str(images)!r:.80}, not a list of images; "
+        f"{remedy}"
+    )
+    if not listed:
+        raise UserError(other)

@@ -7,7 +7,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,110 +19,176 @@ from adora_vl.utils.errors import UserError
 
 VISIONS = seeing_families()
 DEFAULT_FAMILY = "qwen2_5_vl"
-UNIT = min(vision.unit for vision in VISIONS.values())  # pixels: the side of the smallest image token there is
-MAX_PIXELS = 2**31  # the largest pixel limit that is accepted; no image that can be decoded has as many
-WIDEST = 200  # above this ratio of the sides the model's processor raises, in the middle of a training
+# pixels: the side of the smallest image token there is
+UNIT = min(vision.unit for vision in VISIONS.values())
+# the largest pixel limit that is accepted; no image that can be decoded has as many
+MAX_PIXELS = 2**31
+# above this ratio of the sides the model's processor raises, in the middle of a training
+WIDEST = 200
 
 
 MAX_DECODED_PIXELS = 50_000_000  # 150 MB once decoded; a diagram has a hundredth of it
 _JPEGS = ("JPEG", "MPO")  # the second has more pictures behind the first, as those of phones have
 _LYING = (5, 6, 7, 8)  # EXIF's orientations that exchange width and height
 MIN_SIDE = 4  # pixels; no diagram is drawn in fewer
-FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF")  # Pillow would start Ghostscript for a stranger's EPS
+# Pillow would start Ghostscript for a stranger's EPS
+FORMATS = (
+    "PNG",
+    "JPEG",
+    "GIF",
+    "BMP",
+    "WEBP",
+    "TIFF",
+)
 
 
 def open_picture(source: Any) -> Image.Image:
-    """A picture of one of the `FORMATS`, or in HEIC where it is registered, not decoded. Raises what Pillow raises."""
+    """A picture of one of the `FORMATS`, or in HEIC where it is registered, not decoded.
+
+    Raises what Pillow raises.
+    """
     return Image.open(source, formats=(*FORMATS, *({"HEIF"} & Image.OPEN.keys())))
 
 
 @lru_cache(maxsize=4096)
-def model_size(width: int, height: int, unit: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Width and height, multiples of `unit`, that a processor with these limits resizes to. Raises `ValueError`."""
-    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize  # seconds, so only where needed
+def model_size(
+    width: int, height: int, unit: int, min_pixels: int, max_pixels: int
+) -> tuple[int, int]:
+    """Width and height, multiples of `unit`, that a processor with these limits resizes to.
+
+    Raises `ValueError`.
+    """
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import (
+        smart_resize,
+    )  # seconds, so only where needed
 
     new_height, new_width = smart_resize(height, width, unit, min_pixels, max_pixels)
     return int(new_width), int(new_height)
 
 
 def image_tokens(size: tuple[int, int], unit: int, low: int, high: int, row: object) -> int:
-    """Tokens of a picture of a row, by the processor's own rule. Raises `UserError` where the processor refuses it."""
+    """Tokens of a picture of a row, by the processor's own rule.
+
+    Raises `UserError` where the processor refuses it.
+    """
     try:
         width, height = model_size(*size, unit, low, high)
     except ValueError as error:
-        what = f"row {row} has an image of {size[0]} x {size[1]} pixels, which the model's processor refuses"
+        what = (
+            f"row {row} has an image of {size[0]} x {size[1]} pixels, which the model's "
+            "processor refuses"
+        )
         raise UserError(f"dataset: {what} ({error}); remove the row") from error
     return width // unit * (height // unit)
 
 
 def size_within(
-    width: int, height: int, min_pixels: int | None, max_pixels: int | None, unit: int = VISIONS[DEFAULT_FAMILY].unit
+    width: int,
+    height: int,
+    min_pixels: int | None,
+    max_pixels: int | None,
+    unit: int = VISIONS[DEFAULT_FAMILY].unit,
 ) -> tuple[int, int]:
-    """The size to store: unchanged where a processor with these limits would only round it to multiples of `unit`, else
-    the size that it would choose. Raises `ValueError` where its rule has none within the limits.
+    """The size to store: unchanged where a processor with these limits would only round it to
+    multiples of `unit`, else the size that it would choose. Raises `ValueError` where its rule has
+    none within the limits.
     """
     rounded = round(width / unit) * round(height / unit) * unit**2
     if (min_pixels or 0) <= rounded <= (max_pixels or sys.maxsize):
         return width, height
-    low, high = min_pixels or unit**2, max_pixels or sys.maxsize
-    new_width, new_height = model_size(width, height, unit, low, high)
+    low = min_pixels or unit**2
+    high = max_pixels or sys.maxsize
+    new_width, new_height = model_size(
+        width, height=height, unit=unit, min_pixels=low, max_pixels=high
+    )
     if not low <= new_width * new_height <= high:
         raise ValueError(f"no size of its shape is within {low} to {high} pixels")
     return new_width, new_height
 
 
 class UnreadableImageError(ValueError):
-    """The picture cannot be used. `kind`: the rule in one word, such as `image_truncated`; the message says why."""
+    """The picture cannot be used.
+
+    `kind`: the rule in one word, such as `image_truncated`; the message says why.
+    """
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(why)
         self.kind = kind
 
 
-def clean_image(encoded: bytes, low: int | None = None, high: int | None = None, unit: int = UNIT) -> Image.Image:
-    """The picture upright, flattened on white, in mode RGB, and resized where its pixels are not within `low` and
-    `high` (None: no limit). `unit`: the side of an image token, in pixels. Raises `UnreadableImageError`: as
-    `decoded_image`, with nothing on it, or with values of which it cannot be told what is white.
+def clean_image(
+    encoded: bytes, low: int | None = None, high: int | None = None, unit: int = UNIT
+) -> Image.Image:
+    """The picture upright, flattened on white, in mode RGB, and resized where its pixels are not
+    within `low` and `high` (None: no limit). `unit`: the side of an image token, in pixels. Raises
+    `UnreadableImageError`: as `decoded_image`, with nothing on it, or with values of which it
+    cannot be told what is white.
     """
     flat = decoded_image(encoded)
     _refuse_degenerate(flat)
     try:
         size = size_within(*flat.size, low, high, unit)
     except ValueError as error:
-        raise UnreadableImageError("image_shape", f"{flat.width} x {flat.height} pixels: {error}") from error
+        raise UnreadableImageError(
+            "image_shape", f"{flat.width} x {flat.height} pixels: {error}"
+        ) from error
     return flat if size == flat.size else flat.resize(size, Image.Resampling.BICUBIC)
 
 
 def png_bytes(image: Image.Image, **how: int) -> bytes:
-    """The image as PNG without metadata, so that equal pixels are equal bytes. `how`: options of Pillow's writer."""
+    """The image as PNG without metadata, so that equal pixels are equal bytes.
+
+    `how`: options of Pillow's writer.
+    """
     stream = io.BytesIO()
     image.save(stream, "PNG", icc_profile=None, **how)
     return stream.getvalue()
 
 
-_PLAIN_CHUNKS = (b"IHDR", b"IDAT", b"IEND", b"pHYs", b"gAMA", b"sRGB", b"cHRM", b"sBIT", b"bKGD")  # no text, no place
-_PLAIN_SEGMENTS = (0xE0, 0xEE)  # JFIF's and Adobe's; a camera's data, profiles and comments have others
+# no text, no place
+_PLAIN_CHUNKS = (
+    b"IHDR",
+    b"IDAT",
+    b"IEND",
+    b"pHYs",
+    b"gAMA",
+    b"sRGB",
+    b"cHRM",
+    b"sBIT",
+    b"bKGD",
+)
+# JFIF's and Adobe's; a camera's data, profiles and comments have others
+_PLAIN_SEGMENTS = (
+    0xE0,
+    0xEE,
+)
 _TURNS = range(2, 9)  # EXIF's orientations but the upright one
 
 
 def stored_bytes(encoded: bytes, image: Image.Image) -> bytes:
-    """What to store for `image`, which `clean_image` made of `encoded`: the file itself, without a camera's data, texts
-    and profiles, where it is a PNG or JPEG with these pixels, since encoding takes as long as all other work on a row;
-    else a new PNG. Of a JPEG that lies on its side the tag that says so stays.
+    """What to store for `image`, which `clean_image` made of `encoded`: the file itself, without a
+    camera's data, texts and profiles, where it is a PNG or JPEG with these pixels, since encoding
+    takes as long as all other work on a row; else a new PNG. Of a JPEG that lies on its side the
+    tag that says so stays.
     """
     with open_picture(io.BytesIO(encoded)) as original:
         if original.mode == "RGB" and original.format == "PNG" and original.size == image.size:
             chunks = list(_chunks(encoded))
             if not any(chunk[4:8] in (b"tRNS", b"eXIf") for chunk in chunks):
-                return encoded[:8] + b"".join(chunk for chunk in chunks if chunk[4:8] in _PLAIN_CHUNKS)
+                return encoded[:8] + b"".join(
+                    chunk for chunk in chunks if chunk[4:8] in _PLAIN_CHUNKS
+                )
         elif original.mode == "RGB" and original.format in _JPEGS:
-            turn, tags = original.getexif().get(ExifTags.Base.Orientation), Image.Exif()
+            turn = original.getexif().get(ExifTags.Base.Orientation)
+            tags = Image.Exif()
             if image.size == (original.size[::-1] if turn in _LYING else original.size):
                 tags[ExifTags.Base.Orientation] = turn
                 exif = tags.tobytes() if turn in _TURNS else b""
                 segment = b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif if exif else b""
                 return b"\xff\xd8" + segment + b"".join(_plain_segments(encoded)) + b"\xff\xd9"
-    return png_bytes(_rgb(image), compress_level=1, compress_type=zlib.Z_RLE)  # in a fifth of the time
+    # in a fifth of the time
+    return png_bytes(_rgb(image), compress_level=1, compress_type=zlib.Z_RLE)
 
 
 def _plain_segments(encoded: bytes) -> Iterator[bytes]:
@@ -144,7 +210,8 @@ _MARKER = re.compile(rb"\xff+([^\x00\xd0-\xd7\xff])", re.DOTALL)
 
 def _chunks(encoded: bytes) -> Iterator[bytes]:
     """The chunks of a PNG, each with its length and name before it."""
-    at, name = 8, b""
+    at = 8
+    name = b""
     while at < len(encoded) and name != b"IEND":
         name = encoded[at + 4 : at + 8]
         end = at + 12 + int.from_bytes(encoded[at : at + 4], "big")
@@ -159,29 +226,37 @@ def diagram_hash(image: Image.Image) -> str:
     """SHA-256 of the RGB pixels and the size, in hexadecimal."""
     digest = hashlib.sha256(f"{image.size}".encode())
     image = _rgb(image)
-    for top in range(0, image.height, _STRIP):  # the memory of a copy of the whole is new each time, which costs more
+    # the memory of a copy of the whole is new each time, which costs more
+    for top in range(0, image.height, _STRIP):
         digest.update(image.crop((0, top, image.width, min(image.height, top + _STRIP))).tobytes())
     return digest.hexdigest()
 
 
 def file_within(folder: Path, name: str, root: Path | None = None) -> Path:
-    """The file to which a relative path from a data set leads, from `folder`. Raises `UnreadableImageError` if it leads
-    out of `root` (None: the folder), also by a link: a data set from elsewhere must not show a model any file of this
-    machine.
+    """The file to which a relative path from a data set leads, from `folder`.
+
+    Raises `UnreadableImageError` if it leads out of `root` (None: the folder), also by a link: a
+    data set from elsewhere must not show a model any file of this machine.
     """
     try:
         file = (folder / name).resolve()
     except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a null byte
         raise UnreadableImageError("file_missing", f"{name!r:.80} is no path ({error})") from error
     if Path(name).is_absolute() or not file.is_relative_to((root or folder).resolve()):
-        raise UnreadableImageError("path_outside", f"the path {name!r:.80} leads out of the data's folder")
+        raise UnreadableImageError(
+            "path_outside", f"the path {name!r:.80} leads out of the data's folder"
+        )
     return file
 
 
 def image_size(encoded: bytes) -> tuple[int, int]:
-    """Width and height that `decoded_image` would give, from the header alone. Raises what Pillow raises."""
+    """Width and height that `decoded_image` would give, from the header alone.
+
+    Raises what Pillow raises.
+    """
     with open_picture(io.BytesIO(encoded)) as image:
-        if image.format == "PNG" and "exif" not in image.info:  # Pillow would decode it to look behind the pixels
+        # Pillow would decode it to look behind the pixels
+        if image.format == "PNG" and "exif" not in image.info:
             return image.size
         lies = image.getexif().get(ExifTags.Base.Orientation, 1) in _LYING
         return (image.height, image.width) if lies else image.size
@@ -189,19 +264,30 @@ def image_size(encoded: bytes) -> tuple[int, int]:
 
 # What stands in the place of a picture: its first bytes, a word for it, what it is and what to do.
 _NO_PICTURES = (
-    (b"version https://git-lfs", "lfs_pointer", "a Git LFS pointer, not the file itself; fetch it with git lfs pull"),
-    (b"<!doctype html", "html", "a saved web page (HTML), such as an error page; download the file itself"),
+    (
+        b"version https://git-lfs",
+        "lfs_pointer",
+        "a Git LFS pointer, not the file itself; fetch it with git lfs pull",
+    ),
+    (
+        b"<!doctype html",
+        "html",
+        "a saved web page (HTML), such as an error page; download the file itself",
+    ),
     (b"<html", "html", "a saved web page (HTML), such as an error page; download the file itself"),
     (b"<svg", "svg", "a drawing in SVG; export it as PNG"),
     (b"<?xml", "xml", "a text in XML, such as an error page or a drawing in SVG; export it as PNG"),
     (b"%pdf", "pdf", "a page in PDF; export it as PNG"),
 )
 _SIGNS = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
-_HEIF = re.compile(rb".{4}ftyp(?:hei[cxms]|hev[cmxs]|mif1|msf1)", re.DOTALL)  # the pictures of iPhones
+# the pictures of iPhones
+_HEIF = re.compile(rb".{4}ftyp(?:hei[cxms]|hev[cmxs]|mif1|msf1)", re.DOTALL)
 
 
 def named_content(start: bytes) -> tuple[str, str] | None:
-    """A word for a file that begins with these bytes and is neither picture nor table, and what it is; else None."""
+    """A word for a file that begins with these bytes and is neither picture nor table, and what it
+    is; else None.
+    """
     if _HEIF.match(start):
         return "heic", "a photograph in HEIC that cannot be read; save it as JPEG"
     text = start.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
@@ -214,7 +300,10 @@ def is_picture(encoded: bytes) -> bool:
 
 
 def _register_heif(encoded: bytes) -> None:
-    """Let Pillow read a picture in HEIC. Raises `UnreadableImageError` where pillow-heif is missing."""
+    """Let Pillow read a picture in HEIC.
+
+    Raises `UnreadableImageError` where pillow-heif is missing.
+    """
     if not _HEIF.match(encoded):
         return
     try:
@@ -226,92 +315,236 @@ def _register_heif(encoded: bytes) -> None:
 
 
 def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
-    """The picture upright, flattened on white, in mode RGB; of several frames the first, where `first_frame` is asked
-    for. Raises `UnreadableImageError`: not a picture, truncated, too large to decode, or with several frames.
+    """The picture upright, flattened on white, in mode RGB; of several frames the first, where
+    `first_frame` is asked for. Raises `UnreadableImageError`: not a picture, truncated, too large
+    to decode, or with several frames.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's own pixel limit is higher, and only a warning; so are broken tags
+        # Pillow's own pixel limit is higher, and only a warning; so are broken tags
+        warnings.simplefilter("ignore")
         try:
             _register_heif(encoded)
             with open_picture(io.BytesIO(encoded)) as image:
-                if image.width * image.height > MAX_DECODED_PIXELS:
-                    why = f"{image.width} x {image.height} pixels are over the limit of {MAX_DECODED_PIXELS}"
-                    raise UnreadableImageError("image_too_large", why)
+                _refuse_large(image)
                 # a phone's second one is no motion
-                frames = 1 if first_frame or image.format in _JPEGS else getattr(image, "n_frames", 1)
+                frames = (
+                    1 if first_frame or image.format in _JPEGS else getattr(image, "n_frames", 1)
+                )
                 if frames > 1:
                     raise UnreadableImageError("image_animated", f"it has {frames} frames")
-                if image.format == "PNG":  # the only one that shows a lost end: each chunk has a checksum
+                # the only one that shows a lost end: each chunk has a checksum
+                if image.format == "PNG":
                     image.verify()
             with open_picture(io.BytesIO(encoded)) as image:
-                deep = re.search(";16[BLN]", str(getattr(image, "tile", "")))  # of a colour
-                image.load()
-                if deep and not (image.mode == "I" or image.mode.startswith("I;16")):
-                    _refuse_dark(image)
+                _load(image)
                 ImageOps.exif_transpose(image, in_place=True)
                 return _flattened(image)
         except UnreadableImageError:
             raise
-        except Image.DecompressionBombError as error:
-            raise UnreadableImageError("image_too_large", str(error)) from error
         except UnidentifiedImageError as error:  # its own text has a memory address in it
-            word, why = named_content(encoded[:512]) or ("undecodable", "not in any known picture format")
+            word, why = named_content(encoded[:512]) or (
+                "undecodable",
+                "not in any known picture format",
+            )
             raise UnreadableImageError(f"image_{word}", why) from error
-        except Exception as error:  # Pillow raises nearly anything here: OSError, SyntaxError, struct.error, ...
-            why = str(error) or type(error).__name__
-            kind = "image_truncated" if "truncated" in why.lower() else "image_undecodable"
-            if _HEIF.match(encoded):
-                kind, why = "image_heic", f"a photograph in HEIC that cannot be read ({why}); save it as JPEG"
-            raise UnreadableImageError(kind, why) from error
+        except Exception as error:
+            unreadable = _unreadable(error)
+            if unreadable.kind != "image_too_large" and _HEIF.match(encoded):
+                why = f"a photograph in HEIC that cannot be read ({unreadable}); save it as JPEG"
+                unreadable = UnreadableImageError("image_heic", why)
+            raise unreadable from error
+
+
+def as_shown(image: Image.Image) -> Image.Image:
+    """A new picture of what a person sees in this one: upright, flattened on white, in mode RGB;
+    of several frames the present one.
+
+    It is the door for each picture that somebody else's code hands over as an object: a row of
+    Python's, or the answer of a tool. `decoded_image` is the same for encoded ones. The object that
+    was handed over is not changed, and shares no pixel with the new one. Raises
+    `UnreadableImageError` as `decoded_image` does.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as in `decoded_image`
+        try:
+            _refuse_large(image)
+            _load(image)
+            upright = ImageOps.exif_transpose(image)  # a copy, also where nothing is turned
+            return _flattened(upright)
+        except UnreadableImageError:
+            raise
+        except Exception as error:
+            raise _unreadable(error) from error
+
+
+class KeptImage(Image.Image):
+    """A decoded image that nothing here draws on."""
+
+    @cached_property
+    def digest(self) -> str:
+        """`content_digest`, computed once for the processor of the trainer, that of the engine, and
+        the engine.
+        """
+        return content_digest(self)
+
+
+def content_digest(image: Image.Image) -> str:
+    """Of mode, size and pixels."""
+    digest = hashlib.blake2b(f"{image.mode} {image.size}".encode(), digest_size=16)
+    digest.update(image.tobytes())
+    if image.mode == "P":
+        digest.update(bytes(image.getpalette() or []))
+    return digest.hexdigest()
+
+
+def kept(image: Any) -> Any:
+    """`image` itself, loaded, as a `KeptImage`; what is no PIL image stays."""
+    if isinstance(image, Image.Image):
+        image.load()
+        image.__class__ = KeptImage
+    return image
+
+
+class _Lent(Image.Image):
+    """A picture whose pixels are somebody else's until anything asks for them, and then its own."""
+
+    @property
+    def im(self) -> Any:
+        """Pillow's pixels, through which every method of it reads and writes."""
+        shared = super().im
+        _becomes_plain(self)
+        self.im = shared.copy()
+        return self.im
+
+    @im.setter
+    def im(self, pixels: Any) -> None:
+        _becomes_plain(self)
+        self.im = pixels
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.load()  # then it is a plain picture, as which it is pickled and copied
+        return self.__reduce_ex__(protocol)
+
+
+def _becomes_plain(image: Image.Image) -> None:
+    image.__class__ = Image.Image
+
+
+def lent(image: Image.Image) -> Image.Image:
+    """A copy for code of somebody else's, which may draw on it.
+
+    The pixels are copied at their first use, since most functions that are handed pictures never
+    look at them, and the rollouts of a group are handed the same one many times.
+    """
+    image.load()  # a file is read late
+    copied = image._new(image.im)
+    copied.__class__ = _Lent
+    return copied
+
+
+def _refuse_large(image: Image.Image) -> None:
+    """Refuse a picture by its header, before any memory is taken for its pixels."""
+    if image.width * image.height > MAX_DECODED_PIXELS:
+        why = f"{image.width} x {image.height} pixels are over the limit of {MAX_DECODED_PIXELS}"
+        raise UnreadableImageError("image_too_large", why)
+
+
+def _load(image: Image.Image) -> None:
+    """Decode the pixels, where that is still to be done, and refuse what would be nearly black."""
+    deep = re.search(";16[BLN]", str(getattr(image, "tile", "")))  # of a colour
+    image.load()
+    if deep and not (image.mode == "I" or image.mode.startswith("I;16")):
+        _refuse_dark(image)
+
+
+def _unreadable(error: Exception) -> UnreadableImageError:
+    """What Pillow raised while it decoded, in our words.
+
+    It raises nearly anything: OSError, SyntaxError, struct.error, ...
+    """
+    why = str(error) or type(error).__name__
+    if isinstance(error, Image.DecompressionBombError):
+        return UnreadableImageError("image_too_large", why)
+    kind = "image_truncated" if "truncated" in why.lower() else "image_undecodable"
+    return UnreadableImageError(kind, why)
 
 
 def _refuse_degenerate(image: Image.Image) -> None:
     width, height = image.size
     if min(width, height) < MIN_SIDE:
-        raise UnreadableImageError("image_degenerate", f"{width} x {height} pixels are too few for a diagram")
-    coarse = image.resize((32, 32), Image.Resampling.NEAREST)  # mostly enough, in a hundredth of the time
+        raise UnreadableImageError(
+            "image_degenerate", f"{width} x {height} pixels are too few for a diagram"
+        )
+    # mostly enough, in a hundredth of the time
+    coarse = image.resize((32, 32), Image.Resampling.NEAREST)
     if _of_one_colour(coarse) and _of_one_colour(image):
         colour = image.getpixel((0, 0))
-        raise UnreadableImageError("image_degenerate", f"all of its {width} x {height} pixels are {colour}")
+        raise UnreadableImageError(
+            "image_degenerate", f"all of its {width} x {height} pixels are {colour}"
+        )
     if max(width, height) > WIDEST * min(width, height):
-        wrong = f"{width} x {height}: one side is over {WIDEST} times the other, which the model refuses"
+        wrong = (
+            f"{width} x {height}: one side is over {WIDEST} times the other, which the model "
+            "refuses"
+        )
         raise UnreadableImageError("image_shape", wrong)
 
 
 def _of_one_colour(image: Image.Image) -> bool:
-    return all(low == high for low, high in (image.getchannel(band).getextrema() for band in image.getbands()))
+    return all(
+        low == high
+        for low, high in (image.getchannel(band).getextrema() for band in image.getbands())
+    )
 
 
 def _scaled(image: Image.Image) -> Image.Image:
-    """A grey picture of more than 8 bits, or of floats, in 8 bits. The file does not say what is white: it is the
-    largest number of 8, 10, 12, 14 or 16 bits, or 1 for floats, that the picture comes near.
+    """A grey picture of more than 8 bits, or of floats, in 8 bits.
+
+    The file does not say what is white: it is the largest number of 8, 10, 12, 14 or 16 bits, or 1
+    for floats, that the picture comes near.
     """
-    values, floats = np.asarray(image), image.mode == "F"
-    low, high = float(values.min()), float(values.max())
+    values = np.asarray(image)
+    floats = image.mode == "F"
+    low = float(values.min())
+    high = float(values.max())
     whites = (1, 255, 65535) if floats else (255, 1023, 4095, 16383, 65535)
     white = next((white for white in whites if high <= white), 0)
     if not (low >= 0 and white / 4 <= high <= white):
-        raise UnreadableImageError("image_range", f"of its values from {low:g} to {high:g} {_NO_WHITE}")
+        raise UnreadableImageError(
+            "image_range", f"of its values from {low:g} to {high:g} {_NO_WHITE}"
+        )
     scaled = values.astype(np.float32) * 255 / white
     return Image.fromarray((np.rint(scaled) if floats else scaled).astype(np.uint8))
 
 
-_NO_WHITE = "it cannot be told which is white, and it would be nearly black; save it with 8 bits a channel"
+_NO_WHITE = (
+    "it cannot be told which is white, and it would be nearly black; save it with 8 bits a channel"
+)
 
 
 def _refuse_dark(image: Image.Image) -> None:
-    """Refuse colours of 16 bits that are used for 14 or less: Pillow keeps the upper 8 alone, so no scale helps."""
+    """Refuse colours of 16 bits that are used for 14 or less: Pillow keeps the upper 8 alone, so no
+    scale helps.
+    """
     colours = [image.getchannel(band) for band in image.getbands() if band != "A"]
     if max(int(np.max(np.asarray(colour))) for colour in colours) < 64:
-        raise UnreadableImageError("image_range", f"of its colours of 16 bits up to a quarter of the range {_NO_WHITE}")
+        raise UnreadableImageError(
+            "image_range", f"of its colours of 16 bits up to a quarter of the range {_NO_WHITE}"
+        )
 
 
 def _flattened(image: Image.Image) -> Image.Image:
-    """RGB on white. A transparent diagram is drawn for white paper; Pillow alone would put its lines on black."""
-    if image.mode in ("I", "F") or image.mode.startswith("I;16"):  # Pillow clips them at 255 instead of scaling them
+    """RGB on white.
+
+    A transparent diagram is drawn for white paper; Pillow alone would put its lines on black.
+    """
+    # Pillow clips them at 255 instead of scaling them
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         image = _scaled(image)
     if not image.has_transparency_data:
         return _rgb(image)
+    if image.mode == "La":  # premultiplied grey, which Pillow converts to no other mode but this
+        image = image.convert("LA")
     drawn = image if image.mode == "RGBA" else image.convert("RGBA")
     cover = drawn.getchannel("A")
     if cover.getextrema() == (255, 255):  # nothing shows through

@@ -5,20 +5,33 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from io import BytesIO
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, DatasetInfo, Features, Image, List, concatenate_datasets, interleave_datasets
+from datasets import (
+    Dataset,
+    DatasetInfo,
+    Features,
+    Image,
+    List,
+    concatenate_datasets,
+    interleave_datasets,
+)
 
 from adora_vl.data.dataset import load_split
-from adora_vl.data.images import open_picture
+from adora_vl.data.images import UnreadableImageError, as_shown, decoded_image, kept
 from adora_vl.data.prompts import Template, conversations, template
-from adora_vl.data.rows import has_choices, problem_with_prompt, require_sound_rows, rows_without_pixels
-from adora_vl.utils.errors import UserError, in_one_line, refuse
+from adora_vl.data.rows import (
+    has_choices,
+    images_of,
+    problem_with_prompt,
+    require_sound_rows,
+    rows_without_pixels,
+)
+from adora_vl.utils.errors import UserError, in_one_line
 
 
 @dataclass(frozen=True)
@@ -32,22 +45,33 @@ def decoded_rows(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """The transform of a data set that decodes its images, and does nothing else."""
     if "images" not in rows:
         return rows
-    return {**rows, "images": [[_decoded(stored) for stored in images or []] for images in rows["images"]]}
+    return {
+        **rows,
+        "images": [[_decoded(stored) for stored in images or []] for images in rows["images"]],
+    }
 
 
 def _decoded(stored: dict[str, Any]) -> Any:
     try:
-        source = stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"])
-        if isinstance(source, BytesIO) or Path(source or "").is_file():
-            open_picture(source).close()  # `datasets` would open a file of any format
-        return Image().decode_example(stored)
-    except Exception as error:  # Pillow raises what its formats raise: OSError, SyntaxError, struct.error, ...
+        encoded = stored["bytes"]
+        if encoded is None and Path(stored["path"] or "").is_file():
+            encoded = Path(stored["path"]).read_bytes()
+        if encoded is None:  # an address, which `datasets` fetches
+            return kept(as_shown(Image().decode_example(stored)))
+        return kept(decoded_image(encoded, first_frame=True))
+    except UnreadableImageError as error:
+        return UnreadableImage(str(error))
+    except (
+        Exception
+    ) as error:  # Pillow raises what its formats raise: OSError, SyntaxError, struct.error, ...
         return UnreadableImage(in_one_line(error))
 
 
 def only_decodes(dataset: Any) -> bool:
-    """Whether reading a row gives the same at any time and on any thread. A transform of the user's may draw random
-    numbers, and so may a data set of the user's own class.
+    """Whether reading a row gives the same at any time and on any thread.
+
+    A transform of the user's may draw random numbers, and so may a data set of the user's own
+    class.
     """
     if not isinstance(dataset, Dataset):
         return False
@@ -56,14 +80,16 @@ def only_decodes(dataset: Any) -> bool:
 
 
 def mark_unreadable(dataset: Dataset) -> Dataset:
-    """`dataset` with its images decoded on access, and an `UnreadableImage` where that fails: an error would be raised
-    in the data loader of one rank, without the row's id, while the others wait.
+    """`dataset` with its images decoded on access, and an `UnreadableImage` where that fails: an
+    error would be raised in the data loader of one rank, without the row's id, while the others
+    wait.
     """
     feature = dataset.features.get("images")
     if not isinstance(feature, List) or not isinstance(feature.feature, Image):
         return dataset
     assert dataset._indices is None, "the table has to be in the order of the rows"
-    # cast_column would write all images to the disk once more; what is stored is the same with and without decoding
+    # cast_column would write all images to the disk once more; what is stored is the same with and
+    # without decoding
     info = DatasetInfo(features=Features({**dataset.features, "images": List(Image(decode=False))}))
     return Dataset(dataset.data, info, dataset.split).with_transform(decoded_rows)
 
@@ -72,21 +98,27 @@ def unreadable_rows(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Id and reason of each row with an image that could not be read, each id once."""
     found: dict[str, str] = {}
     for number, row in enumerate(rows):
-        for image in row.get("images") or []:
+        for image in images_of(row):
             if isinstance(image, UnreadableImage):
                 found.setdefault(str(row.get("id", f"#{number} of the batch")), image.reason)
     return list(found.items())
 
 
-# The rows of all data sets and the texts of their problems -> the numbers of those to train on, ascending.
+# The rows of all data sets and the texts of their problems -> the numbers of those to train on,
+# ascending.
 Fitting = Callable[[Dataset, Sequence[str]], Sequence[int]]
 
 
-def load_rows(script: Any, folders: Sequence[str], seed: int, fitting: Fitting | None = None) -> Dataset:
-    """The rows with a conversational `prompt` column; images are decoded when a row is read. `script`: the keys of the
-    data. `fitting`: says which rows to train on, before data sets are mixed by their shares. Raises `UserError`.
+def load_rows(
+    script: Any, folders: Sequence[str], seed: int, fitting: Fitting | None = None
+) -> Dataset:
+    """The rows with a conversational `prompt` column; images are decoded when a row is read.
+
+    `script`: the keys of the data. `fitting`: says which rows to train on, before data sets are
+    mixed by their shares. Raises `UserError`.
     """
-    split, made = script.dataset_train_split, template(script.adora_prompt) if script.adora_prompt else None
+    split = script.dataset_train_split
+    made = template(script.adora_prompt) if script.adora_prompt else None
     parts, prompts = [], []
     for folder in folders:
         dataset = load_split(folder, split)
@@ -96,7 +128,8 @@ def load_rows(script: Any, folders: Sequence[str], seed: int, fitting: Fitting |
         parts.append(dataset)
     _require_different_ids(parts, folders)
     try:
-        dataset = parts[0] if len(parts) == 1 else concatenate_datasets(parts)  # a column that one lacks is null there
+        # a column that one lacks is null there
+        dataset = parts[0] if len(parts) == 1 else concatenate_datasets(parts)
     except (ValueError, TypeError) as error:
         differ = f"the data sets have columns of different types ({error})"
         raise UserError(f"dataset_name: {differ}; prepare them in one way") from error
@@ -109,47 +142,64 @@ def load_rows(script: Any, folders: Sequence[str], seed: int, fitting: Fitting |
     ends = [bisect_left(kept, end) for end in accumulate(len(part) for part in parts)]
     sizes = [end - start for start, end in pairwise([0, *ends])]
     if 0 in sizes:
-        empty = f"adora_mixture: {Path(folders[sizes.index(0)]).name} has a share, but adora_overlong_prompts: drop"
-        raise UserError(f"{empty} leaves none of its rows; remove it from dataset_name, or raise the limit")
-    return dataset.select([kept[number] for number in mixed_rows(sizes, script.adora_mixture, seed)])
+        empty = (
+            f"adora_mixture: {Path(folders[sizes.index(0)]).name} has a share, but "
+            "adora_overlong_prompts: drop"
+        )
+        raise UserError(
+            f"{empty} leaves none of its rows; remove it from dataset_name, or raise the limit"
+        )
+    return dataset.select(
+        [kept[number] for number in mixed_rows(sizes, script.adora_mixture, seed)]
+    )
 
 
 def problem_texts(dataset: Dataset, made: Template | None, where: str) -> list[str]:
-    """The text of each row's message: its problem, or what the template makes of its columns. Raises `UserError` for a
-    column that is not there, and for a row whose text has a fault.
+    """The text of each row's message: its problem, or what the template makes of its columns.
+
+    Raises `UserError` for a column that is not there, and for a row whose text has a fault.
     """
     if made is None:
         return list(dataset["problem"])
     made.check_columns(dataset.column_names, where)
     images = pc.list_value_length(dataset.data.table["images"]).to_pylist()
-    columns = [name for name in dict.fromkeys(("id", *made.columns)) if name in dataset.column_names]
+    columns = [
+        name for name in dict.fromkeys(("id", *made.columns)) if name in dataset.column_names
+    ]
     texts = []
     for row, count in zip(dataset.data.table.select(columns).to_pylist(), images, strict=True):
         text = made(row)
         fault = problem_with_prompt(text, count)
-        refuse((fault, f"adora_prompt: row {row['id']} of {where}: {fault}"))
+        if fault:
+            raise UserError(f"adora_prompt: row {row['id']} of {where}: {fault}")
         texts.append(text)
     return texts
 
 
 def as_asked(script: Any, table: pa.Table) -> Any:
-    """The arguments for a fingerprint. `adora_prompt` is None in them if the template gives each row its problem alone,
-    so that a run with such a template, and one without any, can resume each other.
+    """The arguments for a fingerprint.
+
+    `adora_prompt` is None in them if the template gives each row its problem alone, so that a run
+    with such a template, and one without any, can resume each other.
     """
     known = copy(script)
-    if script.adora_prompt and template(script.adora_prompt).asks_the_problem_alone(with_choices=has_choices(table)):
+    if script.adora_prompt and template(script.adora_prompt).asks_the_problem_alone(
+        with_choices=has_choices(table)
+    ):
         known.adora_prompt = None
     return known
 
 
 def mixed_rows(sizes: Sequence[int], shares: Sequence[float], seed: int) -> list[int]:
-    """Row numbers of data sets that stand one after the other, drawn by `shares` until each row has come once. Rows of
-    a data set that is too small for its share are repeated.
+    """Row numbers of data sets that stand one after the other, drawn by `shares` until each row has
+    come once. Rows of a data set that is too small for its share are repeated.
     """
     ends = pairwise([0, *accumulate(sizes)])
     numbers = [Dataset.from_dict({"row": list(range(first, end))}) for first, end in ends]
     parts = [share / sum(shares) for share in shares]
-    drawn = interleave_datasets(numbers, probabilities=parts, seed=seed, stopping_strategy="all_exhausted")
+    drawn = interleave_datasets(
+        numbers, probabilities=parts, seed=seed, stopping_strategy="all_exhausted"
+    )
     return list(drawn["row"])
 
 
@@ -161,8 +211,12 @@ def _require_different_ids(parts: Sequence[Dataset], folders: Sequence[str]) -> 
         twice = next((row for row, count in Counter(ids).items() if count > 1), None)
         double = next((row for row in ids if row in seen), None)
         names = f"{Path(seen.get(double, '')).name} and {Path(folder).name}"
-        refuse(
-            (twice is not None, f"dataset_name: {folder!r} has the row {twice!r} twice; give each row its own id"),
-            (double is not None, f"dataset_name: {names} both have a row {double!r}; convert one with another --name"),
-        )
+        if twice is not None:
+            raise UserError(
+                f"dataset_name: {folder!r} has the row {twice!r} twice; give each row its own id"
+            )
+        if double is not None:
+            raise UserError(
+                f"dataset_name: {names} both have a row {double!r}; convert one with another --name"
+            )
         seen.update(dict.fromkeys(ids, folder))

@@ -1,5 +1,5 @@
-"""How long the prompts of a run are, and which of them leave no room for an answer: known before a weight is loaded,
-and without decoding an image.
+"""How long the prompts of a run are, and which of them leave no room for an answer: known before a
+weight is loaded, and without decoding an image.
 """
 
 from __future__ import annotations
@@ -24,18 +24,21 @@ from adora_vl.data.prompts import conversation, conversation_with_images
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError, in_one_line
-from adora_vl.utils.hidden import without_login
 from adora_vl.utils.openai_client import EndpointError, fetch
+from adora_vl.utils.secrets import without_login
 
 KEY = "adora_overlong_prompts"
 _SERVER_SECONDS = 5.0
 _SHOW_AFTER_S = 2.0  # a progress bar
 
-TEXT_TOKENS = 300  # assumed for a prompt that is not known: Geometry3K's have 60 to 250 with the system prompt
-CHARACTERS_A_TOKEN = 2.5  # assumed where the tokenizer is not at hand; English mathematics has 3 to 4
+# assumed for a prompt that is not known: Geometry3K's have 60 to 250 with the system prompt
+TEXT_TOKENS = 300
+# assumed where the tokenizer is not at hand; English mathematics has 3 to 4
+CHARACTERS_A_TOKEN = 2.5
 _TEMPLATE_TOKENS = 30  # roles and markers of Qwen's chat template around two messages
 
-# A problem, or the prompt of a row of Python's, and its number of images -> tokens, each image one of them
+# A problem, or the prompt of a row of Python's, and its number of images -> tokens, each image one
+# of them
 TextTokens = Callable[[Any, int], int]
 Size = tuple[int, int]  # of an image: width and height in pixels
 Rows = Iterable[tuple[str, Any, Sequence[Size | None]]]
@@ -70,15 +73,21 @@ class Measured:
 
     def only(self, numbers: Sequence[int]) -> Measured:
         """The rows of these numbers."""
-        ids, prompt, image = self.ids, self.prompt, self.image
-        return Measured([ids[n] for n in numbers], [prompt[n] for n in numbers], [image[n] for n in numbers])
+        ids = self.ids
+        prompt = self.prompt
+        image = self.image
+        return Measured(
+            [ids[n] for n in numbers], [prompt[n] for n in numbers], [image[n] for n in numbers]
+        )
 
 
 @dataclass(frozen=True)
 class ContextLimit:
-    """How many tokens a prompt and its completion may have together. `name`: what sets the limit. `raised`: the words
-    before a larger number, such as `set it to`; empty for the model's own limit. `most`: that limit, where it is known.
-    `cuts`: whether the engine ends an answer at the limit.
+    """How many tokens a prompt and its completion may have together.
+
+    `name`: what sets the limit. `raised`: the words before a larger number, such as `set it to`;
+    empty for the model's own limit. `most`: that limit, where it is known. `cuts`: whether the
+    engine ends an answer at the limit.
     """
 
     tokens: int
@@ -95,7 +104,10 @@ class ContextLimit:
 
 @dataclass(frozen=True)
 class LengthCheck:
-    """Prompts and the limit. `of`: what messages put behind "prompts", such as ` of the evaluation mmstar`."""
+    """Prompts and the limit.
+
+    `of`: what messages put behind "prompts", such as ` of the evaluation mmstar`.
+    """
 
     limit: ContextLimit
     measured: Measured
@@ -104,17 +116,29 @@ class LengthCheck:
     @cached_property
     def refused(self) -> list[int]:
         """The prompts that leave no room for one token of an answer: vLLM raises an error for them."""
-        return [number for number, length in enumerate(self.measured.prompt) if length >= self.limit.tokens]
+        return [
+            number
+            for number, length in enumerate(self.measured.prompt)
+            if length >= self.limit.tokens
+        ]
 
     @cached_property
     def cut(self) -> list[int]:
-        """The prompts that fit, but leave less than `max_completion_length`: vLLM ends longer answers at the limit."""
+        """The prompts that fit, but leave less than `max_completion_length`: vLLM ends longer
+        answers at the limit.
+        """
         least = self.limit.tokens - self.limit.completion
-        return [number for number, length in enumerate(self.measured.prompt) if least < length < self.limit.tokens]
+        return [
+            number
+            for number, length in enumerate(self.measured.prompt)
+            if least < length < self.limit.tokens
+        ]
 
     def kept(self, policy: str | None) -> list[int]:
-        """The numbers of the prompts that are used. `policy`: the value of `adora_overlong_prompts`, None where Python
-        gave the rows. Raises `UserError` for prompts that are too long unless it is `drop`, and where none is left.
+        """The numbers of the prompts that are used.
+
+        `policy`: the value of `adora_overlong_prompts`, None where Python gave the rows. Raises
+        `UserError` for prompts that are too long unless it is `drop`, and where none is left.
         """
         refused = set(self.refused)
         if refused and policy != "drop":
@@ -128,47 +152,68 @@ class LengthCheck:
     def enough(self) -> str:
         """What to say where all have room."""
         total = f"{amount(len(self.measured.prompt), 'prompt')}{self.of}"
-        return f"{self.limit.name} leaves all of {total} room for max_completion_length: {self.limit.completion}"
+        return (
+            f"{self.limit.name} leaves all of {total} room for max_completion_length: "
+            f"{self.limit.completion}"
+        )
 
     def refusal(self, *, droppable: bool = True) -> str:
         """Which prompts are too long, and every remedy that would help, in one line."""
-        limit, prompt, image = self.limit, self.measured.prompt, self.measured.image
-        first, longest = self.refused[0], max(prompt)
+        limit = self.limit
+        prompt = self.measured.prompt
+        image = self.measured.image
+        first = self.refused[0]
+        longest = max(prompt)
         needed = limit.needed(longest)
         fits_model = limit.most is None or needed <= limit.most
         raised = f"{limit.raised} {needed}, which holds every prompt with its answer"
-        taken = f"{needed} would hold every prompt with its answer, but the model takes {limit.most}"
+        taken = (
+            f"{needed} would hold every prompt with its answer, but the model takes {limit.most}"
+        )
         ways = [raised if fits_model else taken] if limit.raised else []
-        ways += ["lower max_pixels"] if limit.needed(self.measured.longest_text) < limit.tokens else []
+        ways += (
+            ["lower max_pixels"] if limit.needed(self.measured.longest_text) < limit.tokens else []
+        )
         ways += ["shorten the rows"] if not (limit.raised and fits_model) else []
         ways += [f"leave such rows out with {KEY}: drop"] if droppable else []
         images = f", {image[first]} of them for its images" if image[first] else ""
         more = f", the longest {longest}" if prompt[first] < longest else ""
         *others, last = ways
         return (
-            f"{limit.name} is too short for {len(self.refused)} of {amount(len(prompt), 'prompt')}{self.of}: row "
-            f"{self.measured.ids[first]} has {prompt[first]} tokens{images}{more}; "
+            f"{limit.name} is too short for {len(self.refused)} of "
+            f"{amount(len(prompt), 'prompt')}{self.of}: row {self.measured.ids[first]} has "
+            f"{prompt[first]} tokens{images}{more}; "
             f"{', '.join(others)}{', or ' if others else ''}{last}"
         )
 
     def notes(self) -> list[str]:
-        """What to say of prompts that are left out, and of those whose answers are cut: one line each."""
-        limit, prompt = self.limit, self.measured.prompt
+        """What to say of prompts that are left out, and of those whose answers are cut: one line
+        each.
+        """
+        limit = self.limit
+        prompt = self.measured.prompt
         found = []
         if self.refused:
-            enough = f" ({limit.needed(max(prompt))} would hold all of them)" if limit.raised else ""
+            enough = (
+                f" ({limit.needed(max(prompt))} would hold all of them)" if limit.raised else ""
+            )
             found.append(
-                f"{KEY}: drop leaves out {len(self.refused)} of {amount(len(prompt), 'row')}{self.of}, for whose "
-                f"prompts {limit.name} is too short{enough}"
+                f"{KEY}: drop leaves out {len(self.refused)} of "
+                f"{amount(len(prompt), 'row')}{self.of}, for whose prompts {limit.name} is too "
+                f"short{enough}"
             )
         if self.cut:
             longest = max(prompt[number] for number in self.cut)
-            then = "are cut off there" if limit.cuts else "reach positions that the model was not made for"
+            then = (
+                "are cut off there"
+                if limit.cuts
+                else "reach positions that the model was not made for"
+            )
             enough = f"; {limit.needed(longest)} would leave room" if limit.raised else ""
             found.append(
-                f"{limit.name} leaves {len(self.cut)} of {amount(len(prompt), 'prompt')}{self.of} less than "
-                f"max_completion_length: {limit.completion}, {limit.tokens - longest} at the least, and longer answers "
-                f"{then}{enough}"
+                f"{limit.name} leaves {len(self.cut)} of {amount(len(prompt), 'prompt')}{self.of} "
+                f"less than max_completion_length: {limit.completion}, {limit.tokens - longest} "
+                f"at the least, and longer answers {then}{enough}"
             )
         return found
 
@@ -177,18 +222,31 @@ class OverlongPrompts:
     """Keeps the prompts of a run that leave room for an answer, and names the others."""
 
     def __init__(
-        self, limit: ContextLimit | None, text_tokens: TextTokens, pixels: Limits, policy: str | None, *, speaks: bool,
-        paper: bool = False, most: int | None = None,
-    ) -> None:  # fmt: skip
-        """`limit`: None where nothing is to be checked. `policy`: as in `LengthCheck.kept`. `speaks`: whether to say
-        what is found. `paper`: for a dry run, which wants the lengths without a limit too; `most`: of so many rows.
+        self,
+        limit: ContextLimit | None,
+        text_tokens: TextTokens,
+        pixels: Limits,
+        policy: str | None,
+        *,
+        speaks: bool,
+        paper: bool = False,
+        most: int | None = None,
+    ) -> None:
+        """`limit`: None where nothing is to be checked.
+
+        `policy`: as in `LengthCheck.kept`. `speaks`: whether to say what is found. `paper`: for a
+        dry run, which wants the lengths without a limit too; `most`: of so many rows.
         """
         self.left_out: list[str] = []  # ids of rows
         self.checks: list[LengthCheck] = []
         self.lengths: Measured | None = None  # of the rows that are trained on
-        self.limit, self.pixels = limit, pixels
-        self._text_tokens, self._policy, self._speaks = text_tokens, policy, speaks
-        self._paper, self._most = paper, most
+        self.limit = limit
+        self.pixels = pixels
+        self._text_tokens = text_tokens
+        self._policy = policy
+        self._speaks = speaks
+        self._paper = paper
+        self._most = most
 
     def fitting(self, rows: Dataset, texts: Sequence[str]) -> Sequence[int]:
         """The numbers of the rows to train on. `texts`: of their problems. Raises `UserError`."""
@@ -207,14 +265,18 @@ class OverlongPrompts:
         return [*kept, *range(count, total)]
 
     def fits(self, rows: Rows, total: int, of: str) -> Sequence[int]:
-        """The numbers of the prompts of an evaluation that are used. `of` as in `LengthCheck`. Raises `UserError`, also
-        for an image that the model's processor refuses.
+        """The numbers of the prompts of an evaluation that are used.
+
+        `of` as in `LengthCheck`. Raises `UserError`, also for an image that the model's processor
+        refuses.
         """
         return range(total) if self.limit is None else self._kept(rows, total, of)[1]
 
     def _kept(self, rows: Rows, total: int, of: str = "") -> tuple[Measured, Sequence[int]]:
         """Lines about the prompts that are not used are printed."""
-        found = measured(rows, self._text_tokens, self.pixels, total, show=self._speaks)
+        found = measured(
+            rows, text_tokens=self._text_tokens, limits=self.pixels, total=total, show=self._speaks
+        )
         if self.limit is None:
             return found, range(total)
         check = LengthCheck(self.limit, found, of)
@@ -226,31 +288,53 @@ class OverlongPrompts:
 
 
 def context_limit(config: Any, model_config: Any, served: int | None = None) -> ContextLimit | None:
-    """The limit of a run: that of its server (`served`, where it says so), `vllm_max_model_length`, or without them,
-    and without vLLM, the number of positions of the model. None where that is not known.
+    """The limit of a run: that of its server (`served`, where it says so), `vllm_max_model_length`,
+    or without them, and without vLLM, the number of positions of the model. None where that is not
+    known.
     """
     most = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    tokens, name, raised = most, "the model's max_position_embeddings", ""
+    tokens = most
+    name = "the model's max_position_embeddings"
+    raised = ""
     if config.use_vllm and served is not None:
-        tokens, name, raised = served, "the vLLM server's --max-model-len", "start the server with"
+        tokens = served
+        name = "the vLLM server's --max-model-len"
+        raised = "start the server with"
     elif config.use_vllm and config.vllm_max_model_length is not None:
-        tokens, name, raised = config.vllm_max_model_length, "vllm_max_model_length", "set it to"
+        tokens = config.vllm_max_model_length
+        name = "vllm_max_model_length"
+        raised = "set it to"
     if tokens is None:
         return None
-    completion, named = config.max_completion_length, f"{name}: {tokens}"
-    return ContextLimit(tokens, completion, named, raised, most, cuts=config.use_vllm)
+    completion = config.max_completion_length
+    named = f"{name}: {tokens}"
+    return ContextLimit(
+        tokens=tokens,
+        completion=completion,
+        name=named,
+        raised=raised,
+        most=most,
+        cuts=config.use_vllm,
+    )
 
 
 def uncountable(model_config: Any) -> str:
     """Why the image tokens of this model cannot be counted; empty where they can."""
     if family_of(model_config) is not None or not sees_images(model_config):
         return ""
-    return f"model_type {model_config.model_type} is not among the known families, so its image tokens are not known"
+    return (
+        f"model_type {model_config.model_type} is not among the known families, so its image "
+        "tokens are not known"
+    )
 
 
 def served_length(config: Any) -> int | None:
-    """The `--max-model-len` of the run's vLLM server, the least of several; None where none answers (yet)."""
-    addresses = config.vllm_server_base_url or f"http://{config.vllm_server_host}:{config.vllm_server_port}"
+    """The `--max-model-len` of the run's vLLM server, the least of several; None where none answers
+    (yet).
+    """
+    addresses = (
+        config.vllm_server_base_url or f"http://{config.vllm_server_host}:{config.vllm_server_port}"
+    )
     found = []
     for address in addresses.split(","):
         try:
@@ -259,14 +343,22 @@ def served_length(config: Any) -> int | None:
             headers = {"Authorization": f"Basic {known}"} if login else None
             _, _, received = fetch(f"{plain}/v1/models", _SERVER_SECONDS, headers=headers)
             found.append(int(json.loads(received)["data"][0]["max_model_len"]))
-        except (OSError, httpx.HTTPError, httpx.InvalidURL, EndpointError, ValueError, LookupError, TypeError):
+        except (
+            OSError,
+            httpx.HTTPError,
+            httpx.InvalidURL,
+            EndpointError,
+            ValueError,
+            LookupError,
+            TypeError,
+        ):
             continue
     return min(found, default=None)
 
 
 def limits_of(processor: Any, model: Any, min_pixels: int | None, max_pixels: int | None) -> Limits:
-    """The pixel limits that images will be resized to: the config's, else the processor's own, else those published for
-    the family of `model`, a Transformers config.
+    """The pixel limits that images will be resized to: the config's, else the processor's own, else
+    those published for the family of `model`, a Transformers config.
     """
     family = family_of(model)
     published = (family.vision if family is not None else None) or VISIONS[DEFAULT_FAMILY]
@@ -274,7 +366,11 @@ def limits_of(processor: Any, model: Any, min_pixels: int | None, max_pixels: in
     low = size.get("shortest_edge", published.min_pixels) if min_pixels is None else min_pixels
     high = size.get("longest_edge", published.max_pixels) if max_pixels is None else max_pixels
     seen = getattr(model, "vision_config", None)
-    unit = seen.patch_size * seen.spatial_merge_size if family is not None and seen is not None else published.unit
+    unit = (
+        seen.patch_size * seen.spatial_merge_size
+        if family is not None and seen is not None
+        else published.unit
+    )
     return Limits(low, high, unit)
 
 
@@ -282,17 +378,27 @@ TemplateOptions = dict[str, Any] | None  # TRL's `chat_template_kwargs`
 
 
 def _chat_tokens(processor: Any, messages: Any, options: TemplateOptions) -> int:
-    text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **(options or {}))
-    return len(getattr(processor, "tokenizer", processor)(text, add_special_tokens=False)["input_ids"])
+    text = processor.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False, **(options or {})
+    )
+    return len(
+        getattr(processor, "tokenizer", processor)(text, add_special_tokens=False)["input_ids"]
+    )
 
 
-def tokenizer_counter(processor: Any, system_prompt: str | None, options: TemplateOptions = None) -> TextTokens:
-    """Counts by the trainer's own template and tokenizer; an image is one token, its run is added by the caller."""
+def tokenizer_counter(
+    processor: Any, system_prompt: str | None, options: TemplateOptions = None
+) -> TextTokens:
+    """Counts by the trainer's own template and tokenizer; an image is one token, its run is added
+    by the caller.
+    """
     with_parts = hasattr(processor, "tokenizer")  # a tokenizer's own template takes none
 
     def count(problem: str, images: int) -> int:
         messages = conversation_with_images(problem, images, system_prompt)
-        return _chat_tokens(processor, messages if with_parts else conversation(problem, system_prompt), options)
+        return _chat_tokens(
+            processor, messages if with_parts else conversation(problem, system_prompt), options
+        )
 
     return count
 
@@ -307,10 +413,16 @@ def message_counter(processor: Any, options: TemplateOptions = None) -> TextToke
         if isinstance(prompt, str):
             return len(tokenizer(prompt)["input_ids"])
         try:
-            messages = prompt if tokenizer is processor else prepare_multimodal_messages(prompt, [None] * images)
+            messages = (
+                prompt
+                if tokenizer is processor
+                else prepare_multimodal_messages(prompt, [None] * images)
+            )
             return _chat_tokens(processor, messages, options)
         except Exception as error:  # a template raises what it likes
-            raise UserError(f"train_dataset: the prompt {prompt!r:.80} is refused ({in_one_line(error)})") from error
+            raise UserError(
+                f"train_dataset: the prompt {prompt!r:.80} is refused ({in_one_line(error)})"
+            ) from error
 
     return count
 
@@ -326,20 +438,28 @@ def character_counter(system_prompt: str | None) -> TextTokens:
 
 
 def assumed(limits: Limits, *, sees: bool) -> tuple[Measured, str]:
-    """One row of the worst kind, for data that are not here, with an image of `max_pixels`; and what to say of it."""
+    """One row of the worst kind, for data that are not here, with an image of `max_pixels`; and
+    what to say of it.
+    """
     tokens = limits.high // limits.unit**2 if sees else 0
     picture = f"one image of {tokens} tokens and " if sees else ""
     words = f"assumed: {picture}{TEXT_TOKENS} tokens{' of text' if sees else ''} in every prompt"
     return Measured(["?"], [tokens + TEXT_TOKENS], [tokens]), words
 
 
-def measured(rows: Rows, text_tokens: TextTokens, limits: Limits, total: int, *, show: bool = True) -> Measured:
-    """The lengths of rows, each given by its id, its text and the sizes of its images, which count nothing where they
-    cannot be read. `show`: a progress bar, on a terminal and where it takes longer. Raises `UserError` for an image
-    that the model's processor refuses.
+def measured(
+    rows: Rows, text_tokens: TextTokens, limits: Limits, total: int, *, show: bool = True
+) -> Measured:
+    """The lengths of rows, each given by its id, its text and the sizes of its images, which count
+    nothing where they cannot be read. `show`: a progress bar, on a terminal and where it takes
+    longer. Raises `UserError` for an image that the model's processor refuses.
     """
-    found, off = Measured([], [], []), None if show else True  # None: unless it is a terminal
-    for name, text, sizes in tqdm(rows, "prompt lengths", total, unit="row", delay=_SHOW_AFTER_S, disable=off):
+    # None: unless it is a terminal
+    found = Measured([], [], [])
+    off = None if show else True
+    for name, text, sizes in tqdm(
+        rows, "prompt lengths", total, unit="row", delay=_SHOW_AFTER_S, disable=off
+    ):
         pixels = (limits.unit, limits.low, limits.high)
         tokens = sum(image_tokens(size, *pixels, name) for size in sizes if size is not None)
         found.ids.append(name)
@@ -349,7 +469,9 @@ def measured(rows: Rows, text_tokens: TextTokens, limits: Limits, total: int, *,
 
 
 def sizes_in(table: pa.Table) -> Iterator[list[Size | None]]:
-    """For each row of a table of the schema the sizes of its images, read from the bytes where they lie."""
+    """For each row of a table of the schema the sizes of its images, read from the bytes where they
+    lie.
+    """
     for chunk in table["images"].chunks:
         values = iter(chunk.flatten())
         for count in chunk.value_lengths().to_pylist():
@@ -359,7 +481,11 @@ def sizes_in(table: pa.Table) -> Iterator[list[Size | None]]:
 def _size(stored: Any) -> Size | None:
     try:
         content = stored["bytes"]
-        with open_picture(io.BytesIO(content.as_buffer()) if content.is_valid else stored["path"].as_py()) as opened:
+        with open_picture(
+            io.BytesIO(content.as_buffer()) if content.is_valid else stored["path"].as_py()
+        ) as opened:
             return opened.size
-    except Exception:  # Pillow raises what its formats raise, and a null that stands for an image has no fields
+    except (
+        Exception
+    ):  # Pillow raises what its formats raise, and a null that stands for an image has no fields
         return None

@@ -1,4 +1,6 @@
-"""From a row to its prompt: the conversation that the model reads, and a template of one's own for it."""
+"""From a row to its prompt: the conversation that the model reads, and a template of one's own for
+it.
+"""
 
 import json
 import re
@@ -8,21 +10,43 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any
 
-from adora_vl.utils.cli import shown
+from adora_vl.utils.cli import printable, shown
 from adora_vl.utils.errors import UserError, did_you_mean
 
+# characters of a prompt on the screen; a longer one is a mistake, as `inspect` lists the longest
+_SHOWN_PROMPT = 20_000
 PLACEHOLDER = "<image>"  # in a problem: the place of its next image
-# Qwen2.5-VL's tokenizer reads each of these in a prompt as the token itself, not as text: an image without pixels
-# ends the forward, an <|im_end|> ends the user's turn.
+# Qwen2.5-VL's tokenizer reads each of these in a prompt as the token itself, not as text: an image
+# without pixels ends the forward, an <|im_end|> ends the user's turn.
+PICTURE_TOKENS = (
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+)
 CONTROL_TOKENS = (
-    "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|im_start|>",
-    "<|im_end|>", "<|endoftext|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>",
-    "<|quad_start|>", "<|quad_end|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
-    "<|repo_name|>", "<|file_sep|>",
-)  # fmt: skip
+    *PICTURE_TOKENS,
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+)
 # The prompt of the ADORA reference's recipe (shadecloak/ADORA, VLM preset).
 SYSTEM_PROMPT = r"Please reason step by step, and put your final answer within \boxed{}."
-# The words for `adora_system_prompt`. What two of them ask for beside the box has the wording of R1's template.
+# The words for `adora_system_prompt`. What two of them ask for beside the box has the wording of
+# R1's template.
 SYSTEM_PROMPTS = {
     "boxed": SYSTEM_PROMPT,
     "think": (
@@ -35,7 +59,8 @@ SYSTEM_PROMPTS = {
         r"<think> reasoning process here </think><answer> \boxed{answer here} </answer>"
     ),
 }
-# What Qwen2.5's template writes behind the system prompt for the schemas of tools; those of Qwen3-VL write the same.
+# What Qwen2.5's template writes behind the system prompt for the schemas of tools; those of
+# Qwen3-VL write the same.
 _TOOLS = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -50,7 +75,8 @@ For each function call, return a json object with function name and arguments wi
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
 NO_CALLS_LEFT = "No calls are left."
-# Both the letter and the value are graded as right; a letter is what most models give, and what MathVista asks for.
+# Both the letter and the value are graded as right; a letter is what most models give, and what
+# MathVista asks for.
 _ASKS_FOR_A_LETTER = "Answer with the letter of the right choice."
 Message = dict[str, Any]
 DEFAULT_PROMPT = "{problem}\n{multiple_choice}"
@@ -62,7 +88,10 @@ _HIDDEN = ("answer", "answer_raw", "meta")  # the reference answer, and what giv
 
 @dataclass(frozen=True)
 class Template:
-    """A template, read and checked. `lines`: each line as pieces of (text, name of a column or None)."""
+    """A template, read and checked.
+
+    `lines`: each line as pieces of (text, name of a column or None).
+    """
 
     source: str
     lines: tuple[tuple[tuple[str, str | None], ...], ...]
@@ -70,7 +99,9 @@ class Template:
     @property
     def names(self) -> list[str]:
         """The names that it has in braces, each once."""
-        return list(dict.fromkeys(name for line in self.lines for _, name in line if name is not None))
+        return list(
+            dict.fromkeys(name for line in self.lines for _, name in line if name is not None)
+        )
 
     @property
     def columns(self) -> list[str]:
@@ -83,10 +114,16 @@ class Template:
         for name in self.columns:
             if name not in known and name != _CHOICES:
                 close = did_you_mean(name, [*known, _MADE])
-                raise UserError(f"adora_prompt: {name!r} is no column of {where}{close}; it has {', '.join(known)}")
+                raise UserError(
+                    f"adora_prompt: {name!r} is no column of {where}{close}; it has "
+                    f"{', '.join(known)}"
+                )
 
     def asks_the_problem_alone(self, *, with_choices: bool) -> bool:
-        """Whether the text of every row is its problem alone. `with_choices`: whether some row has choices."""
+        """Whether the text of every row is its problem alone.
+
+        `with_choices`: whether some row has choices.
+        """
         others = dict.fromkeys(self.columns, "another column")
         return self({**others, "problem": "?", _CHOICES: ["!"] if with_choices else None}) == "?"
 
@@ -99,14 +136,22 @@ class Template:
             named = [values[name] for _, name in line if name is not None]
             if named and all(value in (None, [], ()) for value in named):
                 continue
-            made.append("".join(text + (_value_text(values[name]) if name else "") for text, name in line))
+            made.append(
+                "".join(text + (_value_text(values[name]) if name else "") for text, name in line)
+            )
         return "\n".join(made)
 
 
 def template(source: str) -> Template:
-    """Read a template. Raises `UserError` for anything but text and `{column}`; `{{` and `}}` are braces."""
+    """Read a template.
+
+    Raises `UserError` for anything but text and `{column}`; `{{` and `}}` are braces.
+    """
     if not isinstance(source, str) or not source.strip():
-        raise UserError(f"adora_prompt: {source!r} is not a text such as '{{problem}}'; write one, or leave it out")
+        raise UserError(
+            f"adora_prompt: {source!r} is not a text such as '{{problem}}'; write one, or leave "
+            "it out"
+        )
     lines: list[list[tuple[str, str | None]]] = [[]]
     try:
         pieces = list(string.Formatter().parse(source))
@@ -120,7 +165,9 @@ def template(source: str) -> Template:
             continue
         if not name.isidentifier() or form or conversion:
             whole = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
-            raise _wrong(source, f"has {whole!r:.60} in braces, which is not the plain name of a column")
+            raise _wrong(
+                source, f"has {whole!r:.60} in braces, which is not the plain name of a column"
+            )
         if name in _HIDDEN:
             raise _wrong(source, f"has {{{name}}}, which would tell the model the answer")
         lines[-1].append(("", name))
@@ -132,17 +179,31 @@ def template(source: str) -> Template:
 
 def _value_text(value: Any) -> str:
     """A column's value in a prompt: a list as `(A) 12 (B) 13`, null as nothing."""
-    return " ".join(lettered(value)) if isinstance(value, list | tuple) else "" if value is None else str(value)
+    return (
+        " ".join(lettered(value))
+        if isinstance(value, list | tuple)
+        else ""
+        if value is None
+        else str(value)
+    )
 
 
 def _wrong(source: str, why: str) -> UserError:
-    return UserError(f"adora_prompt: {shown(source)} {why}; write {{column}} for a value, and {{{{ or }}}} for a brace")
+    return UserError(
+        f"adora_prompt: {shown(source)} {why}; write {{column}} for a value, and {{{{ or }}}} for "
+        "a brace"
+    )
 
 
 def lettered(values: Sequence[Any]) -> list[str]:
-    """`(A) 12`, `(B) 13`: a list as it stands in every prompt, in the form of MathVista; after Z come numbers."""
+    """`(A) 12`, `(B) 13`: a list as it stands in every prompt, in the form of MathVista; after Z
+    come numbers.
+    """
     values = without_letters(values)
-    letters = [*ascii_uppercase, *(str(number) for number in range(len(ascii_uppercase) + 1, len(values) + 1))]
+    letters = [
+        *ascii_uppercase,
+        *(str(number) for number in range(len(ascii_uppercase) + 1, len(values) + 1)),
+    ]
     return [f"({letter}) {value}" for letter, value in zip(letters, values, strict=False)]
 
 
@@ -154,19 +215,72 @@ def without_letters(values: Sequence[Any]) -> Sequence[Any]:
     if len(values) < 2 or not _OWN_LETTER.match(str(values[0])):
         return values
     found = [_OWN_LETTER.match(str(value)) for value in values]
-    if [match and (match[1] or match[2]) for match in found] != list(ascii_uppercase[: len(values)]):
+    if [match and (match[1] or match[2]) for match in found] != list(
+        ascii_uppercase[: len(values)]
+    ):
         return values
     return [str(value)[match.end() :] for value, match in zip(values, found, strict=True) if match]
 
 
 def multiple_choice(choices: Sequence[str] | None) -> str | None:
-    """What stands below a problem with choices: a line for each, and what to answer. None without any choice."""
+    """What stands below a problem with choices: a line for each, and what to answer.
+
+    None without any choice.
+    """
     return "\n".join(["Choices:", *lettered(choices), _ASKS_FOR_A_LETTER]) if choices else None
 
 
 def asks_for_answer_tags(*prompts: str | None) -> bool:
-    """Whether a system prompt or a template asks for `<answer> </answer>`, so that an answer may stand there alone."""
+    """Whether a system prompt or a template asks for `<answer> </answer>`, so that an answer may
+    stand there alone.
+    """
     return any("<answer>" in (prompt or "") for prompt in prompts)
+
+
+def control_tokens(processor: Any) -> tuple[str, ...]:
+    """The texts that this processor, or tokenizer, reads as tokens of its own: `CONTROL_TOKENS` and
+    the special ones of its vocabulary. `processor`: None where it is not known.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    special = [token.content for token in added if token.special]
+    return tuple(dict.fromkeys([*CONTROL_TOKENS, *special]))
+
+
+def control_token_in(value: Any, tokens: Sequence[str] = CONTROL_TOKENS) -> str | None:
+    """The first of `tokens` in a text, or in any text of lists and mappings; None without one."""
+    if isinstance(value, str):
+        return next((token for token in tokens if token in value), None)
+    inside: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        inside = value.values()
+    elif isinstance(value, list | tuple):
+        inside = value
+    found = (control_token_in(one, tokens) for one in inside)
+    return next((token for token in found if token is not None), None)
+
+
+def problem_with_messages(prompt: Any, tokens: Sequence[str] = CONTROL_TOKENS) -> str | None:
+    """What makes a finished prompt unusable, with what templates, tools and environments have put
+    into it; None where nothing does.
+
+    `prompt`: messages, or a text of TRL's, which its user has written with the marks of turns
+    already, so only those of pictures are refused in it.
+    """
+    token = control_token_in(prompt, PICTURE_TOKENS if isinstance(prompt, str) else tokens)
+    if token is not None:
+        return f"its prompt has the model's own token {token}; remove it from the text"
+    if not isinstance(prompt, list):
+        return None
+    contents = [message.get("content") for message in prompt if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    mappings = [part for part in parts if isinstance(part, Mapping)]
+    if any(part.get("image") is not None for part in mappings):
+        return (
+            "its prompt has a picture inside a message; put it into the column 'images', and "
+            '{"type": "image"} in its place'
+        )
+    return None
 
 
 def with_tools(system_prompt: str | None, schemas: Sequence[Mapping[str, Any]]) -> str | None:
@@ -178,28 +292,38 @@ def with_tools(system_prompt: str | None, schemas: Sequence[Mapping[str, Any]]) 
 
 
 def tool_response(parts: Sequence[Any]) -> list[Any]:
-    """What a user's turn says of a call: texts and pictures of the tool, between the template's marks."""
+    """What a user's turn says of a call: texts and pictures of the tool, between the template's
+    marks.
+    """
     return ["<tool_response>\n", *parts, "\n</tool_response>"]
 
 
 def conversation(problem: str, system_prompt: str | None = SYSTEM_PROMPT) -> list[Message]:
-    """Messages for a problem without `<image>`; TRL puts the row's images before the text of the first user message."""
+    """Messages for a problem without `<image>`; TRL puts the row's images before the text of the
+    first user message.
+    """
     messages: list[Message] = [{"role": "user", "content": problem}]
     if system_prompt:
         messages.insert(0, {"role": "system", "content": system_prompt})
     return messages
 
 
-def conversation_with_images(problem: str, n_images: int, system_prompt: str | None = SYSTEM_PROMPT) -> list[Message]:
-    """The same with one placeholder an image, as a chat template expects it: at each `<image>`, or before the text."""
+def conversation_with_images(
+    problem: str, n_images: int, system_prompt: str | None = SYSTEM_PROMPT
+) -> list[Message]:
+    """The same with one placeholder an image, as a chat template expects it: at each `<image>`, or
+    before the text.
+    """
     messages = conversation(problem, system_prompt)
     messages[-1] = {"role": "user", "content": _parts(problem, n_images)}
     return messages
 
 
-def conversations(problems: list[str], n_images: list[int], system_prompt: str | None) -> list[list[Message]]:
-    """The conversations of a whole data set, in one form, since a column of a table has one type: plain texts, unless
-    an image has its place inside a problem.
+def conversations(
+    problems: list[str], n_images: list[int], system_prompt: str | None
+) -> list[list[Message]]:
+    """The conversations of a whole data set, in one form, since a column of a table has one type:
+    plain texts, unless an image has its place inside a problem.
     """
     if not any(PLACEHOLDER in problem for problem in problems):
         return [conversation(problem, system_prompt) for problem in problems]
@@ -217,7 +341,11 @@ def as_text(messages: Sequence[Message]) -> str:
     lines = []
     for message in messages:
         parts = message.get("content") or ""
-        text = parts if isinstance(parts, str) else "".join(part.get("text", PLACEHOLDER) for part in parts)
+        text = (
+            parts
+            if isinstance(parts, str)
+            else "".join(part.get("text", PLACEHOLDER) for part in parts)
+        )
         lines += [f"[{message['role']}]", text]
     return "\n".join(lines)
 
@@ -231,3 +359,10 @@ def _parts(problem: str, n_images: int) -> list[Message]:
     for text in rest:
         parts += [{"type": "image"}, {"type": "text", "text": text}]
     return [part for part in parts if part.get("text") != ""]
+
+
+def shown_lines(prompt: str) -> list[str]:
+    """The lines of a prompt for a terminal."""
+    more = len(prompt) - _SHOWN_PROMPT
+    lines = [printable(line) for line in prompt[:_SHOWN_PROMPT].split("\n")]
+    return [*lines, f"... {more} more characters"] if more > 0 else lines

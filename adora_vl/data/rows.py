@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow as pa  # pyarrow ships no types
 import pyarrow.compute as pc
 
-from adora_vl.data.prompts import CONTROL_TOKENS, PLACEHOLDER
+from adora_vl.data.prompts import PLACEHOLDER, control_token_in
 from adora_vl.utils.cli import amount, shown
 from adora_vl.utils.errors import UserError
 
@@ -17,8 +17,8 @@ Row = Mapping[str, Any]
 
 
 def problem_with_row(row: Row) -> str | None:
-    """What makes `row` unusable, as `column: value; remedy` in one line without the row's id; None for a sound row. Its
-    images are counted and not decoded: each may be anything that is not null.
+    """What makes `row` unusable, as `column: value; remedy` in one line without the row's id; None
+    for a sound row. Its images are counted and not decoded: each may be anything that is not null.
     """
     for column in _TEXTS:
         text = row.get(column)
@@ -26,13 +26,27 @@ def problem_with_row(row: Row) -> str | None:
             return f"{column}: {shown(text)} is not a text; write it in, or remove the row"
     images = row.get("images")
     if not isinstance(images, list | tuple):
-        return f"images: {shown(images)} is not a list; make it a list of images, [] for a problem without any"
+        return (
+            f"images: {shown(images)} is not a list; make it a list of images, [] for a problem "
+            "without any"
+        )
     for number, image in enumerate(images):
-        if any(image is empty or (isinstance(image, dict) and image == empty) for empty in _EMPTY_IMAGES):
-            return f"images: image {number} of {len(images)} is null; put the picture in, or remove the row"
+        if any(
+            image is empty or (isinstance(image, dict) and image == empty)
+            for empty in _EMPTY_IMAGES
+        ):
+            return (
+                f"images: image {number} of {len(images)} is null; put the picture in, or remove "
+                "the row"
+            )
     choices = row.get("choices")
-    if choices is not None and not (isinstance(choices, list | tuple) and all(isinstance(c, str) for c in choices)):
-        return f"choices: {shown(choices)} is not a list of texts; make it one, or null for an open question"
+    if choices is not None and not (
+        isinstance(choices, list | tuple) and all(isinstance(c, str) for c in choices)
+    ):
+        return (
+            f"choices: {shown(choices)} is not a list of texts; make it one, or null for an open "
+            "question"
+        )
     fault = _fault_in(row["problem"], len(images))
     if fault:
         return f"problem: {shown(row['problem'])} {fault}"
@@ -41,9 +55,12 @@ def problem_with_row(row: Row) -> str | None:
 
 
 def _fault_in(text: str, images: int | None = None) -> str | None:
-    """What makes a text of a prompt unusable, behind its name. `images`: how many it may have places for."""
-    token = next((token for token in CONTROL_TOKENS if token in text), None)
-    if token:
+    """What makes a text of a prompt unusable, behind its name.
+
+    `images`: how many it may have places for.
+    """
+    token = control_token_in(text)
+    if token is not None:
         return f"has the model's own token {token}; remove it from the text"
     found = text.count(PLACEHOLDER)
     if images is not None and found and found != images:
@@ -53,29 +70,38 @@ def _fault_in(text: str, images: int | None = None) -> str | None:
 
 
 def problem_with_prompt(text: str, images: int) -> str | None:
-    """What makes the text that a template made of a row unusable, in one line; None where nothing does."""
+    """What makes the text that a template made of a row unusable, in one line; None where nothing
+    does.
+    """
     if fault := _fault_in(text, images):
         return f"its text {fault}"
     return None if text.strip() else "its text is empty; name a column that has a value"
 
 
 def require_sound_rows(rows: Iterable[Row], where: str) -> None:
-    """Raise `UserError` for the first row of `rows` that cannot be used, by its id. `where` begins the message."""
-    first, more = "", 0
+    """Raise `UserError` for the first row of `rows` that cannot be used, by its id.
+
+    `where` begins the message.
+    """
+    first = ""
+    more = 0
     for number, row in enumerate(rows):
         problem = problem_with_row(row)
         if problem and first:
             more += 1
         elif problem:
             name = row.get("id")
-            first = f"row {name if isinstance(name, str) and name.strip() else f'number {number}'}: {problem}"
+            first = (
+                f"row {name if isinstance(name, str) and name.strip() else f'number {number}'}: "
+                f"{problem}"
+            )
     if first:
         raise UserError(f"{where}: {first}{f' (and {more} more such rows)' if more else ''}")
 
 
 def rows_without_pixels(table: pa.Table) -> Iterator[dict[str, Any]]:
-    """The rows of a table of the schema for `problem_with_row`: an image is True, or None where it has no bytes, of
-    which none is copied.
+    """The rows of a table of the schema for `problem_with_row`: an image is True, or None where it
+    has no bytes, of which none is copied.
     """
     names = [name for name in (*_TEXTS, "choices") if name in table.column_names]
     columns = {name: table[name].to_pylist() for name in names}
@@ -98,7 +124,9 @@ def has_images(table: pa.Table) -> bool:
 
 
 def has_choices(table: pa.Table) -> bool:
-    """Whether any row of a table of the schema has choices; an empty list is none, and so is anything but a list."""
+    """Whether any row of a table of the schema has choices; an empty list is none, and so is
+    anything but a list.
+    """
     kind = table.schema.field("choices").type if "choices" in table.column_names else None
     if kind is None or not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         return False
@@ -106,7 +134,9 @@ def has_choices(table: pa.Table) -> bool:
 
 
 def _image_marks(chunk: pa.ListArray) -> Iterator[list[bool | None] | None]:
-    """For each row of a chunk of lists of images: None where the list is null, else one mark for each image."""
+    """For each row of a chunk of lists of images: None where the list is null, else one mark for
+    each image.
+    """
     lengths = pc.list_value_length(chunk).to_pylist()
     values = chunk.flatten()
     there = values.is_valid()

@@ -1,9 +1,12 @@
-"""Will this training command work on this machine? One line for each check, with the remedy where it failed.
+"""Says whether a training command will work on this machine.
 
-Libraries, builds and drivers come first, then the data's reference answers, the rewards and the room on the disk, then
-model and engine are loaded, and engine and trainer are compared on real prompts. Nothing is trained, and nothing is
-written but the table of --json. Start it as the training is started, also under `accelerate launch`. Exit codes:
-0 nothing failed, 1 something did, 2 the input is wrong.
+One line for each check, with the remedy where it failed.
+
+Libraries, builds and drivers come first, then the data's reference answers, the rewards and the
+room on the disk, then model and engine are loaded, and engine and trainer are compared on real
+prompts. Nothing is trained, and nothing is written but the table of --json. Start it as the
+training is started, also under `accelerate launch`. Exit codes: 0 nothing failed, 1 something did,
+2 the input is wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adora_vl.config.reading import read
+from adora_vl.config.command import read
 from adora_vl.rewards.choose import rounds
 from adora_vl.utils.checks import Check, as_json, failed, is_healthy, is_table, table
 from adora_vl.utils.cli import Parser, exit_code_of, path
@@ -25,8 +28,8 @@ from adora_vl.utils.files import check_json, replace_file, written_to
 from adora_vl.utils.launch import find_cpu_build, leave, prepare_engine_environment
 
 if TYPE_CHECKING:
-    from adora_vl.config.reading import Given
-    from adora_vl.start.checked import Checked
+    from adora_vl.config.command import CliArgs
+    from adora_vl.preflight.resolved_run import ResolvedRun
 
 ROWS = 8  # real prompts, of each rank
 
@@ -37,15 +40,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m adora_vl.doctor",
         usage="%(prog)s --config FILE.yaml [--key value ...] [--json FILE]",
         description=__doc__,
-        epilog="All other arguments are those of the training command; see `python -m adora_vl.train --help`.",
+        epilog="All other arguments are those of the training command; see `python -m "
+        "adora_vl.train --help`.",
     )
     parser.add_argument("--json", type=path, metavar="FILE", help="write the table there too")
-    speaks, checks = os.environ.get("RANK", "0") == "0", list[Check]()
+    speaks = os.environ.get("RANK", "0") == "0"
+    checks = list[Check]()
 
     def command() -> None:
         options, rest = parser.parse_known_args(words)
         if options.json is not None:
-            check_json("--json", options.json, "a table of the doctor", is_table)  # before minutes of checks
+            # before minutes of checks
+            check_json("--json", path=options.json, what="a table of the doctor", is_ours=is_table)
         checks.extend(diagnose(read(rest)))  # before torch, whose import takes seconds
         if speaks:
             print(table(checks), flush=True)
@@ -53,15 +59,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with written_to("--json", options.json):
                 replace_file(options.json, json.dumps(as_json(checks), indent=2) + "\n")
 
-    return exit_code_of(command, "nothing was written", speaks=speaks) or int(not is_healthy(checks))
+    return exit_code_of(command, "nothing was written", speaks=speaks) or int(
+        not is_healthy(checks)
+    )
 
 
-def diagnose(given: Given) -> list[Check]:
-    """Every check of a training command, the cheap ones first. Raises `UserError` where the command is wrong."""
+def diagnose(given: CliArgs) -> list[Check]:
+    """Every check of a training command, the cheap ones first.
+
+    Raises `UserError` where the command is wrong.
+    """
     prepare_engine_environment()
     checks = environment_checks(given)
     if not is_healthy(checks):
-        return checks  # what would import or train with the wrong libraries says nothing about the run
+        # what would import or train with the wrong libraries says nothing about the run
+        return checks
     from adora_vl.prepare import prepare
 
     run = prepare(given, to_train=False)
@@ -69,7 +81,7 @@ def diagnose(given: Given) -> list[Check]:
     return checks + engine_checks(run)
 
 
-def environment_checks(given: Given) -> list[Check]:
+def environment_checks(given: CliArgs) -> list[Check]:
     """Versions, builds, and what lies outside Python."""
     from adora_vl.doctor import checks as make
 
@@ -82,42 +94,67 @@ def environment_checks(given: Given) -> list[Check]:
 
     _, config, model = build(given)
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    four_bit, use_vllm = model.load_in_4bit, config.use_vllm
-    parts = make.check_parts(use_vllm=use_vllm, use_peft=model.use_peft, use_deepspeed=deepspeed, four_bit=four_bit)
+    four_bit = model.load_in_4bit
+    use_vllm = config.use_vllm
+    parts = make.check_parts(
+        use_vllm=use_vllm, use_peft=model.use_peft, use_deepspeed=deepspeed, four_bit=four_bit
+    )
     if four_bit and is_healthy(parts):
         parts.append(make.check_four_bit())
     builds = make.check_builds(
-        use_cpu=config.use_cpu, use_vllm=config.use_vllm, gpus=torch.cuda.device_count(), cuda=torch.version.cuda,
+        use_cpu=config.use_cpu,
+        use_vllm=config.use_vllm,
+        gpus=torch.cuda.device_count(),
+        cuda=torch.version.cuda,
         vllm_is_cpu_build=find_cpu_build(),
-    )  # fmt: skip
+    )
     cuda = None if config.use_cpu else torch.version.cuda
     driver = make.check_driver(cuda=cuda, driver=make.driver_version())
-    return [*libraries, *parts, builds, driver, make.check_compilers(deepspeed=deepspeed, triton=cuda is not None)]
+    return [
+        *libraries,
+        *parts,
+        builds,
+        driver,
+        make.check_compilers(deepspeed=deepspeed, triton=cuda is not None),
+    ]
 
 
-def paper_checks(run: Checked) -> list[Check]:
+def paper_checks(run: ResolvedRun) -> list[Check]:
     """Grader, reward and output folder: what needs the data and the config, but no weight."""
     from adora_vl.doctor.checks import check_golds, check_rewards, check_room, check_writable
     from adora_vl.planning.memory import checkpoint_of, run_bytes
 
-    script, config = run.script, run.config
+    script = run.script
+    config = run.config
     assert script is not None, "a doctor examines a command"
-    without_images = run.dataset.remove_columns([name for name in ("images",) if name in run.dataset.column_names])
+    without_images = run.dataset.remove_columns(
+        [name for name in ("images",) if name in run.dataset.column_names]
+    )
     rows = [without_images[number] for number in range(min(ROWS, len(run.dataset)))]
     checks = [check_golds(rows, rounding=rounds(script.adora_reward))]
     if is_healthy(checks) and not run.rewards.own:  # those were tried, and may mean something else
-        checks.append(check_rewards(rows, run.rewards.functions, config.reward_weights, config.adora_correct_above))
+        checks.append(
+            check_rewards(
+                rows,
+                functions=run.rewards.functions,
+                weights=config.reward_weights,
+                correct_above=config.adora_correct_above,
+            )
+        )
     folder = Path(config.output_dir)
     checks.append(check_writable(folder))
     shape = run.shape
-    image_tokens = run.lengths.longest[1] if run.lengths is not None else 0  # of a model that is not known
-    one = checkpoint_of(config, shape, run.where.sharding, image_tokens)
+    one = checkpoint_of(config, shape, run.where.sharding)
     kept = (config.save_total_limit or 1) if config.save_strategy == "steps" else 0
-    needed = run_bytes(one, shape.total * shape.weight_bytes, kept) if kept else shape.total * shape.weight_bytes
-    return [*checks, check_room(folder, needed, one, kept)]
+    needed = (
+        run_bytes(one, shape.total * shape.weight_bytes, kept)
+        if kept
+        else shape.total * shape.weight_bytes
+    )
+    return [*checks, check_room(folder, needed=needed, checkpoint=one, kept=kept)]
 
 
-def engine_checks(run: Checked) -> list[Check]:
+def engine_checks(run: ResolvedRun) -> list[Check]:
     """The trainer that training would use, up to just before its first step."""
     from trl import GRPOTrainer
 
@@ -125,7 +162,10 @@ def engine_checks(run: Checked) -> list[Check]:
     from adora_vl.train import build_trainer
 
     config = run.config
-    config.log_completions, config.report_to, config.save_strategy, config.disable_tqdm = False, [], "no", True
+    config.log_completions = False
+    config.report_to = []
+    config.save_strategy = "no"
+    config.disable_tqdm = True
     with tempfile.TemporaryDirectory(prefix="adora_vl_doctor_") as folder:
         config.output_dir = folder  # nothing may be written into the user's
         try:
@@ -134,10 +174,14 @@ def engine_checks(run: Checked) -> list[Check]:
             raise
         except Exception as error:  # an engine that does not start has many ways not to
             line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            remedy = "if memory is short, `--dry-run` says what would fit; else look above for vLLM's own message"
+            remedy = (
+                "if memory is short, `--dry-run` says what would fit; else look above for vLLM's "
+                "own message"
+            )
             return [failed("model and engine start", line, remedy)]
         examination = ExamineBeforeStepOne(trainer, ROWS)
-        trainer.callback_handler.callbacks.insert(0, examination)  # before what would check or evaluate by itself
+        # before what would check or evaluate by itself
+        trainer.callback_handler.callbacks.insert(0, examination)
         try:
             GRPOTrainer.train(trainer)  # without a run's folder
         except Examined:

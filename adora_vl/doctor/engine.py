@@ -1,4 +1,6 @@
-"""Engine and trainer against each other: same prompts, same log-probabilities, cold, after changes, after sleep."""
+"""Engine and trainer against each other: same prompts, same log-probabilities, cold, after changes,
+after sleep.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +14,15 @@ from transformers import TrainerCallback
 from adora_vl.models.families import LANGUAGE_MODEL, component_of, seeing_families
 from adora_vl.models.precision import REMEDY, wrong_in
 from adora_vl.rollout import agreement
-from adora_vl.rollout.agreement import COLD, DISTANT, PIXELS, POSITIONS, PROMPTS, EngineProbe, HasEngine
+from adora_vl.rollout.agreement import (
+    COLD,
+    DISTANT,
+    PIXELS,
+    POSITIONS,
+    PROMPTS,
+    EngineProbe,
+    HasEngine,
+)
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.utils.checks import Check, Status, failed, passed, skipped
 
@@ -28,28 +38,31 @@ BANNED = "banned tokens are never sampled"
 RUNNER = "vLLM's model runner"
 
 SYNC = (
-    "weights do not reach the engine: check the versions above, LoRA's kind (plain LoRA is merged for the engine) and "
-    "vllm_mode; report it with this table"
+    "weights do not reach the engine: check the versions above, LoRA's kind (plain LoRA is merged "
+    "for the engine) and vllm_mode; report it with this table"
 )
 CACHES = (
-    "the engine answers with features or prefixes of older weights: both caches have to be reset on a sync; check the "
-    "version of vLLM"
+    "the engine answers with features or prefixes of older weights: both caches have to be reset "
+    "on a sync; check the version of vLLM"
 )
 WAKING = (
     "weights are lost in sleep: try VLLM_USE_V2_MODEL_RUNNER=0 where the table says V2, else set "
     "vllm_enable_sleep_mode: false, and report it with this table"
 )
 VERSIONS = "check the version of vLLM above"
-BANS = "remove logit_bias and allowed_token_ids from generation_kwargs; the bans are set by adora_vl for every model"
+BANS = (
+    "remove logit_bias and allowed_token_ids from generation_kwargs; the bans are set by "
+    "adora_vl for every model"
+)
 
 
 SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)  # of the tensor's own size, tried until the policy has moved
 
 
 def choose_parameter(model: Any, *, vision: bool) -> tuple[str, Any] | None:
-    """The last trained matrix of the language model's layers, which has the most direct effect, or with `vision` of
-    tower and projector, the last before the image embeddings: features that enter at later layers ("deepstack") hardly
-    move an answer. None if nothing there is trained.
+    """The last trained matrix of the language model's layers, which has the most direct effect, or
+    with `vision` of tower and projector, the last before the image embeddings: features that enter
+    at later layers ("deepstack") hardly move an answer. None if nothing there is trained.
     """
     found = [
         (name, parameter)
@@ -59,18 +72,26 @@ def choose_parameter(model: Any, *, vision: bool) -> tuple[str, Any] | None:
         and (component_of(name) != LANGUAGE_MODEL) == vision
         and (vision or ".layers." in name)
     ]
-    direct = [one for one in found if any(vision.projector[0] in one[0] for vision in seeing_families().values())]
+    direct = [
+        one
+        for one in found
+        if any(vision.projector[0] in one[0] for vision in seeing_families().values())
+    ]
     chosen = direct or found
     return chosen[-1] if chosen else None
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 leaves a parameter empty between its uses
+    # ZeRO-3 leaves a parameter empty between its uses
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 @contextmanager
 def _whole(parameter: Any) -> Iterator[Tensor]:
-    """The parameter, under ZeRO-3 gathered from all ranks. What rank 0 writes into it inside goes to all ranks."""
+    """The parameter, under ZeRO-3 gathered from all ranks.
+
+    What rank 0 writes into it inside goes to all ranks.
+    """
     if not hasattr(parameter, "ds_tensor"):
         yield parameter.data
         return
@@ -82,7 +103,9 @@ def _whole(parameter: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def changed(parameter: Any, seed: int = 0) -> Iterator[Callable[[float], None]]:
-    """Yields what sets the weight to its original plus noise of so many times its size; in the end it is put back."""
+    """Yields what sets the weight to its original plus noise of so many times its size; in the end
+    it is put back.
+    """
     with _whole(parameter) as values:
         original = values.detach().to("cpu", copy=True)
     noise = torch.randn(original.shape, generator=torch.Generator().manual_seed(seed))
@@ -111,14 +134,22 @@ def check_features(prompts: agreement.Prompts, image_token_id: int | None, merge
         tokens = ids.count(image_token_id)
         if tokens != wanted:
             detail = f"{name}: {tokens} image tokens in the prompt, {wanted} features of its images"
-            return failed(FEATURES, detail, f"the processor expands images in its own way; {PIXELS}")
-    return passed(FEATURES, f"{min(features)} to {max(features)} per prompt, in {len(features)} prompts")
+            return failed(
+                FEATURES, detail, f"the processor expands images in its own way; {PIXELS}"
+            )
+    return passed(
+        FEATURES, f"{min(features)} to {max(features)} per prompt, in {len(features)} prompts"
+    )
 
 
 def check_buffers(trainer: HasEngine) -> Check:
     """Rotary frequencies and whatever else is computed from the config, in policy and reference."""
     wrong = wrong_in(trainer)
-    return failed(BUFFERS, "; ".join(wrong), REMEDY) if wrong else passed(BUFFERS, "rotary frequencies in float32")
+    return (
+        failed(BUFFERS, "; ".join(wrong), REMEDY)
+        if wrong
+        else passed(BUFFERS, "rotary frequencies in float32")
+    )
 
 
 def check_runner(trainer: HasEngine) -> Check:
@@ -133,11 +164,18 @@ class Examination(EngineProbe):
     """The probe, and what changes weights or sampling for a while; on all ranks together."""
 
     def after_change(self, *, vision: bool) -> Check:
-        """A weight is changed and synced: the engine has to follow. The weight is put back, and synced."""
+        """A weight is changed and synced: the engine has to follow.
+
+        The weight is put back, and synced.
+        """
         name, remedy = (VISION, CACHES) if vision else (LANGUAGE, SYNC)
         chosen = choose_parameter(self.trainer.model, vision=vision)
         if chosen is None:
-            why = "there are none" if vision and self.prompts.images is None else "nothing of it is trained"
+            why = (
+                "there are none"
+                if vision and self.prompts.images is None
+                else "nothing of it is trained"
+            )
             return skipped(name, f"{why}: it cannot change")
         if vision and self.prompts.images is None:
             return skipped(name, "the prompts have no images")
@@ -145,19 +183,27 @@ class Examination(EngineProbe):
         try:
             moving, parameter = chosen
             with changed(parameter, self.trainer.args.seed) as change:
-                # the same prompts as before, so that whatever is left of them in a cache would be used
+                # the same prompts as before, so that whatever is left of them in a cache would be
+                # used
                 rollouts = self.sampled(name)
                 moved = self._move(change, rollouts)
                 if moved < LEAST_MOVE:
-                    return skipped(name, f"a change of {moving} moves these answers by {moved:.2g} nats only")
+                    return skipped(
+                        name, f"a change of {moving} moves these answers by {moved:.2g} nats only"
+                    )
                 generation.sync_weights()
                 drift, _, _ = self.drift(name)
         finally:
             generation.sync_weights()
-        return agreement.judge(name, drift, self.bound, remedy, f"; the change moved the policy by {moved:.2g}")
+        return agreement.judge(
+            name, drift, self.bound, remedy, f"; the change moved the policy by {moved:.2g}"
+        )
 
     def _move(self, change: Callable[[float], None], rollouts: agreement.Rollouts) -> float:
-        """Change the weight until the policy moves by far more than the bound. Returns by how many nats per token."""
+        """Change the weight until the policy moves by far more than the bound.
+
+        Returns by how many nats per token.
+        """
         before_BC = agreement.score(self.trainer, rollouts)
         moved = 0.0
         for scale in SCALES:
@@ -169,7 +215,9 @@ class Examination(EngineProbe):
         return moved
 
     def after_sleep(self) -> Check:
-        """TRL puts the engine to sleep after each generation, which discards its weights; the next wakes it."""
+        """TRL puts the engine to sleep after each generation, which discards its weights; the next
+        wakes it.
+        """
         generation = self.trainer.vllm_generation
         if not generation.enable_sleep_mode:
             return skipped(SLEEP, "vllm_enable_sleep_mode: false, the engine never sleeps")
@@ -179,7 +227,9 @@ class Examination(EngineProbe):
         return agreement.judge(SLEEP, drift, self.bound, WAKING)
 
     def banned(self) -> Check:
-        """The engine samples greedily among the banned tokens and the one that the policy finds least likely."""
+        """The engine samples greedily among the banned tokens and the one that the policy finds
+        least likely.
+        """
         banned = never_sampled_ids(self.trainer._tokenizer)
         if not banned:
             return skipped(BANNED, "this tokenizer has none of them")
@@ -195,7 +245,9 @@ class Examination(EngineProbe):
     def _least_likely(self, banned: Sequence[int]) -> int:
         """The allowed token of the lowest logit after the first prompt."""
         trainer = self.trainer
-        first = trainer.pool.judge.collated(agreement.head(self.prompts, 1), [[]], None, [True])
+        first = trainer.pool.judge.collated(
+            agreement.head(self.prompts, 1), completions=[[]], logps=None, counted=[True]
+        )
         fields = {name: first[name] for name in self.prompts.fields if name in first}
         fields |= {"input_ids": first["prompt_ids"], "attention_mask": first["prompt_mask"]}
         with torch.no_grad(), trainer.accelerator.autocast():
@@ -207,14 +259,17 @@ class Examination(EngineProbe):
 
 
 def examine(examination: Examination, merge: int) -> list[Check]:
-    """Every check in order; one that raises fails, and the rest is skipped, since the engine may be broken. Without a
-    colocated engine only those of the trainer are made.
+    """Every check in order; one that raises fails, and the rest is skipped, since the engine may be
+    broken. Without a colocated engine only those of the trainer are made.
     """
-    trainer, unseen = examination.trainer, ""
+    trainer = examination.trainer
+    unseen = ""
     image_token = getattr(trainer.processing_class, "image_token_id", None)
     if not trainer.use_vllm or trainer.vllm_mode != "colocate":
         unseen = (
-            "vllm_mode: server is not examined" if trainer.use_vllm else "use_vllm: false, the policy samples itself"
+            "vllm_mode: server is not examined"
+            if trainer.use_vllm
+            else "use_vllm: false, the policy samples itself"
         )
     steps: list[tuple[tuple[str, ...], str, Callable[[], list[Check]]]] = [
         ((FEATURES,), PIXELS, lambda: [check_features(examination.prompts, image_token, merge)]),
@@ -231,7 +286,11 @@ def examine(examination: Examination, merge: int) -> list[Check]:
     for names, remedy, step in steps:
         broken = any(check.status is Status.FAILED and check.name == PROMPTS for check in checks)
         broken = broken or any(check.detail.startswith(_RAISED) for check in checks)
-        why = unseen if unseen and names not in ((FEATURES,), (BUFFERS,)) else "not after the failure above" * broken
+        why = (
+            unseen
+            if unseen and names not in ((FEATURES,), (BUFFERS,))
+            else "not after the failure above" * broken
+        )
         if why:
             checks += [skipped(name, why) for name in names]
         else:
@@ -260,7 +319,8 @@ class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transforme
     """Examines, keeps the lines in `checks`, and leaves `trainer.train()` by raising `Examined`."""
 
     def __init__(self, trainer: HasEngine, rows: int) -> None:
-        self.trainer, self.rows = trainer, rows
+        self.trainer = trainer
+        self.rows = rows
         self.checks: list[Check] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

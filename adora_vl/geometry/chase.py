@@ -1,8 +1,8 @@
 """Angles alone: the relations of a figure as linear equations of directions.
 
-Textbooks make up lengths that do not fit the angles beside them, and leave lengths out where angles suffice. Each line
-has an unknown direction; the picture says by how many half turns two directions differ. Where these equations fix the
-goal, it is right whatever the lengths are.
+Textbooks make up lengths that do not fit the angles beside them, and leave lengths out where angles
+suffice. Each line has an unknown direction; the picture says by how many half turns two directions
+differ. Where these equations fix the goal, it is right whatever the lengths are.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from adora_vl.geometry.quantities import (
 )
 from adora_vl.geometry.shapes import dot
 
-_FIXED = 1e-7  # largest error of a goal that is fixed
-_FULFILLED = 1e-6  # largest error of equations that are fulfilled
+# largest errors of a goal that is fixed, and of equations that are fulfilled
+_FIXED = 1e-7
+_FULFILLED = 1e-6
 _NO_PLACE = 1e-9
 
 
@@ -117,7 +118,9 @@ class Chase:
     # Directions and angles
 
     def _direction(self, start: str, end: str) -> _Sum:
-        """The direction from one point to another: that of their line in the sense that the picture shows."""
+        """The direction from one point to another: that of their line in the sense that the picture
+        shows.
+        """
         if start not in self.places or end not in self.places:
             raise _NotLinearError
         way = self.places[end] - self.places[start]
@@ -138,11 +141,17 @@ class Chase:
         )
 
     def _between(self, first: str, corner: str, last: str) -> tuple[_Sum, float]:
-        """The turn from one ray of a corner to the other, and what it is in the picture, from -180 to 180."""
+        """The turn from one ray of a corner to the other, and what it is in the picture, from -180
+        to 180.
+        """
         turn = self._direction(corner, last).plus(self._direction(corner, first), -1.0)
-        start = math.degrees(phase(self.places[first] - self.places[corner]))
-        end = math.degrees(phase(self.places[last] - self.places[corner]))
-        seen = (end - start + 180) % 360 - 180
+        seen = (
+            math.degrees(
+                phase(self.places[last] - self.places[corner])
+                - phase(self.places[first] - self.places[corner])
+            )
+            + 180
+        ) % 360 - 180
         return turn, seen
 
     def _turned_to(self, turn: _Sum, seen: float) -> _Sum:
@@ -215,7 +224,9 @@ class Chase:
 
 
 def _lines_of(rows: list[list[str]]) -> dict[frozenset[str], str]:
-    """The name of the line that each pair of points is on; lines with two common points are one."""
+    """For each pair of points on one line the name of that line; lines with two common points are
+    one.
+    """
     lines: dict[frozenset[str], str] = {}
     renamed: dict[str, str] = {}
 

@@ -8,7 +8,15 @@ from typing import Literal
 
 import numpy as np
 
-from adora_vl.geometry.solve import TIGHT, Budget, Problem, Solution, is_collapsed, is_free, is_same
+from adora_vl.geometry.solve import (
+    TIGHT,
+    Budget,
+    FigureProblem,
+    Solution,
+    is_collapsed,
+    is_free,
+    is_same,
+)
 
 Status = Literal["answered", "open", "ambiguous", "conflict", "collapsed", "unread"]
 _ROUNDED = 0.01  # largest residual of a figure whose facts were rounded
@@ -22,11 +30,13 @@ _NEAR = 0.02  # and this counts as no distance at all
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the figures of a problem say: a status, and where there is one the answer with its figure.
+    """What the figures of a problem say: a status, and where there is one the answer with its
+    figure.
 
-    `others` are the answers of other figures that fulfil the facts as well. `doubled`: the answer is known to about
-    four digits alone, since the equations have a double root there. `disordered`: lines on which the
-    only figures have the points in another order, which is a conflict with what lies on them.
+    `others` are the answers of other figures that fulfil the facts as well. `doubled`: the answer
+    is known to about four digits alone, since the equations have a double root there. `disordered`:
+    lines on which the only figures have the points in another order, which is a conflict with what
+    lies on them.
     """
 
     status: Status
@@ -38,10 +48,10 @@ class Outcome:
 
 
 def outcome(
-    problem: Problem, budget: Budget, *, starts: int | None = None, rounded: bool = False
+    problem: FigureProblem, budget: Budget, *, starts: int | None = None, rounded: bool = False
 ) -> Outcome:
     """Solve a problem. `rounded`: facts may be off by as much as a book rounds them."""
-    result = _outcome(problem, budget, starts=starts, rounded=rounded)
+    result = _outcome(problem, budget=budget, starts=starts, rounded=rounded)
     if result.solution is None or result.status in ("conflict", "collapsed"):
         return result
     disordered = tuple(dict.fromkeys(problem.disordered(result.solution.v)))
@@ -51,7 +61,9 @@ def outcome(
     return replace(result, status="conflict", value=value, disordered=disordered)
 
 
-def _outcome(problem: Problem, budget: Budget, *, starts: int | None, rounded: bool) -> Outcome:
+def _outcome(
+    problem: FigureProblem, budget: Budget, *, starts: int | None, rounded: bool
+) -> Outcome:
     loose = _ROUNDED if rounded else TIGHT
     solutions = problem.solutions(budget, starts, loose)
     if not solutions:
@@ -70,7 +82,7 @@ def _outcome(problem: Problem, budget: Budget, *, starts: int | None, rounded: b
         return _without_places(problem, pool, budget)
     best = min(pool, key=_unlikeness)
     if is_free(best):
-        return _at_free(problem, best, pool, budget)
+        return _at_free(problem, best=best, alike=pool, budget=budget)
     share = _SAME_ROUNDED if rounded else _SAME
     rivals = [solution for solution in pool if _is_rival(solution, best, share)]
     agreeing = sum(1 for solution in sound if is_same(solution.value, best.value, share))
@@ -99,7 +111,7 @@ def _is_rival(solution: Solution, best: Solution, share: float) -> bool:
     return _unlikeness(solution)[0] < _NEARER * _unlikeness(best)[0] + _NEAR
 
 
-def _without_places(problem: Problem, alike: Sequence[Solution], budget: Budget) -> Outcome:
+def _without_places(problem: FigureProblem, alike: Sequence[Solution], budget: Budget) -> Outcome:
     """Where there is no picture to choose by, all figures have to agree."""
     best = min(alike, key=lambda solution: (solution.faults, solution.residual, solution.start))
     others = sorted(
@@ -124,9 +136,11 @@ def _without_places(problem: Problem, alike: Sequence[Solution], budget: Budget)
 
 
 def _at_free(
-    problem: Problem, best: Solution, alike: Sequence[Solution], budget: Budget
+    problem: FigureProblem, best: Solution, alike: Sequence[Solution], budget: Budget
 ) -> Outcome:
-    """Where the goal seems free: open, but at a double root, where pushing the figure does not move the goal."""
+    """Where the goal seems free: open, but at a double root, where pushing the figure does not move
+    the goal.
+    """
     same = [solution for solution in alike if is_same(solution.value, best.value, _SAME_DOUBLE)]
     if len(same) == len(alike) and problem.stays(best, budget):
         value = float(np.median([solution.value for solution in same]))

@@ -12,7 +12,7 @@ from adora_vl.geometry.choose import Outcome, outcome
 from adora_vl.geometry.forms import Form, Term
 from adora_vl.geometry.measures import unit_of
 from adora_vl.geometry.primitives import Reading, read
-from adora_vl.geometry.solve import Budget, Problem, is_same
+from adora_vl.geometry.solve import Budget, FigureProblem, is_same
 
 _MOST_TRIED = 14  # facts of one kind that are left out one by one
 _STARTS = 4
@@ -26,15 +26,16 @@ class Repair:
 
     left_out: tuple[int, ...]
     outcome: Outcome
-    problem: Problem
+    problem: FigureProblem
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """What contradicts: the numbers of facts each of which alone, left out, lets a figure fit; else those involved.
+    """What contradicts: the numbers of facts each of which alone, left out, lets a figure fit; else
+    those involved.
 
-    `repairs` are the figures without a fault that then fit. `repair` is one of them where all of one kind have the
-    same answer.
+    `repairs` are the figures without a fault that then fit. `repair` is one of them where all of
+    one kind have the same answer.
     """
 
     facts: tuple[int, ...]
@@ -43,7 +44,9 @@ class Conflict:
 
 
 def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
-    """Leave out facts until figures fit: all lengths beside angles or the other way round, then one fact at a time."""
+    """Leave out facts until figures fit: all lengths beside angles or the other way round, then one
+    fact at a time.
+    """
     terms = reading.drawing.terms
     used = {source for source in reading.sources if source is not None}
     values = [number for number in sorted(used) if is_value(terms[number])]
@@ -52,7 +55,7 @@ def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
         number for number in sorted(used - set(values)) if number < len(reading.drawing.facts)
     ]
     asked = [number for number in sorted(used) if number >= len(reading.drawing.facts)]
-    involved = _involved(Problem(reading), budget)
+    involved = _involved(FigureProblem(reading), budget)
     groups: list[list[tuple[int, ...]]] = [_other_kind(reading, values)]
     for numbers in (given, others, asked):
         likely = [number for number in numbers if number in involved]
@@ -88,7 +91,9 @@ def is_value(term: Term) -> bool:
 
 
 def _other_kind(reading: Reading, values: Sequence[int]) -> list[tuple[int, ...]]:
-    """All lengths where the goal is an angle, all angles where it is a length; nothing where only one kind is there."""
+    """All lengths where the goal is an angle, all angles where it is a length; nothing where only
+    one kind is there.
+    """
     terms = reading.drawing.terms
     lengths = tuple(number for number in values if unit_of(terms[number]) == "length")
     angles = tuple(number for number in values if unit_of(terms[number]) == "degrees")
@@ -117,15 +122,17 @@ def _repaired(form: Form, left_out: Iterable[int], budget: Budget) -> Repair | N
     reading = read(form, without=numbers)
     if reading.goal is None:
         return None
-    problem = Problem(reading)
+    problem = FigureProblem(reading)
     result = outcome(problem, budget, starts=_STARTS)
     if result.solution is None or result.solution.faults:
         return None
     return Repair(left_out=numbers, outcome=result, problem=problem)
 
 
-def _involved(problem: Problem, budget: Budget) -> list[int]:
-    """The facts that a figure misses which misses all of them together as little as it can; the worst missed first."""
+def _involved(problem: FigureProblem, budget: Budget) -> list[int]:
+    """The facts that a figure misses which misses all of them together as little as it can; the
+    worst missed first.
+    """
     best: np.ndarray | None = None
     for number in (0, 1):
         v, _ = problem.improved(problem.start(number), budget, steps=60)
@@ -134,9 +141,10 @@ def _involved(problem: Problem, budget: Budget) -> list[int]:
             best = residuals
     if best is None or not len(best):
         return []
-    sources: dict[int, int | None] = {}
-    for relation, source in zip(problem.reading.relations, problem.reading.sources, strict=True):
-        sources[id(relation)] = source
+    sources = {
+        id(relation): source
+        for relation, source in zip(problem.reading.relations, problem.reading.sources, strict=True)
+    }
     misses: dict[int, float] = {}
     for residual, relation in zip(np.abs(best), problem.system.residual_relations, strict=True):
         source = sources.get(id(relation))

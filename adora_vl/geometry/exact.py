@@ -1,6 +1,7 @@
 r"""A number as a person writes it: an integer, a decimal, a fraction, a root, a multiple of pi.
 
-The forms are those of canonical answers: `12`, `7.5`, `\frac{5}{3}`, `6\sqrt{2}`, `\frac{5\sqrt{3}}{2}`, `18\pi`.
+The forms are those of canonical answers: `12`, `7.5`, `\frac{5}{3}`, `6\sqrt{2}`,
+`\frac{5\sqrt{3}}{2}`, `18\pi`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ _MAX_INTEGER = 10**9
 def exact(value: float, *, share: float = _EXACT, decimals: bool = True) -> str | None:
     """The shortest form that a value has, in LaTeX; None where it has none.
 
-    `share`: how much of the value the form may differ by. `decimals`: whether `7.5` comes before a fraction.
+    `share`: how much of the value the form may differ by. `decimals`: whether `7.5` comes before a
+    fraction.
     """
     if not math.isfinite(value) or abs(value) > _MAX_INTEGER:
         return None
@@ -42,7 +44,9 @@ def exact(value: float, *, share: float = _EXACT, decimals: bool = True) -> str 
 
 
 def rounded(value: float, digits: int) -> str:
-    """A value to so many digits behind the point, halves away from zero as in school; 0 gives an integer."""
+    """A value to so many digits behind the point, halves away from zero as in school; 0 gives an
+    integer.
+    """
     scale = 10**digits
     whole = math.floor(abs(value) * scale + 0.5 + 1e-9)
     text = f"{whole / scale:.{digits}f}" if digits else str(whole)

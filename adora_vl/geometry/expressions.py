@@ -1,7 +1,8 @@
 """Values as people write them: `2x + 5`, `\\frac{3}{4}`, `6\\sqrt{2}`, `18\\pi`.
 
-One reader for the values of facts, for expected answers and for the numbers of the text form. Nothing is evaluated by
-Python itself; numbers, exponents and nesting have bounds, so that no text takes long.
+One reader for the values of facts, for expected answers and for the numbers of the text form.
+Nothing is evaluated by Python itself; numbers, exponents and nesting have bounds, so that no text
+takes long.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ MAX_CHARACTERS = 400
 _SIGN = re.compile(
     r"\s*(\\frac|\\sqrt|\\pi|π|\\cdot|\\times|×|\d+(?:,\d{3})+(?:\.\d+)?|\d+\.\d+|\.\d+|\d+|[a-z]|[-+*/^(){}\[\]])"
 )
-# What says nothing about a value: LaTeX's spacing and dollar signs, and the word or sign for degrees.
+# What says nothing about a value: LaTeX's spacing and dollar signs, and the word or sign for
+# degrees.
 _NOISE = re.compile(
     r"\\(?:left|right|,|;|!)|\\?\$|\\text\{[^}]*\}|\bdegrees?\b|\^\s*\{?\s*\\circ\s*\}?|\\degree|\\circ|°"
 )
@@ -76,7 +78,8 @@ def letters_of(expression: Expression) -> set[str]:
 def value_of(expression: Expression, letters: Mapping[str, float] | None = None) -> float:
     """The value of an expression with these values of its letters.
 
-    Raises `ExpressionError` for a letter without a value, and where the value is not a finite real number.
+    Raises `ExpressionError` for a letter without a value, and where the value is not a finite real
+    number.
     """
     if isinstance(expression, Number):
         return expression.value

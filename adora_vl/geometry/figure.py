@@ -11,7 +11,7 @@ from typing import Literal
 from adora_vl.geometry.choose import Status
 from adora_vl.geometry.forms import Form, Point, form_of, record_of
 from adora_vl.geometry.primitives import read
-from adora_vl.geometry.solve import Problem, Solution
+from adora_vl.geometry.solve import FigureProblem, Solution
 
 How = Literal["facts", "angles", "looks", "without a fact", "rounded", ""]
 _DIGITS = 9  # of the figure's size, that a stored place has
@@ -22,8 +22,9 @@ _FULFILLED = 1e-6  # largest residual of a stored figure
 class Figure:
     """A figure that fulfils the facts of a form.
 
-    `at`: places to scale, y upwards. `values`: letters, radii (`radius O`) and numbered angles (`angle 1`).
-    `assumed`: what only the picture shows, in words. `left_out`: the facts that conflict with the others.
+    `at`: places to scale, y upwards. `values`: letters, radii (`radius O`) and numbered angles
+    (`angle 1`). `assumed`: what only the picture shows, in words. `left_out`: the facts that
+    conflict with the others.
     """
 
     at: Mapping[str, Point]
@@ -61,13 +62,15 @@ class Verdict:
 
 
 def figure_of(
-    problem: Problem,
+    problem: FigureProblem,
     solution: Solution,
     form: Form,
     assumed: tuple[str, ...] = (),
     left_out: tuple[str, ...] = (),
 ) -> Figure:
-    """The figure of a solution, turned as the picture lies, its places rounded to `_DIGITS` digits of its size."""
+    """The figure of a solution, turned as the picture lies, its places rounded to `_DIGITS` digits
+    of its size.
+    """
     v = solution.v
     names = problem.system.points
     places = {name: problem.place(v, name) for name in names}
@@ -83,7 +86,7 @@ def figure_of(
     return Figure(at=at, values=rounded, form=form, assumed=assumed, left_out=left_out)
 
 
-def _turn_to_picture(problem: Problem, places: Mapping[str, complex]) -> complex:
+def _turn_to_picture(problem: FigureProblem, places: Mapping[str, complex]) -> complex:
     """The turn that lays the figure as the picture lies."""
     names = [name for name in problem.places if name in places]
     if len(names) < 2:
@@ -109,7 +112,10 @@ def written(figure: Figure) -> str:
 
 
 def figure_from(text: str) -> Figure:
-    """Read what `written` gave. Raises `ValueError` where it is none, or where its places do not fulfil its facts."""
+    """Read what `written` gave.
+
+    Raises `ValueError` where it is none, or where its places do not fulfil its facts.
+    """
     try:
         record = json.loads(text)
         figure = Figure(
@@ -130,9 +136,11 @@ def figure_from(text: str) -> Figure:
 
 
 def residual_of(figure: Figure) -> float:
-    """By how much the places of a figure miss its facts, at worst, in shares of its size or in radians."""
+    """By how much the places of a figure miss its facts, at worst, in shares of its size or in
+    radians.
+    """
     reading = read(figure.form, without_words=figure.left_out)
-    problem = Problem(reading)
+    problem = FigureProblem(reading)
     v = problem.start(0)
     for name, (x, y) in figure.at.items():
         if name in problem.system.position:

@@ -1,8 +1,8 @@
 """The logic form of a diagram: what is drawn, where, which facts hold, and what is asked.
 
-The notation is that of Geometry3K's annotation (InterGPS, Lu et al. 2021): `Equals(LengthOf(Line(A, B)), 10)` says
-that AB is 10 long. A form is what every other part of this package starts from, whether people annotated it or
-`adora_vl.geometry.text` read it from sentences.
+The notation is that of Geometry3K's annotation (InterGPS, Lu et al. 2021): `Equals(LengthOf(Line(A,
+B)), 10)` says that AB is 10 long. A form is what every other part of this package starts from,
+whether people annotated it or `adora_vl.geometry.text` read it from sentences.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def term_of(text: str, depth: int = 0) -> Term | None:
 
 
 def _parts_of(rest: str) -> list[str] | None:
-    """Split what stands behind an opening bracket at its commas; None where the bracket does not close at the end."""
+    """Split what stands behind an opening bracket at its commas; None where the bracket does not
+    close at the end.
+    """
     parts = [""]
     depth = 1
     for position, sign in enumerate(rest):
@@ -99,7 +101,8 @@ def _parts_of(rest: str) -> list[str] | None:
 class Form:
     """A diagram and its question.
 
-    `points` has the places in the picture, in pixels with y downwards; a point whose place nobody knows is not in it.
+    `points` has the places in the picture, in pixels with y downwards; a point whose place nobody
+    knows is not in it.
     """
 
     lines: tuple[tuple[str, str], ...]
@@ -119,7 +122,9 @@ class Form:
 
     @cached_property
     def rows(self) -> list[list[str]]:
-        """The straight lines, each with all points on it, in their order where their places are known."""
+        """The straight lines, each with all points on it, in their order where their places are
+        known.
+        """
         on_line: dict[frozenset[str], set[str]] = {
             frozenset(line): set(line) for line in self.lines
         }
@@ -164,7 +169,8 @@ class Form:
 def form_of(record: Mapping[str, object]) -> Form:
     """The form of InterGPS' `logic_form.json`, or of an object with the names of our fields.
 
-    Raises `KeyError` where a field is missing, and `TypeError` or `ValueError` where one is of another kind.
+    Raises `KeyError` where a field is missing, and `TypeError` or `ValueError` where one is of
+    another kind.
     """
     keys = {name: name for name in _INTERGPS_KEYS}
     if "line_instances" in record:

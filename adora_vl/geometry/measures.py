@@ -1,7 +1,9 @@
-"""What a term measures: `LengthOf(Line(A, B))`, `AreaOf(Parallelogram($))`, `SinOf(Angle(A))` as quantities.
+"""What a term measures: `LengthOf(Line(A, B))`, `AreaOf(Parallelogram($))`, `SinOf(Angle(A))` as
+quantities.
 
-`Measures` reads terms of one drawing. A term that cannot be read raises `UnreadError`; nothing is guessed, but for
-regions that are only coloured: these go by what lies inside what, and `assumed` says so.
+`Measures` reads terms of one drawing. A term that cannot be read raises `UnreadError`; nothing is
+guessed, but for regions that are only coloured: these go by what lies inside what, and `assumed`
+says so.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ _LENGTH = (
 
 
 def unit_of(term: Term) -> Unit:
-    """What a term is measured in, by the first of its heads that says so; a bare letter is like a length."""
+    """What a term is measured in, by the first of its heads that says so; a bare letter is like a
+    length.
+    """
     for part in term.walk():
         if (
             part.head in _LENGTH
@@ -90,7 +94,8 @@ def is_region(term: Term) -> bool:
 class Measures:
     """Reads terms as quantities of a drawing.
 
-    `assumed` collects, in words, what the facts do not say and the picture shows, of terms read so far.
+    `assumed` collects, in words, what the facts do not say and the picture shows, of terms read so
+    far.
     """
 
     def __init__(self, drawing: Drawing) -> None:
@@ -172,7 +177,9 @@ class Measures:
         return self.of_circle(term.head, self.drawing.circle(unwrapped(term.arguments[0])))
 
     def side(self, term: Term) -> Quantity:
-        """The side of a shape: any of an equilateral one, else the one whose length is an unknown letter."""
+        """The side of a shape: any of an equilateral one, else the one whose length is an unknown
+        letter.
+        """
         inner = term.arguments[0]
         names = self.drawing.shape(inner)
         if unwrapped(inner).head in ("Square", "Rhombus") or inner.head in (
@@ -203,7 +210,9 @@ class Measures:
         return self.distance(legs_ends[0], legs_ends[1])
 
     def height(self, term: Term) -> Quantity:
-        """The height of a shape: a drawn perpendicular, else a segment that a fact calls so, else of the base."""
+        """The height of a shape: a drawn perpendicular, else a segment that a fact calls so, else
+        of the base.
+        """
         drawn = self._drawn_height()
         if drawn is not None:
             return self.distance(*drawn)
@@ -217,7 +226,9 @@ class Measures:
         raise UnreadError(f"the form does not say which height {term} is")
 
     def _drawn_height(self) -> tuple[str, str] | None:
-        """A segment that stands perpendicular on the inside of a line, while no line goes on behind its top."""
+        """A segment that stands perpendicular on the inside of a line, while no line goes on behind
+        its top.
+        """
         for fact in self.drawing.facts:
             if fact.head != "Perpendicular" or len(fact.arguments) != 2:
                 continue
@@ -287,7 +298,9 @@ class Measures:
     # Angles and arcs
 
     def turn(self, first: str, corner: str, last: str) -> int:
-        """On which side of `first` the picture has `last`: 1 against the clock, -1 with it, 0 where it is too flat."""
+        """On which side of `first` the picture has `last`: 1 against the clock, -1 with it, 0 where
+        it is too flat.
+        """
         places = self.drawing.places
         if not {first, corner, last} <= places.keys():
             return 0
@@ -327,7 +340,9 @@ class Measures:
         raise UnreadError("the form does not say which angle is meant")
 
     def inscribed(self, shape: Term, circle: Circle) -> list[str]:
-        """The corners of a shape in a circle: as named, else as drawn, else the points on the circle in order."""
+        """The corners of a shape in a circle: as named, else as drawn, else the points on the
+        circle in order.
+        """
         on_circle = [name for name in circle.points if name in self.drawing.places]
         if circle.centre not in self.drawing.places or unwrapped(shape).head != "Polygon":
             return self.drawing.shape(shape)
@@ -405,7 +420,9 @@ class Measures:
         return times(over(angle, Constant(360.0)), Constant(math.pi), radius, radius)
 
     def marked_angle(self, circle: Circle) -> Quantity:
-        """The one angle at a centre whose size a fact gives; over 180 degrees where the fact says so."""
+        """The one angle at a centre whose size a fact gives; over 180 degrees where the fact says
+        so.
+        """
         marked: dict[tuple[str, ...], float | None] = {}
         for fact in self.drawing.facts:
             if (
@@ -424,7 +441,9 @@ class Measures:
         return minus(Constant(360.0), angle) if size is not None and size > 180 else angle
 
     def rounded(self, term: Term, shape: Term) -> Quantity:
-        """A shape of a drawing with a circle: the marked sector, the disc, or a polygon with half discs on it."""
+        """A shape of a drawing with a circle: the marked sector, the disc, or a polygon with half
+        discs on it.
+        """
         drawing = self.drawing
         if shape.names == ["A"]:
             try:
@@ -444,7 +463,9 @@ class Measures:
         raise UnreadError(f"the form does not say which region {term} is")
 
     def _half_disc(self, circle: Circle, outline: Sequence[str]) -> Quantity | None:
-        """Half of a disc over a side of an outline that is its diameter: added where no corner lies inside it."""
+        """Half of a disc over a side of an outline that is its diameter: added where no corner lies
+        inside it.
+        """
         for i in range(len(outline)):
             side = {outline[i - 1], outline[i]}
             if side <= set(circle.points) and self.drawing.are_on_one_row((*side, circle.centre)):
@@ -453,7 +474,9 @@ class Measures:
         return None
 
     def coloured(self, term: Term, shape: Term) -> Quantity:
-        """The area of a coloured region, by what lies inside what; `assumed` says which region was taken."""
+        """The area of a coloured region, by what lies inside what; `assumed` says which region was
+        taken.
+        """
         drawing = self.drawing
         if shape.head == "Shape" and any(fact.head == "Similar" for fact in drawing.terms):
             return self.similar_without_area(term)
@@ -559,7 +582,9 @@ class Measures:
         return over(parts[0], parts[1])
 
     def sum(self, term: Term) -> Quantity:
-        """A sum; in `SumOf(CircumferenceOf(Circle(A)), Circle(B))` the first measure goes for all of them."""
+        """A sum; in `SumOf(CircumferenceOf(Circle(A)), Circle(B))` the first measure goes for all
+        of them.
+        """
         first = term.arguments[0]
         parts = []
         for argument in term.arguments:

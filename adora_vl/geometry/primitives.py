@@ -1,7 +1,8 @@
 """One table: what each fact of a diagram says in primitives.
 
-`read` turns a form into relations on a figure, and its question into the quantity that is asked. Solver, angle chase
-and checks read the relations alone, so that each kind of fact is understood in one place, its function below.
+`read` turns a form into relations on a figure, and its question into the quantity that is asked.
+Solver, angle chase and checks read the relations alone, so that each kind of fact is understood in
+one place, its function below.
 """
 
 from __future__ import annotations
@@ -36,12 +37,15 @@ from adora_vl.geometry.words import words_of
 from adora_vl.utils.errors import did_you_mean
 
 # "What appears to be tangent", where the question says that; and where nobody says it.
-SAID_TANGENT = 22.0  # degrees from a right angle to the radius
+# degrees from a right angle to the radius
+SAID_TANGENT = 22.0
 SEEN_TANGENT = 9.0
-_SEEN_RIGHT = 2.5  # degrees
+# degrees
+_SEEN_RIGHT = 2.5
 _SEEN_PARALLEL = 2.0
 _SEEN_ON_CHORD = 0.03  # share of a chord's length that the centre may lie beside it
-_AT_CENTRE = 0.07  # shares of a polygon's size
+# shares of a polygon's size
+_AT_CENTRE = 0.07
 _AT_MIDDLE = 0.05
 
 
@@ -49,9 +53,9 @@ _AT_MIDDLE = 0.05
 class Reading:
     """What a form says.
 
-    `relations` hold in the figure; `sources` has for each the number of the fact that it comes of, in the order of the
-    drawing's terms, or None where the picture shows it. `assumed` says these in words. `unread` has the facts that
-    could not be read, with the reason.
+    `relations` hold in the figure; `sources` has for each the number of the fact that it comes of,
+    in the order of the drawing's terms, or None where the picture shows it. `assumed` says these in
+    words. `unread` has the facts that could not be read, with the reason.
     """
 
     drawing: Drawing
@@ -94,8 +98,8 @@ def read(
 ) -> Reading:
     """Read a form, without the facts of these numbers, or whose words are these.
 
-    `looks`: 1 takes in which lines look tangent, 2 also right angles, parallels and centres on chords, where the
-    picture shows them and no fact says so.
+    `looks`: 1 takes in which lines look tangent, 2 also right angles, parallels and centres on
+    chords, where the picture shows them and no fact says so.
     """
     drawing = Drawing(form)
     measures = Measures(drawing)
@@ -191,7 +195,10 @@ def _equals(measures: Measures, term: Term) -> Iterator[Relation]:
         return  # it says which shape is called so, which the drawing knows
     if left.head == "Line" and right.head in ("AltitudeOf", "HeightOf"):
         yield from _foot(
-            measures, measures.drawing.segment(left), right.arguments[0].names, is_median=False
+            measures,
+            line=measures.drawing.segment(left),
+            names=right.arguments[0].names,
+            is_median=False,
         )
         return
     if left.head == "Line" and right.head == "HypotenuseOf" and len(right.arguments[0].names) == 3:
@@ -358,7 +365,7 @@ def _perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation
             raise UnreadError("the form does not say where the perpendicular bisectors meet")
         for i in range(3):
             yield _same(measures, (meeting[0], names[i]), (meeting[0], names[i - 1]))
-            yield from _feet_in_the_middle(drawing, names[i], names[i - 1], names)
+            yield from _feet_in_the_middle(drawing, start=names[i], end=names[i - 1], names=names)
         return
     start, end = drawing.segment(term.arguments[0])
     if len(names) != 2:
@@ -372,7 +379,9 @@ def _perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation
 def _feet_in_the_middle(
     drawing: Drawing, start: str, end: str, names: Sequence[str]
 ) -> Iterator[Relation]:
-    """The point of a side that looks like its midpoint is where the perpendicular bisector stands; one for a side."""
+    """The point of a side that looks like its midpoint is where the perpendicular bisector stands;
+    one for a side.
+    """
     places = drawing.places
     candidates = []
     for row in drawing.rows:
@@ -400,7 +409,9 @@ def _tangent(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _touches(measures: Measures, circle: Circle, line: tuple[str, str]) -> Relation:
-    """A line touches a circle: perpendicular to the radius at the point that they share, else at its distance."""
+    """A line touches a circle: perpendicular to the radius at the point that they share, else at
+    its distance.
+    """
     drawing = measures.drawing
     shared = [name for name in line if name in circle.points]
     if not shared:
@@ -509,8 +520,8 @@ def _isosceles(measures: Measures, term: Term) -> Iterator[Relation]:
         yield _same(measures, (b, c), (d, a))
     elif len(names) == 3 and not measures.drawing.equal_parts_said(names):
         apex = measures.drawing.apex(names)
-        feet = [name for name in names if name != apex]
-        yield _same(measures, (apex, feet[0]), (apex, feet[1]))
+        first, last = (name for name in names if name != apex)
+        yield _same(measures, (apex, first), (apex, last))
 
 
 def _inner(term: Term) -> Term:
@@ -535,7 +546,9 @@ def _regular(measures: Measures, term: Term) -> Iterator[Relation]:
 def _all_equal(
     measures: Measures, names: Sequence[str], *, angles: bool | None = None
 ) -> Iterator[Relation]:
-    """All sides are equal, and all angles; the centre and the middles of sides that are drawn are such."""
+    """All sides are equal, and all angles; the centre and the middles of sides that are drawn are
+    such.
+    """
     count = len(names)
     for i in range(1, count):
         yield _same(measures, (names[i - 1], names[i]), (names[i - 2], names[i - 1]))
@@ -605,7 +618,9 @@ def _similar(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _median(measures: Measures, term: Term) -> Iterator[Relation]:
-    """A median or an altitude of a triangle; the median of a trapezoid joins the middles of its legs."""
+    """A median or an altitude of a triangle; the median of a trapezoid joins the middles of its
+    legs.
+    """
     drawing = measures.drawing
     line = drawing.segment(term.arguments[0])
     names = drawing.shape(term.arguments[1]) if len(term.arguments[1].names) > 2 else []
@@ -614,7 +629,7 @@ def _median(measures: Measures, term: Term) -> Iterator[Relation]:
     if len(names) == 4:
         yield from _midsegment_of(measures, line, names)
         return
-    yield from _foot(measures, line, names, is_median=term.head == "IsMedianOf")
+    yield from _foot(measures, line=line, names=names, is_median=term.head == "IsMedianOf")
 
 
 def _midsegment(measures: Measures, term: Term) -> Iterator[Relation]:
@@ -643,7 +658,9 @@ def _midsegment_of(
 def _foot(
     measures: Measures, line: tuple[str, str], names: Sequence[str], *, is_median: bool
 ) -> Iterator[Relation]:
-    """A line from a corner of a triangle to the opposite side: to its middle, or perpendicular to it."""
+    """A line from a corner of a triangle to the opposite side: to its middle, or perpendicular to
+    it.
+    """
     tops = [name for name in line if name in names]
     feet = [name for name in line if name not in names]
     ends = [name for name in names if name not in line]
@@ -725,7 +742,9 @@ def seen(measures: Measures, *, everything: bool) -> Iterator[tuple[Relation, st
 
 
 def _seen_tangents(measures: Measures, limit: float) -> Iterator[tuple[Relation, str]]:
-    """Lines that meet a circle in one point and look perpendicular to the radius there, up to `limit` degrees."""
+    """Lines that meet a circle in one point and look perpendicular to the radius there, up to
+    `limit` degrees.
+    """
     drawing = measures.drawing
     places = drawing.places
     lines = [*drawing.rows, *([*line] for line in drawing.form.lines if set(line) <= places.keys())]

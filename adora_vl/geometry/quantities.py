@@ -1,8 +1,8 @@
 """Quantities and relations: the few primitives that every fact of a diagram comes down to.
 
-A quantity is a number that a figure has, such as a length or an angle. A relation is a condition on a figure. Solver,
-angle chase and later checks all read these, so that a fact is understood once, in `adora_vl.geometry.primitives`.
-Angles are in degrees.
+A quantity is a number that a figure has, such as a length or an angle. A relation is a condition on
+a figure. Solver, angle chase and later checks all read these, so that a fact is understood once, in
+`adora_vl.geometry.primitives`. Angles are in degrees.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class LineDistance:
 class Angle:
     """The angle at `corner`, from `first` to `last`.
 
-    `turn` is 1 or -1 where the picture shows on which side `last` lies: against the clock or with it. The angle is
-    then negative in a mirrored figure, so that a mirrored corner is no solution, and smooth at 0 and 180. With 0 it is
-    from 0 to 180 on either side.
+    `turn` is 1 or -1 where the picture shows on which side `last` lies: against the clock or with
+    it. The angle is then negative in a mirrored figure, so that a mirrored corner is no solution,
+    and smooth at 0 and 180. With 0 it is from 0 to 180 on either side.
     """
 
     first: str
@@ -61,7 +61,9 @@ class Angle:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The angle at `corner` from `first` to `last`, against the clock (`turn` 1) or with it, from 0 to 360."""
+    """The angle at `corner` from `first` to `last`, against the clock (`turn` 1) or with it, from 0
+    to 360.
+    """
 
     first: str
     corner: str
@@ -78,7 +80,9 @@ class Area:
 
 @dataclass(frozen=True)
 class Combined:
-    """Arithmetic on quantities; powers are of the absolute value, since roots of lengths are all that is asked."""
+    """Arithmetic on quantities; powers are of the absolute value, since roots of lengths are all
+    that is asked.
+    """
 
     function: Function
     parts: tuple[Quantity, ...]

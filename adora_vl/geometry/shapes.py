@@ -1,7 +1,8 @@
 """What the picture of a form shows: lines with their points in order, regions, polygons, circles.
 
-Facts often name a shape only by its kind, as `Parallelogram($)` does, or an angle by its corner alone. This module
-finds which corners are meant. Places are complex numbers with y upwards, in pixels of the picture.
+Facts often name a shape only by its kind, as `Parallelogram($)` does, or an angle by its corner
+alone. This module finds which corners are meant. Places are complex numbers with y upwards, in
+pixels of the picture.
 """
 
 from __future__ import annotations
@@ -36,9 +37,8 @@ COLOURS = ("Shaded", "Blue", "Green", "Red")
 WRAPPERS = (*COLOURS, "Regular", "Right", "Isosceles", "Equilateral")
 _POINT = re.compile(r"[A-Z]'?|point_\d+")
 _SAME_RAY = 12.0  # degrees; two drawn rays closer than this are one
-_STRAIGHT = (
-    0.025  # share of a segment's length that a point may lie beside it and still seem to be on it
-)
+# share of a segment's length that a point may lie beside it and still seem to be on it
+_STRAIGHT = 0.025
 _MOST_FACES = 40  # corners of a region; a walk that is longer has lost its way
 _UNLIKE = 0.15  # step in which a polygon's likeness to its kind is counted
 
@@ -154,7 +154,9 @@ class Drawing:
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """A circle that the question names and the picture does not have is the only one that it has."""
+        """A circle that the question names and the picture does not have is the only one that it
+        has.
+        """
         drawn = {circle.centre for circle in self.circles}
         if len(drawn) != 1:
             return {}
@@ -253,7 +255,10 @@ class Drawing:
         return sum(reaches) / len(reaches) if reaches else None
 
     def circle_of_arc(self, names: Sequence[str]) -> Circle:
-        """The circle that an arc lies on. Raises `UnreadError` where none or several have its ends."""
+        """The circle that an arc lies on.
+
+        Raises `UnreadError` where none or several have its ends.
+        """
         ends = {names[0], names[-1]}
         having = [circle for circle in self.circles if ends <= set(circle.points)]
         if len(having) > 1:
@@ -265,9 +270,10 @@ class Drawing:
         return having[0]
 
     def goes_over(self, names: Sequence[str], centre: str) -> bool:
-        """Whether an arc of three letters, by the point between, is the longer way round in the picture."""
-        rays = [phase(self.places[name] - self.places[centre]) for name in names]
-        first, middle, last = rays
+        """Whether an arc of three letters, by the point between, is the longer way round in the
+        picture.
+        """
+        first, middle, last = (phase(self.places[name] - self.places[centre]) for name in names)
         whole = (last - first) % math.tau
         through = (middle - first) % math.tau < whole
         return (whole if through else math.tau - whole) > math.pi
@@ -275,7 +281,9 @@ class Drawing:
     # Places that the annotation lacks
 
     def _imagine_places(self) -> None:
-        """Give a point without a place one that its facts suggest: a similar figure's copy, or a foot on a line."""
+        """Give a point without a place one that its facts suggest: a similar figure's copy, or a
+        foot on a line.
+        """
         self._copy_similar()
         for _ in range(2):
             for (first, last), points in sorted(self.on_segment.items()):
@@ -289,7 +297,9 @@ class Drawing:
                         self.imagined.add(name)
 
     def _share_of_foot(self, name: str, first: str, last: str) -> float:
-        """How far along a segment the foot of a perpendicular from a known point lies; the middle without one."""
+        """How far along a segment the foot of a perpendicular from a known point lies; the middle
+        without one.
+        """
         start = self.places[first]
         way = self.places[last] - start
         for term in self.facts:
@@ -334,7 +344,9 @@ class Drawing:
                     yield tuple(part.names)
 
     def _seen_straight(self) -> list[tuple[str, str, str]]:
-        """Where AB, BC and AC are drawn and B lies between in the picture, ABC is one line: (B, A, C)."""
+        """Where AB, BC and AC are drawn and B lies between in the picture, ABC is one line: (B, A,
+        C).
+        """
         seen = []
         for first, last in self.form.lines:
             for middle in sorted(self.neighbours[first] & self.neighbours[last]):
@@ -375,7 +387,8 @@ class Drawing:
 
     @cached_property
     def lines(self) -> list[list[str]]:
-        """All lines: `rows`, and those with a point that has no place, in the order that the facts give.
+        """All lines: `rows`, and those with a point that has no place, in the order that the facts
+        give.
 
         That is: the ends outside, the points that lie on the line between them.
         """
@@ -394,7 +407,10 @@ class Drawing:
         return any(wanted <= set(row) for row in self.lines)
 
     def segment(self, term: Term) -> tuple[str, str]:
-        """The two points of a line; of `Line(m)`, of the segment whose length is m. Raises `UnreadError`."""
+        """The two points of a line; of `Line(m)`, of the segment whose length is m.
+
+        Raises `UnreadError`.
+        """
         names = term.names
         if term.head != "Line" or not names:
             raise UnreadError(f"{term} is no line")
@@ -407,7 +423,10 @@ class Drawing:
         raise UnreadError(f"the form does not say which line {names[0]} is")
 
     def parallel_looking(self, count: int) -> list[tuple[str, str]]:
-        """The rows that look most parallel, for lines whose names the picture does not have. Raises `UnreadError`."""
+        """The rows that look most parallel, for lines whose names the picture does not have.
+
+        Raises `UnreadError`.
+        """
         best: tuple[float, tuple[list[str], ...]] | None = None
         for rows in combinations(self.rows, count):
             if any(set(first) & set(second) for first, second in combinations(rows, 2)):
@@ -438,7 +457,10 @@ class Drawing:
     # Angles
 
     def angle(self, term: Term) -> tuple[str, str, str]:
-        """The three points of an angle. Raises `UnreadError` where the corner alone does not say which one is meant."""
+        """The three points of an angle.
+
+        Raises `UnreadError` where the corner alone does not say which one is meant.
+        """
         names = term.names
         if len(names) == 3 and len(set(names)) == 3:
             return self.point(names[0]), self.point(names[1]), self.point(names[2])
@@ -488,7 +510,10 @@ class Drawing:
         return rays
 
     def around(self, corner: str, inside: str) -> tuple[str, str, str]:
-        """The nearest rays on both sides of the ray from a corner to `inside`. Raises `UnreadError`."""
+        """The nearest rays on both sides of the ray from a corner to `inside`.
+
+        Raises `UnreadError`.
+        """
         if corner not in self.places or inside not in self.places:
             near = [name for name in self._near(corner) if name != inside]
             if len(near) != 2:
@@ -525,7 +550,9 @@ class Drawing:
 
     @cached_property
     def faces(self) -> list[list[str]]:
-        """The inner regions that the drawn lines enclose, each as the points around it against the clock."""
+        """The inner regions that the drawn lines enclose, each as the points around it against the
+        clock.
+        """
         seen: set[tuple[str, str]] = set()
         faces = []
         for start in sorted(self._borders):
@@ -543,7 +570,8 @@ class Drawing:
             back = self._direction(end, start)
             onward = [name for name in sorted(self._borders[end]) if name != start] or [start]
             following = max(onward, key=lambda name: (self._direction(end, name) - back) % math.tau)
-            start, end = end, following
+            start = end
+            end = following
         return face
 
     def signed_area(self, names: Sequence[str]) -> float:
@@ -561,7 +589,9 @@ class Drawing:
 
     @cached_property
     def polygons(self) -> list[list[str]]:
-        """The corners of all regions, of all pairs of regions that share a side, and of the outline."""
+        """The corners of all regions, of all pairs of regions that share a side, and of the
+        outline.
+        """
         polygons = [self.corners(face) for face in self.faces]
         for first, second in combinations(self.faces[:60], 2):
             joined = _joined(first, second)
@@ -573,7 +603,9 @@ class Drawing:
         return polygons
 
     def outline(self, within: Iterable[str] | None = None) -> list[str]:
-        """The corners of the outer boundary, without dead ends; empty where there is none that is simple."""
+        """The corners of the outer boundary, without dead ends; empty where there is none that is
+        simple.
+        """
         borders = {name: set(near) for name, near in self._borders.items()}
         if within is not None:
             borders = {name: near for name, near in borders.items() if name in set(within)}
@@ -629,7 +661,8 @@ class Drawing:
         )
 
     def shape(self, term: Term) -> list[str]:
-        """The corners of a shape in the order of the drawing; of one without names, of what is drawn.
+        """The corners of a shape in the order of the drawing; of one without names, of what is
+        drawn.
 
         Raises `UnreadError` where the picture does not show which shape is meant.
         """
@@ -666,7 +699,9 @@ class Drawing:
         return self._needed(same_size or self._cycle(count), term)
 
     def _cycle(self, count: int | None) -> list[str] | None:
-        """The only way round over drawn lines through all points that lie inside no line; None where it is not."""
+        """The only way round over drawn lines through all points that lie inside no line; None
+        where it is not.
+        """
         inside = set().union(*self.on_segment.values()) if self.on_segment else set()
         corners = sorted(name for name in self.neighbours if name not in inside)
         if len(corners) < 3 or len(corners) > 8 or (count is not None and len(corners) != count):
@@ -697,7 +732,9 @@ class Drawing:
         return names
 
     def in_drawing_order(self, names: Sequence[str]) -> list[str]:
-        """Corners in the order round the shape, where they are named crosswise, as ABCD for A, B, D, C."""
+        """Corners in the order round the shape, where they are named crosswise, as ABCD for A, B,
+        D, C.
+        """
         names = list(names)
         if len(names) < 4 or not set(names) <= self.places.keys():
             return names
@@ -713,7 +750,9 @@ class Drawing:
         return sorted(names, key=lambda name: phase(self.places[name] - middle))
 
     def _likest(self, head: str, count: int) -> list[str] | None:
-        """The drawn polygon with so many corners that looks most like its kind; of equals, the largest."""
+        """The drawn polygon with so many corners that looks most like its kind; of equals, the
+        largest.
+        """
         ranked = [
             (round(self._unlikeness(head, names) / _UNLIKE), -abs(self.signed_area(names)), names)
             for names in self.polygons
@@ -725,8 +764,7 @@ class Drawing:
         """How far a polygon of the picture is from its kind; 0 for one that has no kind to be like."""
         if len(names) != 4:
             return 0.0
-        places = [self.places[name] for name in names]
-        a, b, c, d = places
+        a, b, c, d = (self.places[name] for name in names)
         sides = [b - a, c - b, d - c, a - d]
         lengths = [abs(side) for side in sides]
         askew = [abs(sine(sides[0], sides[2])), abs(sine(sides[1], sides[3]))]
@@ -747,7 +785,9 @@ class Drawing:
     # Parts of shapes
 
     def right_corner(self, names: Sequence[str]) -> str:
-        """The corner of a triangle with the right angle: the marked one, else the one that looks most like it."""
+        """The corner of a triangle with the right angle: the marked one, else the one that looks
+        most like it.
+        """
         for term in self.facts:
             if term.head == "Perpendicular" and len(term.arguments) == 2:
                 shared = set(term.arguments[0].names) & set(term.arguments[1].names)
@@ -765,7 +805,9 @@ class Drawing:
         return names[min(range(3), key=leaning)]
 
     def side_with(self, point: str, names: Sequence[str]) -> tuple[str, str]:
-        """The side of a polygon that a point lies on; without a line through it, the side whose middle is nearest."""
+        """The side of a polygon that a point lies on; without a line through it, the side whose
+        middle is nearest.
+        """
         sides = [(names[i - 1], names[i]) for i in range(len(names))]
         for side in sides:
             if self.are_on_one_row((point, *side)):
@@ -792,8 +834,7 @@ class Drawing:
                 return [*names[i:], *names[:i]]
         if not set(names) <= self.places.keys():
             return list(names)
-        places = [self.places[name] for name in names]
-        a, b, c, d = places
+        a, b, c, d = (self.places[name] for name in names)
         first_leans = abs(sine(b - a, c - d)) > abs(sine(c - b, d - a))
         return [*names[1:], names[0]] if first_leans else list(names)
 
@@ -833,8 +874,7 @@ class Drawing:
             return marked
         parts = [part for part in self.components if len(part) >= 3 and part <= self.places.keys()]
         if len(parts) == 2:
-            first = self.outline(parts[0])
-            second = self.outline(parts[1])
+            first, second = (self.outline(part) for part in parts)
             if first and len(first) == len(second):
                 return first, self._matched(first, second)[1]
         shapes = list(
@@ -852,7 +892,9 @@ class Drawing:
         return best[1], best[2]
 
     def _marked_pair(self) -> tuple[list[str], list[str]] | None:
-        """Two polygons whose corners facts make equal one by one, where the picture has not the places of both."""
+        """Two polygons whose corners facts make equal one by one, where the picture has not the
+        places of both.
+        """
         partners: dict[str, str] = {}
         for fact in self.facts:
             if fact.head == "Equals" and len(fact.arguments) == 2:

@@ -1,7 +1,8 @@
-"""Figures that fulfil relations: Levenberg and Marquardt's method from several starts, and which figure is meant.
+"""Figures that fulfil relations: Levenberg and Marquardt's method from several starts, and which
+figure is meant.
 
-No clock decides anything. Work is counted in evaluations of the equations, and random starts have fixed seeds, so a
-slow machine gives what a quick one gives.
+No clock decides anything. Work is counted in evaluations of the equations, and random starts have
+fixed seeds, so a slow machine gives what a quick one gives.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from adora_vl.geometry.system import System, Vector
 TIGHT = 1e-7  # largest residual of a figure that fulfils its facts
 STARTS = 8
 STARTS_WITHOUT_PLACES = 12
-_MOST_STARTS = (
-    40  # of a form without places, until so many figures are found that are as its facts say
-)
+# of a form without places, until so many figures are found that are as its facts say
+_MOST_STARTS = 40
 _WANTED = 4
 _DEFAULT_SIZE = 15.0  # of a figure with no given length
 # The noise of the starts, in shares of the figure's size.
@@ -31,12 +31,13 @@ _NOISE = (0.002, 0.03, 0.03, 0.1, 0.15, 0.3)
 # How much larger than the picture the figure begins; without a given length nobody knows.
 _STRETCHES = (1.0, 1.0, 1.5, 1.0, 1.0, 1.0)
 _WIDE_STRETCHES = (1.0, 4.0, 2.0, 0.4, 1.0, 8.0)
-# First the points are held near the picture, ever less, so that small contradictions do not carry them away.
+# First the points are held near the picture, ever less, so that small contradictions do not carry
+# them away.
 _PULLS = (1e-1, 1e-3)
 _PULLED_STEPS = 8
-_LETTER_STEPS = 25  # with the points held
+_LETTER_STEPS = 25
 _STEPS = 80
-_TRIALS = 7  # of a damping, in one step
+_TRIALS = 7
 _RANK = 1e-6  # singular values below this share of the largest count as none
 _FREE = 1e-4  # share of its gradient with which a goal may move while the facts hold
 _COLLAPSED = 10  # faults of a figure in which points fall together
@@ -60,7 +61,8 @@ class Budget:
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """A figure that fulfils the relations: its unknowns, the answer in it, and how well it is the one that is meant.
+    """A figure that fulfils the relations: its unknowns, the answer in it, and how well it is the
+    one that is meant.
 
     `residual`: the largest. `free`: the share of the goal's gradient along which the facts let it
     move. `flattest`: how steep the equations are where they are flattest; small at a double root,
@@ -78,15 +80,22 @@ class Solution:
     start: int
 
 
-class Problem:
-    """The relations of a reading, as a system with starts from the picture, and the kind of figure that is meant."""
+class FigureProblem:
+    """The relations of a reading, as a system with starts from the picture, and the kind of figure
+    that is meant.
+    """
 
     def __init__(self, reading: Reading) -> None:
         self.reading = reading
         self.drawing = reading.drawing
         self.is_scaled = False  # whether a given length says how large the figure is
         self.size, self.pixels = self._size()
-        self.system = System(self.drawing.points, reading.relations, reading.goal, self.size)
+        self.system = System(
+            points=self.drawing.points,
+            relations=reading.relations,
+            goal=reading.goal,
+            size=self.size,
+        )
         self.places = {
             name: self.drawing.places[name]
             for name in self.drawing.points
@@ -98,7 +107,9 @@ class Problem:
         self._compile_kind()
 
     def _size(self) -> tuple[float, float]:
-        """The length of the figure's larger side, by the lengths that are given, and that side in pixels."""
+        """The length of the figure's larger side, by the lengths that are given, and that side in
+        pixels.
+        """
         places = self.drawing.places
         values = list(places.values())
         span = 1.0
@@ -179,9 +190,12 @@ class Problem:
     def improved(
         self, v: Vector, budget: Budget, *, steps: int, first: int = 0, pull: float = 0.0
     ) -> tuple[Vector, float]:
-        """Go downhill from `v` in the unknowns from `first` on. The unknowns, and the largest residual there.
+        """Go downhill from `v` in the unknowns from `first` on.
 
-        `pull` holds the points near where they began: the squares of their ways count so much beside the residuals.
+        The unknowns, and the largest residual there.
+
+        `pull` holds the points near where they began: the squares of their ways count so much
+        beside the residuals.
         """
         system = self.system
         damping = 1e-3
@@ -231,12 +245,16 @@ class Problem:
         return v, float(np.abs(residuals).max()) if len(residuals) else 0.0
 
     def solution(self, number: int, budget: Budget, loose: float) -> Solution | None:
-        """The figure that one start leads to; None where it does not fulfil the relations up to `loose`."""
+        """The figure that one start leads to; None where it does not fulfil the relations up to
+        `loose`.
+        """
         v = self.start(number)
         if self.system.unknowns:
-            v, _ = self.improved(v, budget, steps=_LETTER_STEPS, first=self.system.first_unknown)
+            v, _ = self.improved(
+                v, budget=budget, steps=_LETTER_STEPS, first=self.system.first_unknown
+            )
         for pull in _PULLS if self.places else ():
-            v, _ = self.improved(v, budget, steps=_PULLED_STEPS, pull=pull)
+            v, _ = self.improved(v, budget=budget, steps=_PULLED_STEPS, pull=pull)
         v, residual = self.improved(v, budget, steps=_STEPS)
         if not math.isfinite(residual) or residual > loose:
             return None
@@ -261,8 +279,8 @@ class Problem:
     def freedom(self, v: Vector, gradient: Vector) -> tuple[float, Vector, float]:
         """How much of the goal's gradient lies along movements that all relations allow.
 
-        Also the strongest of these movements, and how steep the equations are where they are flattest
-        without being flat.
+        Also the strongest of these movements, and how steep the equations are where they are
+        flattest without being flat.
         """
         _, jacobian = self.system.residuals(v)
         lengths = np.sqrt(np.einsum("ij,ij->j", jacobian, jacobian))
@@ -282,7 +300,8 @@ class Problem:
         largest = max(float(sizes[0]), 1e-9)
         rank = int((sizes > _RANK * largest).sum())
         flattest = float(sizes[rank - 1]) / largest if rank else 1.0
-        # A letter whose own equation is flat, as x^2 - 6x + 9 at 3, is scaled to be as steep as any.
+        # A letter whose own equation is flat, as x^2 - 6x + 9 at 3, is scaled to be as steep as
+        # any.
         letters = lengths[self.system.first_unknown :] * max(self.size, 1.0)
         flattest = min([flattest, *(float(length) for length in letters if length > 0)])
         allowed = directions[rank:]
@@ -298,7 +317,8 @@ class Problem:
         self.segments = sorted({line for line in drawing.form.lines if line[0] != line[1]})
         on_circles = {name for circle in drawing.circles for name in circle.points}
         self.used = sorted({name for line in self.segments for name in line} | on_circles)
-        # Of the points of a line without a place the order is not known where there are two between its ends.
+        # Of the points of a line without a place the order is not known where there are two between
+        # its ends.
         self.orders = [
             row
             for row in drawing.lines
@@ -335,7 +355,9 @@ class Problem:
         return pairs
 
     def faults(self, v: Vector, value: float) -> int:
-        """How much a figure differs in kind from the picture: order on lines, turns, crossings; collapsed is 10."""
+        """How much a figure differs in kind from the picture: order on lines, turns, crossings;
+        collapsed is 10.
+        """
         if not self.used:
             return 0
         at = {name: self.place(v, name) for name in self.used}
@@ -391,7 +413,9 @@ class Problem:
         return _flatness(places) < 1e-3
 
     def far(self, v: Vector) -> float:
-        """How far the points lie from those of the picture, after the best turn, shift and scale; 0 is none."""
+        """How far the points lie from those of the picture, after the best turn, shift and scale; 0
+        is none.
+        """
         names = [name for name in sorted(self.places) if name not in self.drawing.imagined]
         if len(names) < 2:
             return 0.0
@@ -407,7 +431,9 @@ class Problem:
     def solutions(
         self, budget: Budget, starts: int | None = None, loose: float = TIGHT
     ) -> list[Solution]:
-        """The figures that the starts lead to, until two without a fault agree; without places, of all starts."""
+        """The figures that the starts lead to, until two without a fault agree; without places, of
+        all starts.
+        """
         has_places = all(name in self.places for name in self.drawing.neighbours) and bool(
             self.places
         )
@@ -430,7 +456,8 @@ class Problem:
         return solutions
 
     def stays(self, solution: Solution, budget: Budget) -> bool:
-        """Whether the goal keeps its value when the figure is pushed along the movements that seem free.
+        """Whether the goal keeps its value when the figure is pushed along the movements that seem
+        free.
 
         At a double root the equations look as if they left the goal open, and do not.
         """
@@ -461,7 +488,9 @@ def is_free(solution: Solution) -> bool:
 
 
 def _flatness(places: Sequence[complex]) -> float:
-    """The larger of the distances from the longest line through the first point, over that line's length."""
+    """The larger of the distances from the longest line through the first point, over that line's
+    length.
+    """
     if len(places) < 3:
         return 1.0
     first = places[0]

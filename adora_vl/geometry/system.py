@@ -1,7 +1,8 @@
 """The equations of a figure: residuals of all relations, with their exact derivatives.
 
-The unknowns stand in one vector: two places for each point, in shares of the figure's size, then letters, radii and
-numbered angles. Lengths count in shares of the size, angles in radians, so that residuals are alike.
+The unknowns stand in one vector: two places for each point, in shares of the figure's size, then
+letters, radii and numbered angles. Lengths count in shares of the size, angles in radians, so that
+residuals are alike.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _WRAPPED = 300.0  # degrees; angles that differ by more are compared the other w
 class System:
     """Relations on a figure of so many points, compiled for quick evaluation.
 
-    `size` is the length of one unit of the points' places. `unknowns` are all letters, radii and numbered angles of
-    the relations and of `goal`, in the order of their places behind the points.
+    `size` is the length of one unit of the points' places. `unknowns` are all letters, radii and
+    numbered angles of the relations and of `goal`, in the order of their places behind the points.
     """
 
     def __init__(
@@ -86,7 +87,9 @@ class System:
         self._is_sweep = np.array([isinstance(atom, Sweep) for atom in self.turns], dtype=bool)
 
     def _compile_relations(self) -> None:
-        """Sort the relations into directions, means, linear equations and others; rows of residuals in this order."""
+        """Sort the relations into directions, means, linear equations and others; rows of residuals
+        in this order.
+        """
         position = self.position
         directions = [
             relation
@@ -146,7 +149,10 @@ class System:
         return weights[unit]
 
     def _linear(self, quantity: Quantity, factor: float, row: Vector) -> float | None:
-        """Add a quantity times a factor to a row over all atoms. The constant beside it; None where not linear."""
+        """Add a quantity times a factor to a row over all atoms.
+
+        The constant beside it; None where not linear.
+        """
         constant = constant_of(quantity)
         if constant is not None:
             return factor * constant
@@ -181,7 +187,9 @@ class System:
     # Evaluation
 
     def atoms(self, v: Vector, *, slopes: bool) -> tuple[Vector, Vector | None]:
-        """The values of all atoms at `v`, and with `slopes` their derivatives: (atoms,), (atoms, unknowns)."""
+        """The values of all atoms at `v`, and with `slopes` their derivatives: (atoms,), (atoms,
+        unknowns).
+        """
         values = np.empty(len(self.row))
         gradient = np.zeros((len(self.row), self.count)) if slopes else None
         places = v[: self.first_unknown].reshape(-1, 2)
@@ -266,7 +274,8 @@ class System:
         return int(((angles < -1e-6) & (self._turn_signs != 0)).sum())
 
     def residuals(self, v: Vector, *, slopes: bool = True) -> tuple[Vector, Vector]:
-        """The residuals at `v` and their derivatives: (rows,), (rows, unknowns); without `slopes` these are empty.
+        """The residuals at `v` and their derivatives: (rows,), (rows, unknowns); without `slopes`
+        these are empty.
 
         Where an expression has no value, as behind a division by zero, its residual is not finite.
         """
@@ -274,7 +283,7 @@ class System:
         parts: list[Vector] = []
         derivatives: list[Vector] = []
         if len(self._is_perpendicular):
-            self._directions(v, parts, derivatives, slopes=slopes)
+            self._directions(v, parts=parts, derivatives=derivatives, slopes=slopes)
         if len(self._means):
             parts.append(self._means @ v)
             derivatives.append(self._means)

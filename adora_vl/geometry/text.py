@@ -5,8 +5,9 @@
     D on AC, BD bisects angle ABC
     find AD
 
-Points are capital letters. Without places the order comes from words: D on AC lies between A and C, and the corners of
-a named shape go round. `A at 120, 56` gives a place, in pixels with y downwards, as a screenshot has it.
+Points are capital letters. Without places the order comes from words: D on AC lies between A and C,
+and the corners of a named shape go round. `A at 120, 56` gives a place, in pixels with y downwards,
+as a screenshot has it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _SPELLINGS = (
     (r"\b(?:is|are|the|to|of|lies|lie|segments?|lines?|point)\b", " "),
     (r"\b(?:a|an)\s+(?=[a-z]{3})", " "),
     (r"\s+", " "),
-)  # fmt: skip
+)
 
 
 @dataclass
@@ -97,7 +98,10 @@ def term(head: str, *arguments: str | Term) -> Term:
 
 
 def form_of_text(text: str) -> Form:
-    """Read facts and a question. Raises `UserError` with the line and the sentence that cannot be read."""
+    """Read facts and a question.
+
+    Raises `UserError` with the line and the sentence that cannot be read.
+    """
     if len(text) > MAX_TEXT:
         raise UserError(f"facts: the text has {len(text)} characters, over {MAX_TEXT}")
     draft = _Draft()
@@ -118,7 +122,8 @@ def form_of_text(text: str) -> Form:
 
 
 def _sentences(text: str) -> Iterator[tuple[int, str]]:
-    """The sentences with the numbers of their lines: between points, semicolons, commas and ends of lines.
+    """The sentences with the numbers of their lines: between points, semicolons, commas and ends of
+    lines.
 
     A comma inside a list of points or a place ends none; what stands behind `#` is a remark.
     """
@@ -160,7 +165,10 @@ def _what_is_wrong(sentence: str, plain: str) -> str:
     for word in re.findall(r"[a-z]{2,}", plain):
         if word not in _WORDS:
             return f"{word!r} is no word that is known{did_you_mean(word, _WORDS)}"
-    return "this is no fact that is known; facts are such as AB = 5, angle ABC = 40, D on AC, AB parallel CD"
+    return (
+        "this is no fact that is known; facts are such as AB = 5, angle ABC = 40, D on AC, AB "
+        "parallel CD"
+    )
 
 
 def _split(names: str) -> list[str]:
@@ -209,7 +217,12 @@ def _shape_behind(draft: _Draft, names: str, kind: str) -> None:
 
 def _special_behind(draft: _Draft, names: str, adjective: str, kind: str | None) -> None:
     by_count = {3: "triangle", 4: "quadrilateral", 5: "pentagon", 6: "hexagon", 8: "octagon"}
-    _special(draft, adjective, kind or by_count.get(len(_split(names)), "polygon"), names)
+    _special(
+        draft,
+        adjective=adjective,
+        kind=kind or by_count.get(len(_split(names)), "polygon"),
+        names=names,
+    )
 
 
 def _two_lines(draft: _Draft, a: str, b: str, relation: str, c: str, d: str) -> None:

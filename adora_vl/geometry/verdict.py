@@ -1,4 +1,6 @@
-"""What a form says: its answer, whether the facts determine it, and what is wrong with them where they do not."""
+"""What a form says: its answer, whether the facts determine it, and what is wrong with them where
+they do not.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,16 @@ from adora_vl.geometry.choose import Outcome, Status, outcome
 from adora_vl.geometry.conflict import Conflict, conflict_of
 from adora_vl.geometry.exact import exact
 from adora_vl.geometry.figure import Verdict, figure_of
-from adora_vl.geometry.forms import Form, Term
+from adora_vl.geometry.forms import Form
 from adora_vl.geometry.primitives import Reading, read
 from adora_vl.geometry.shapes import UnreadError, terms_of
-from adora_vl.geometry.solve import Budget, Problem
+from adora_vl.geometry.solve import Budget, FigureProblem
 from adora_vl.geometry.words import words_of
 
 MAX_POINTS = 60
 MAX_FACTS = 120
 MAX_SEGMENTS = 200
-MAX_FACT_LENGTH = 400  # characters
+MAX_FACT_LENGTH = 400
 # Evaluations of all equations. Of Geometry3K no problem needs more than a fifth of the first.
 EVALUATIONS = 6000
 REPAIR_EVALUATIONS = 9000
@@ -31,17 +33,19 @@ _DOUBLE_ROOT = 2e-4  # share by which an answer at a double root may miss its ex
 
 
 def verdict(form: Form, *, looks: bool = True, repair: bool = True) -> Verdict:
-    """Solve a form. It never raises for what a form says.
+    """Solve a form.
 
-    `looks`: whether what only the picture shows is tried where the facts leave the goal open. `repair`: whether facts
-    are left out one by one where they contradict each other, to name those that do. Neither makes a form `answered`.
+    It never raises for what a form says.
+
+    `looks`: whether what only the picture shows is tried where the facts leave the goal open.
+    `repair`: whether facts are left out one by one where they contradict each other, to name those
+    that do. Neither makes a form `answered`.
     """
     fault = too_large(form)
     if fault:
         return Verdict(status="unread", why=fault)
-    with np.errstate(
-        all="ignore"
-    ):  # far from a figure numbers overflow, and such steps are not taken
+    # far from a figure numbers overflow, and such steps are not taken
+    with np.errstate(all="ignore"):
         result = _verdict(form, looks=looks, repair=repair)
     if not result.unread:
         return result
@@ -66,7 +70,7 @@ def _verdict(form: Form, *, looks: bool, repair: bool) -> Verdict:
     unread = tuple(unread_of(form, reading))
     if reading.goal is None:
         return Verdict(status="unread", why=reading.goal_fault, unread=unread)
-    return replace(_solved(form, reading, looks=looks, repair=repair), unread=unread)
+    return replace(_solved(form, reading=reading, looks=looks, repair=repair), unread=unread)
 
 
 def unread_of(form: Form, reading: Reading) -> Iterator[str]:
@@ -75,17 +79,18 @@ def unread_of(form: Form, reading: Reading) -> Iterator[str]:
         for number, text in enumerate(texts, start=1):
             if text.strip() and not any(True for _ in terms_of([text])):
                 yield f"{name} {number}, {text!r:.60}: its brackets do not close"
-    places: dict[Term, str] = {}
-    for number, text in enumerate(form.facts, start=1):
-        for term in terms_of([text]):
-            places.setdefault(term, f"fact {number}")
+    places = {
+        term: f"fact {number}"
+        for number, text in reversed(list(enumerate(form.facts, start=1)))
+        for term in terms_of([text])
+    }
     for term, reason in reading.unread:
         yield f"{places.get(term, 'the question')}, {str(term)!r:.60}: {reason}"
 
 
 def _solved(form: Form, reading: Reading, *, looks: bool, repair: bool) -> Verdict:
     budget = Budget(EVALUATIONS)
-    problem = Problem(reading)
+    problem = FigureProblem(reading)
     result = outcome(problem, budget)
     if result.status == "answered" and not reading.assumed:
         return _answered(form, problem, result)
@@ -95,7 +100,11 @@ def _solved(form: Form, reading: Reading, *, looks: bool, repair: bool) -> Verdi
     if result.status == "answered":
         return _seen(form, problem, result)
     if result.status == "open":
-        return _with_looks(form, problem, result, budget) if looks else _open(form, problem, result)
+        return (
+            _with_looks(form, problem=problem, result=result, budget=budget)
+            if looks
+            else _open(form, problem, result)
+        )
     if result.status == "ambiguous":
         return _ambiguous(form, problem, result)
     if result.disordered:
@@ -136,7 +145,7 @@ def _plain(value: float) -> float:
     return float(f"{value:.10g}")
 
 
-def _answered(form: Form, problem: Problem, result: Outcome) -> Verdict:
+def _answered(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
     assert result.value is not None and result.solution is not None, "an answer has a figure"
     value = _plain(result.value)
     answer = answer_of(result.value, problem.reading)
@@ -171,7 +180,7 @@ def _by_angles(reading: Reading) -> Verdict | None:
     )
 
 
-def _seen(form: Form, problem: Problem, result: Outcome) -> Verdict:
+def _seen(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
     """An answer that needs what only the picture shows."""
     assert result.value is not None and result.solution is not None, "an answer has a figure"
     assumed = tuple(dict.fromkeys(problem.reading.assumed))
@@ -180,26 +189,28 @@ def _seen(form: Form, problem: Problem, result: Outcome) -> Verdict:
         value=_plain(result.value),
         answer=answer_of(result.value, problem.reading),
         how="looks",
-        figure=figure_of(problem, result.solution, form, assumed=assumed),
+        figure=figure_of(problem, solution=result.solution, form=form, assumed=assumed),
         assumed=assumed,
         why=f"not determined by the facts; as the picture looks, {_listed(assumed)}",
     )
 
 
-def _with_looks(form: Form, problem: Problem, result: Outcome, budget: Budget) -> Verdict:
-    """Where the facts leave the goal open: what the picture shows beside them, first tangents, then everything."""
+def _with_looks(form: Form, problem: FigureProblem, result: Outcome, budget: Budget) -> Verdict:
+    """Where the facts leave the goal open: what the picture shows beside them, first tangents, then
+    everything.
+    """
     for level in (1, 2):
         reading = read(form, looks=level)
         if reading.goal is None or len(reading.assumed) == len(problem.reading.assumed):
             continue
-        trial = Problem(reading)
+        trial = FigureProblem(reading)
         seen = outcome(trial, budget)
         if seen.status == "answered" and seen.solution is not None and seen.solution.faults == 0:
             return _seen(form, trial, seen)
     return _open(form, problem, result)
 
 
-def _open(form: Form, problem: Problem, result: Outcome) -> Verdict:
+def _open(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
     values = [value for value in (result.value, *result.others) if value is not None]
     examples = " or ".join(f"{value:.4g}" for value in values[:2])
     return Verdict(
@@ -208,17 +219,22 @@ def _open(form: Form, problem: Problem, result: Outcome) -> Verdict:
     )
 
 
-def _ambiguous(form: Form, problem: Problem, result: Outcome) -> Verdict:
+def _ambiguous(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
     values = [value for value in (result.value, *result.others) if value is not None]
     examples = " and ".join(f"{value:.6g}" for value in values[:2])
     if len(values) < 2:
-        why = f"only one figure was found, and it differs from the picture; there {_goal_words(problem.reading)} is "
+        why = (
+            "only one figure was found, and it differs from the picture; there "
+            f"{_goal_words(problem.reading)} is "
+        )
         return Verdict(status="ambiguous", why=f"{why}{examples}")
     return Verdict(status="ambiguous", why=f"two figures fit, with {examples}")
 
 
-def _out_of_order(problem: Problem, result: Outcome) -> Verdict:
-    """Where figures fit only with the points of a line in another order than facts or picture have them."""
+def _out_of_order(problem: FigureProblem, result: Outcome) -> Verdict:
+    """Where figures fit only with the points of a line in another order than facts or picture have
+    them.
+    """
     lines = tuple(f"{line} in this order" for line in result.disordered)
     why = f"no figure: the other facts contradict {_listed(lines)} on one line"
     if result.value is None:
@@ -233,7 +249,7 @@ def _out_of_order(problem: Problem, result: Outcome) -> Verdict:
     )
 
 
-def _repaired(form: Form, problem: Problem, result: Outcome, budget: Budget) -> Verdict:
+def _repaired(form: Form, problem: FigureProblem, result: Outcome, budget: Budget) -> Verdict:
     reading = problem.reading
     clash = conflict_of(form, reading, Budget(REPAIR_EVALUATIONS))
     why = _no_figure(result, clash, reading)
@@ -260,7 +276,8 @@ def _repaired(form: Form, problem: Problem, result: Outcome, budget: Budget) -> 
             status=status,
             value=_plain(rounded.value),
             how="rounded",
-            why=f"{why}; with the facts rounded {_goal_words(reading)} is about {rounded.value:.4g}",
+            why=f"{why}; with the facts rounded {_goal_words(reading)} is about "
+            f"{rounded.value:.4g}",
         )
     return Verdict(status=status, why=why)
 
@@ -279,10 +296,19 @@ def _no_figure(result: Outcome, clash: Conflict | None, reading: Reading) -> str
         return f"{kind}: {names[0]} contradicts the other facts"
     values = []
     for number in clash.facts:
-        without = [repair.outcome for repair in clash.repairs if repair.left_out == (number,)]
-        answers = [outcome.value for outcome in without if outcome.status == "answered"]
-        values.append(f"{answers[0]:.6g}" if answers and answers[0] is not None else "-")
-    return f"{kind}: {_listed(names)} exclude each other (leaving out one of them gives: {', '.join(values)})"
+        value = next(
+            (
+                repair.outcome.value
+                for repair in clash.repairs
+                if repair.left_out == (number,) and repair.outcome.status == "answered"
+            ),
+            None,
+        )
+        values.append("-" if value is None else f"{value:.6g}")
+    return (
+        f"{kind}: {_listed(names)} exclude each other (leaving out one of them gives: "
+        f"{', '.join(values)})"
+    )
 
 
 def _goal_words(reading: Reading) -> str:

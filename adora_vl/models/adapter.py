@@ -1,4 +1,6 @@
-"""A PEFT adapter, of a folder or the hub, as a model: what it says of itself, and the policy of it and its base."""
+"""A PEFT adapter, of a folder or the hub, as a model: what it says of itself, and the policy of it
+and its base.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,33 @@ if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command
     from trl import ModelConfig
 
 _WHOLE = "config.json"  # what has it is a whole model, whatever else it has
-_FETCHED = ("adapter_model.safetensors", "*.json", "*.jinja", "*.txt")  # weights, and its own processor if it has one
+# weights, and its own processor if it has one
+_FETCHED = (
+    "adapter_model.safetensors",
+    "*.json",
+    "*.jinja",
+    "*.txt",
+)
 # What a key of TRL's is called in an adapter_config.json.
 _KEYS = {
-    "lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "lora_task_type": "task_type",
-    "lora_target_modules": "target_modules", "lora_target_parameters": "target_parameters",
-    "lora_modules_to_save": "modules_to_save", "use_rslora": "use_rslora", "use_dora": "use_dora",
-}  # fmt: skip
+    "lora_r": "r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "lora_task_type": "task_type",
+    "lora_target_modules": "target_modules",
+    "lora_target_parameters": "target_parameters",
+    "lora_modules_to_save": "modules_to_save",
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+}
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """`config`: PEFT's, which will be trained. `base`: the model that it changes, which may be an adapter too, on the
-    hub at `revision`. `commit`: of an adapter on the hub; its `folder` is the copy here.
+    """`config`: PEFT's, which will be trained.
+
+    `base`: the model that it changes, which may be an adapter too, on the hub at `revision`.
+    `commit`: of an adapter on the hub; its `folder` is the copy here.
     """
 
     name: str
@@ -46,38 +62,54 @@ class Adapter:
 
 
 def adapters_of(key: str, name: str, revision: str | None = None) -> list[Adapter]:
-    """The adapter that a user names as the model, the one that it was trained on top of, and so on; [] for any other
-    model. One on the hub is fetched. `revision`: of what is named, or, where that is a folder, of its base, unless the
-    adapter says one. Raises `UserError`, which begins with `key`, where one of them cannot be read.
+    """The adapter that a user names as the model, the one that it was trained on top of, and so on;
+    [] for any other model. One on the hub is fetched. `revision`: of what is named, or, where that
+    is a folder, of its base, unless the adapter says one. Raises `UserError`, which begins with
+    `key`, where one of them cannot be read.
     """
     found: list[Adapter] = []
     while (folder := _folder(key, name, revision)) is not None:
         if any(folder.samefile(one.folder) for one in found):
             raise UserError(f"{key}: the adapter {name!r} is its own base; name another one")
         found.append(_read(key, name, folder, revision))
-        name, revision = found[-1].base, found[-1].revision
+        name = found[-1].base
+        revision = found[-1].revision
     return found
 
 
 def _folder(key: str, name: str, revision: str | None) -> Path | None:
     """Where the adapter of this name is; None for what is none."""
     if Path(name).is_dir():
-        return Path(name) if (Path(name) / ADAPTER).is_file() and not (Path(name) / _WHOLE).is_file() else None
-    if name.count("/") != 1 or not _on_hub(name, revision, ADAPTER) or _on_hub(name, revision, _WHOLE):
+        return (
+            Path(name)
+            if (Path(name) / ADAPTER).is_file() and not (Path(name) / _WHOLE).is_file()
+            else None
+        )
+    if (
+        name.count("/") != 1
+        or not _on_hub(name, revision, ADAPTER)
+        or _on_hub(name, revision, _WHOLE)
+    ):
         return None
     what: dict[str, Any] = {"allow_patterns": [*_FETCHED], "ignore_patterns": "*/*"}
     try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=only_here(name), **what))
+        return Path(
+            snapshot_download(name, revision=revision, local_files_only=only_here(name), **what)
+        )
     except OSError as error:
         why = why_missing(name, error)
-        raise UserError(f"{key}: the adapter {name!r} cannot be fetched from the hub ({why}); try again") from error
+        raise UserError(
+            f"{key}: the adapter {name!r} cannot be fetched from the hub ({why}); try again"
+        ) from error
 
 
 def _on_hub(name: str, revision: str | None, file: str) -> bool:
     from transformers.utils import cached_file
 
     try:
-        return cached_file(name, file, revision=revision, local_files_only=only_here(name)) is not None
+        return (
+            cached_file(name, file, revision=revision, local_files_only=only_here(name)) is not None
+        )
     except (OSError, ValueError):  # where it is no model either, loading one will say what is wrong
         return False
 
@@ -85,7 +117,10 @@ def _on_hub(name: str, revision: str | None, file: str) -> bool:
 def _read(key: str, name: str, folder: Path, revision: str | None) -> Adapter:
     file = f"{key}: {str(folder / ADAPTER)!r}"
     if find_spec("peft") is None:
-        raise UserError(f"{key}: {str(folder)!r} is an adapter, but peft is not installed; install adora-vl[lora]")
+        raise UserError(
+            f"{key}: {str(folder)!r} is an adapter, but peft is not installed; install "
+            "adora-vl[lora]"
+        )
     from peft import PeftConfig
 
     try:
@@ -93,26 +128,46 @@ def _read(key: str, name: str, folder: Path, revision: str | None) -> Adapter:
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise UserError(f"{file} cannot be read ({in_one_line(error)}); copy it again") from error
     if not config.base_model_name_or_path:
-        raise UserError(f"{file} names no base_model_name_or_path; write the folder or hub id of the base there")
+        raise UserError(
+            f"{file} names no base_model_name_or_path; write the folder or hub id of the base there"
+        )
     config.inference_mode = False
     of_base = config.revision or (revision if folder == Path(name) else None)
-    return Adapter(name, folder, config, str(config.base_model_name_or_path), of_base)
+    return Adapter(
+        name=name,
+        folder=folder,
+        config=config,
+        base=str(config.base_model_name_or_path),
+        revision=of_base,
+    )
 
 
 def check_keys(adapter: Adapter, model: ModelConfig, given: Collection[str]) -> None:
-    """Raises `UserError` for a key of LoRA that was given and says other than the adapter that goes on training."""
+    """Raises `UserError` for a key of LoRA that was given and says other than the adapter that goes
+    on training.
+    """
     for key, name in _KEYS.items():
-        asked, has = getattr(model, key), getattr(adapter.config, name, None)
+        asked = getattr(model, key)
+        has = getattr(adapter.config, name, None)
         if key in given and _plain(asked) != _plain(has):
-            differs = f"{key}: {asked}, but the adapter {adapter.name!r} has {name}: {_plain(has)} and goes on"
-            remedy = "leave the key out, or set use_peft: true to merge this adapter and train a new one"
+            differs = (
+                f"{key}: {asked}, but the adapter {adapter.name!r} has {name}: {_plain(has)} and "
+                "goes on"
+            )
+            remedy = (
+                "leave the key out, or set use_peft: true to merge this adapter and train a new one"
+            )
             raise UserError(f"{differs} training as it is; {remedy}")
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set):
         return sorted(map(str, value)) or None
-    return [value] if isinstance(value, str) and value.isidentifier() else getattr(value, "value", value)
+    return (
+        [value]
+        if isinstance(value, str) and value.isidentifier()
+        else getattr(value, "value", value)
+    )
 
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
@@ -123,37 +178,56 @@ def served_rank(config: Any) -> int:
     rank = max(config.r, *config.rank_pattern.values()) if config.rank_pattern else config.r
     fitting = next((one for one in _RANKS if one >= rank), None)
     if fitting is None:
-        raise UserError(f"lora_r: {rank} is above {_RANKS[-1]}, the largest rank that vLLM serves; set a smaller one")
+        raise UserError(
+            f"lora_r: {rank} is above {_RANKS[-1]}, the largest rank that vLLM serves; set a "
+            "smaller one"
+        )
     return fitting
 
 
 def hash_of(adapters: Sequence[Adapter], base: str) -> str:
     """The hashes of adapters, or their commits, and base as one text."""
-    return " on ".join([*(one.commit or str(model_hash(str(one.folder))) for one in adapters), base])
+    return " on ".join(
+        [*(one.commit or str(model_hash(str(one.folder))) for one in adapters), base]
+    )
 
 
 def processor_folder(adapters: Sequence[Adapter], base: str, *, sees: bool) -> str:
-    """Where the processor is: the adapter's own, which may have another chat template, else the base's."""
-    files = ("processor_config.json", "preprocessor_config.json") if sees else ("tokenizer_config.json",)
+    """Where the processor is: the adapter's own, which may have another chat template, else the
+    base's.
+    """
+    files = (
+        ("processor_config.json", "preprocessor_config.json")
+        if sees
+        else ("tokenizer_config.json",)
+    )
     own = (one.folder for one in adapters if any((one.folder / file).is_file() for file in files))
     return str(next(own, base))
 
 
 def load_merged(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any]) -> Any:
-    """The base with `adapters` added to its weights, in its dtype. `init`: for `from_pretrained`."""
+    """The base with `adapters` added to its weights, in its dtype.
+
+    `init`: for `from_pretrained`.
+    """
     from peft import get_peft_model
     from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     model = load_model(base, init)
-    if adapters and getattr(model, "is_loaded_in_4bit", False):  # whose merge would be rounded to 4 bits again
+    # whose merge would be rounded to 4 bits again
+    if adapters and getattr(model, "is_loaded_in_4bit", False):
         model = model.dequantize()
-        # To save it Transformers would look for a way back to 4 bits. The one public way out of that,
-        # `save_original_format=False`, writes the names of modules, which are not those of the model's files.
+        # To save it Transformers would look for a way back to 4 bits. The one public way out of
+        # that, `save_original_format=False`, writes the names of modules, which are not those of
+        # the model's files.
         model._weight_conversions = [
             one
             for one in model._weight_conversions
-            if not any(type(step).__module__.endswith("bitsandbytes") for step in getattr(one, "operations", ()))
+            if not any(
+                type(step).__module__.endswith("bitsandbytes")
+                for step in getattr(one, "operations", ())
+            )
         ]
     for adapter in reversed(adapters):
         peft_model = get_peft_model(model, adapter.config)
@@ -168,7 +242,9 @@ def load_merged(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any])
 
 
 def load_policy(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any]) -> Any:
-    """A `PeftModel` in which the first of `adapters` is to be trained; its weights come by `begin_with`."""
+    """A `PeftModel` in which the first of `adapters` is to be trained; its weights come by
+    `begin_with`.
+    """
     from peft import get_peft_model
 
     return get_peft_model(load_merged(base, adapters[1:], init), adapters[0].config)
@@ -176,7 +252,9 @@ def load_policy(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any])
 
 @contextmanager
 def trained_alone(policy: Any) -> Iterator[None]:
-    """Inside, PEFT saves what is trained without the reference `ref`, which the state that ZeRO-3 gathers lacks."""
+    """Inside, PEFT saves what is trained without the reference `ref`, which the state that ZeRO-3
+    gathers lacks.
+    """
     reference = policy.peft_config.pop("ref", None)
     yield
     if reference is not None:
@@ -184,19 +262,24 @@ def trained_alone(policy: Any) -> Iterator[None]:
 
 
 def name_base(policy: Any, beneath: Sequence[Adapter]) -> None:
-    """Write into the config of what is trained which model it is of, for whoever loads it. `beneath`: what was merged
-    into the base. PEFT names neither that nor a commit.
+    """Write into the config of what is trained which model it is of, for whoever loads it.
+
+    `beneath`: what was merged into the base. PEFT names neither that nor a commit.
     """
-    config, commit = policy.peft_config["default"], getattr(policy.config, "_commit_hash", None)
+    config = policy.peft_config["default"]
+    commit = getattr(policy.config, "_commit_hash", None)
     if beneath:
-        first, commit = beneath[0], beneath[0].commit
+        first = beneath[0]
+        commit = beneath[0].commit
         config.base_model_name_or_path = first.name if commit else str(first.folder.resolve())
     config.revision = commit
 
 
 def in_float32(policy: Any) -> None:
-    """Have what is trained in float32. On a bfloat16 base PEFT keeps `modules_to_save` in bfloat16, and TRL casts all
-    adapters of a base in 4 bits to it; there rounding would swallow nearly every update.
+    """Have what is trained in float32.
+
+    On a bfloat16 base PEFT keeps `modules_to_save` in bfloat16, and TRL casts all adapters of a
+    base in 4 bits to it; there rounding would swallow nearly every update.
     """
     for name, parameter in policy.named_parameters():
         if parameter.requires_grad or ".ref." in name:
@@ -204,7 +287,9 @@ def in_float32(policy: Any) -> None:
 
 
 def begin_with(policy: Any, adapter: Adapter) -> None:
-    """Give the policy, and the adapter `ref` that TRL has made its reference, the adapter's weights."""
+    """Give the policy, and the adapter `ref` that TRL has made its reference, the adapter's
+    weights.
+    """
     in_float32(policy)
     for name in policy.peft_config:
         restore_adapter(policy, name, adapter.folder)

@@ -11,45 +11,64 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from trl import ModelConfig, get_peft_config
 
-from adora_vl.models.families import KNOWN, family_of, has_linear_attention, misplaced_by_vllm, sees_images
+from adora_vl.models.families import (
+    KNOWN,
+    family_of,
+    has_linear_attention,
+    misplaced_by_vllm,
+    sees_images,
+)
 from adora_vl.models.shape import describe, is_dtype
-from adora_vl.utils.errors import UserError, refuse
-from adora_vl.utils.hidden import masked
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.secrets import masked
 
-_FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
+_FLASH = {
+    "flash_attention_2": is_flash_attn_2_available,
+    "flash_attention_3": is_flash_attn_3_available,
+}
 
-# What needs to know how an architecture sees. With all of it as in stock TRL, images are handled as there.
+# What needs to know how an architecture sees. With all of it as in stock TRL, images are handled as
+# there.
 NEEDS_FAMILY = ("cache_images", "share_vision", "share_prompt")
 
 LOST_UPDATES = (
-    "dtype: the weights are in 16 bits, all are trained, and without DeepSpeed there is no float32 copy of them, so "
-    "rounding swallows nearly every update. Set dtype: float32 (bf16: true computes in bfloat16 all the same), or use "
-    "LoRA or DeepSpeed."
+    "dtype: the weights are in 16 bits, all are trained, and without DeepSpeed there is no "
+    "float32 copy of them, so rounding swallows nearly every update. Set dtype: float32 (bf16: "
+    "true computes in bfloat16 all the same), or use LoRA or DeepSpeed."
 )
 
 
 def check_family(model: ModelConfig, run: Any, config: PretrainedConfig) -> list[str]:
-    """What a user should know of this model's family before the run: at most one line. `run`: its config. Raises
-    `UserError` for a model with images of an unknown family, unless all of `NEEDS_FAMILY` is as in stock TRL, and for
-    one to which vLLM would give other positions than Transformers.
+    """What a user should know of this model's family before the run: at most one line.
+
+    `run`: its config. Raises `UserError` for a model with images of an unknown family, unless all
+    of `NEEDS_FAMILY` is as in stock TRL, and for one to which vLLM would give other positions than
+    Transformers.
     """
-    name, kind, family = model.model_name_or_path, config.model_type, family_of(config)
+    name = model.model_name_or_path
+    kind = config.model_type
+    family = family_of(config)
     if family is not None:
         problem = misplaced_by_vllm(config)
-        refuse(
-            (run.use_vllm and problem, f"model_name_or_path: {name!r} {problem}"),
-            (run.use_vllm and run.use_cpu and has_linear_attention(config), "use_vllm: true, but on a CPU vLLM "
-             f"computes the linear attention of {family.name} in bfloat16 alone, and training there is in float32; set "
-             "it to false"),
-        )  # fmt: skip
+        if run.use_vllm and problem:
+            raise UserError(f"model_name_or_path: {name!r} {problem}")
+        if run.use_vllm and run.use_cpu and has_linear_attention(config):
+            raise UserError(
+                "use_vllm: true, but on a CPU vLLM computes the linear attention of "
+                f"{family.name} in bfloat16 alone, and training there is in float32; set it to "
+                "false"
+            )
         return [f"{name}: {family.note}"] if family.note else []
     if not sees_images(config):
         return [
-            f"{name}: model_type {kind} is not among the families that can share a prompt ({KNOWN}): every rollout "
-            "computes its prompt again, everything else works"
+            f"{name}: model_type {kind} is not among the families that can share a prompt "
+            f"({KNOWN}): every rollout computes its prompt again, everything else works"
         ]
     if not any(run.own(part) for part in NEEDS_FAMILY) and not run.adora_freeze:
-        return [f"{name}: model_type {kind} is not among the known families; its images go the way of stock TRL"]
+        return [
+            f"{name}: model_type {kind} is not among the known families; its images go the way of "
+            "stock TRL"
+        ]
     unknown = f"{name!r} has model_type {kind}, which is not among the known families ({KNOWN})"
     stock = "set adora_stock_step: true and adora_freeze: [] to train it the way of stock TRL"
     added = "add the family as CONTRIBUTING.md describes"
@@ -57,15 +76,28 @@ def check_family(model: ModelConfig, run: Any, config: PretrainedConfig) -> list
 
 
 def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bool) -> bool:
-    """Whether `LOST_UPDATES` is to be said. LoRA's own weights are float32, and DeepSpeed keeps a float32 copy."""
+    """Whether `LOST_UPDATES` is to be said.
+
+    LoRA's own weights are float32, and DeepSpeed keeps a float32 copy.
+    """
     dtype = config.dtype if model.dtype == "auto" else model.dtype
-    return not model.use_peft and not deepspeed and str(dtype).removeprefix("torch.") in ("bfloat16", "float16")
+    return (
+        not model.use_peft
+        and not deepspeed
+        and str(dtype).removeprefix("torch.") in ("bfloat16", "float16")
+    )
 
 
 def check_sees(model: ModelConfig, config: PretrainedConfig, *, has_images: bool) -> None:
-    """Raises `UserError` for images that the model does not read. `has_images`: whether a row of the data has one."""
+    """Raises `UserError` for images that the model does not read.
+
+    `has_images`: whether a row of the data has one.
+    """
     if has_images and not sees_images(config):
-        blind = f"model_name_or_path: {model.model_name_or_path!r} reads text only, and the dataset has images"
+        blind = (
+            f"model_name_or_path: {model.model_name_or_path!r} reads text only, and the dataset "
+            "has images"
+        )
         raise UserError(f"{blind}; name a vision-language model, or a dataset without images")
 
 
@@ -73,23 +105,37 @@ def check_attention(model: ModelConfig, given: Mapping[str, Any]) -> None:
     """Raises `UserError` for an attention kernel that is not here. `given`: `model_init_kwargs`."""
     attention = given.get("attn_implementation", model.attn_implementation)
     if attention in _FLASH and not _FLASH[attention]():
-        raise UserError(f"attn_implementation: {attention} is not installed here, or needs a GPU; use sdpa")
+        raise UserError(
+            f"attn_implementation: {attention} is not installed here, or needs a GPU; use sdpa"
+        )
 
 
 def check_arguments(config: PretrainedConfig, given: Mapping[str, Any]) -> None:
-    """Raises `UserError` for an argument of `from_pretrained` that nobody reads: the model would be given it."""
-    read = inspect.getsource(PreTrainedModel.from_pretrained)  # it takes most of them out of its **kwargs
-    known = {*inspect.signature(PreTrainedModel.from_pretrained).parameters, "use_auth_token", "attn_implementation"}
+    """Raises `UserError` for an argument of `from_pretrained` that nobody reads: the model would be
+    given it.
+    """
+    # it takes most of them out of its **kwargs
+    read = inspect.getsource(PreTrainedModel.from_pretrained)
+    known = {
+        *inspect.signature(PreTrainedModel.from_pretrained).parameters,
+        "use_auth_token",
+        "attn_implementation",
+    }
     for key, value in masked(given).items():
         known_to_none = key not in known and f'"{key}"' not in read and not hasattr(config, key)
         if known_to_none or (key == "dtype" and isinstance(value, str) and not is_dtype(value)):
             what = f"which has no such {'argument' if known_to_none else 'value of it'}"
-            raise UserError(f"model_init_kwargs: {key}: {value!r:.60} is refused by the model, {what}")
+            raise UserError(
+                f"model_init_kwargs: {key}: {value!r:.60} is refused by the model, {what}"
+            )
 
 
-def check_parts(model: ModelConfig, config: PretrainedConfig, peft_config: Any, frozen: Sequence[str]) -> None:
-    """Raises `UserError` for a part to freeze, or a layer for an adapter, that this model has not. The modules are
-    built without memory, to look at their names.
+def check_parts(
+    model: ModelConfig, config: PretrainedConfig, peft_config: Any, frozen: Sequence[str]
+) -> None:
+    """Raises `UserError` for a part to freeze, or a layer for an adapter, that this model has not.
+
+    The modules are built without memory, to look at their names.
     """
     adapted = peft_config if hasattr(peft_config, "target_modules") else None  # LoRA and its like
     if adapted is None and not frozen:
@@ -102,18 +148,69 @@ def check_parts(model: ModelConfig, config: PretrainedConfig, peft_config: Any, 
         targets: Any = peft_config.target_modules or getattr(peft_config, "target_parameters", None)
         reason = str(error).strip().splitlines()[0][:200]
         remedy = ""
-        if isinstance(targets, str) and targets.isidentifier():  # which PEFT matches against whole names
+        # which PEFT matches against whole names
+        if isinstance(targets, str) and targets.isidentifier():
             ending = replace(peft_config, target_modules=f".*{targets}")
             with suppress(ValueError, KeyError):
                 describe(config, dtype=model.dtype, frozen=frozen, peft_config=ending)
-                remedy = f"; a single name is a regular expression over whole names: write '.*{targets}'"
-        raise UserError(f"lora_target_modules: {targets!r} does not fit this model ({reason}){remedy}") from error
+                remedy = (
+                    f"; a single name is a regular expression over whole names: write '.*{targets}'"
+                )
+        raise UserError(
+            f"lora_target_modules: {targets!r} does not fit this model ({reason}){remedy}"
+        ) from error
+
+
+def check_trainable(config: Any, model_config: PretrainedConfig, *, adapted: bool) -> None:
+    """Raises `UserError` for a loss or a reference that this model cannot have, which TRL would
+    refuse once the weights are loaded.
+
+    `config`: the run's. `adapted`: whether adapters are trained.
+    """
+    coefficient = config.router_aux_loss_coef
+    has_routers = hasattr(model_config.get_text_config(), "output_router_logits")
+    if coefficient and not has_routers:
+        raise UserError(
+            f"router_aux_loss_coef: {coefficient} weighs the load of experts, and this model has "
+            "none; leave it out"
+        )
+    if config.sync_ref_model and adapted:
+        raise UserError(
+            "sync_ref_model: true moves a reference model, and with an adapter the reference is "
+            "the base model, which stays; leave it out"
+        )
+
+
+def dropout_notes(peft_config: Any, config: Any, *, one_step: bool) -> list[str]:
+    """What dropout of an adapter does to a run: at most one line.
+
+    `one_step`: whether a generation is learned from in one optimizer step, where the ratio of new
+    to old policy is 1.
+    """
+    share = getattr(peft_config, "lora_dropout", 0.0)
+    if not share or one_step or config.disable_dropout:
+        return []
+    return [
+        f"lora_dropout: {share:g} with several optimizer steps per generation: the ratio of new to "
+        "old policy has the noise of dropout, and is clipped for it; lora_dropout: 0 has none"
+    ]
 
 
 def lora_of(model: ModelConfig) -> Any:
-    """PEFT's config by a command's keys; None without LoRA. Raises `UserError` where they name no layers."""
-    if model.use_peft and model.lora_target_modules is None and model.lora_target_parameters is None:
-        raise UserError("lora_target_modules: null with use_peft: true; name the layers, such as q_proj,v_proj")
+    """PEFT's config by a command's keys; None without LoRA.
+
+    Raises `UserError` where they name no layers.
+    """
+    if (
+        model.use_peft
+        and model.lora_target_modules is None
+        and model.lora_target_parameters is None
+    ):
+        raise UserError(
+            "lora_target_modules: null with use_peft: true; name the layers, such as q_proj,v_proj"
+        )
     if model.use_peft and find_spec("peft") is None:
-        raise UserError("use_peft: true, but peft is not installed; install the extra adora-vl[lora]")
+        raise UserError(
+            "use_peft: true, but peft is not installed; install the extra adora-vl[lora]"
+        )
     return get_peft_config(model)

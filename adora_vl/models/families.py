@@ -11,22 +11,25 @@ from adora_vl.utils.errors import UserError
 if TYPE_CHECKING:
     from torch import nn
 
-EMBEDDINGS, DEEPSTACK = "pooler_output", "deepstack_features"
+EMBEDDINGS = "pooler_output"
+DEEPSTACK = "deepstack_features"
 
 
 @dataclass(frozen=True)
 class Vision:
     """How a family sees.
 
-    `unit`: pixels of an image token's side (patch times merged patches), of which both sides of a resized image are
-    multiples. `min_pixels`, `max_pixels`: of the published image processor. `features`: the fields of the vision
-    output that enter the language model, at the image tokens: `EMBEDDINGS` is a tensor per image and takes the place
-    of the token embeddings; `DEEPSTACK` is a tensor per layer for all images, added to the hidden states behind each
-    of the first layers. `projector`: parts of a parameter's name by which it belongs to the projector; the first one is
-    of what makes the embeddings. All other parameters whose names have `tower` in them belong to the vision tower.
-    `swiglu`: blocks with a gated MLP and RMS norms, else with two products around a GELU and layer norms, which keep
-    less for the backward pass. `relative`: the family's models speak of places in thousandths of a picture's sides,
-    else in pixels of the picture as they see it.
+    `unit`: pixels of an image token's side (patch times merged patches), of which both sides of a
+    resized image are multiples. `min_pixels`, `max_pixels`: of the published image processor.
+    `features`: the fields of the vision output that enter the language model, at the image tokens:
+    `EMBEDDINGS` is a tensor per image and takes the place of the token embeddings; `DEEPSTACK` is a
+    tensor per layer for all images, added to the hidden states behind each of the first layers.
+    `projector`: parts of a parameter's name by which it belongs to the projector; the first one is
+    of what makes the embeddings. All other parameters whose names have `tower` in them belong to
+    the vision tower. `swiglu`: blocks with a gated MLP and RMS norms, else with two products around
+    a GELU and layer norms, which keep less for the backward pass. `relative`: the family's models
+    speak of places in thousandths of a picture's sides, else in pixels of the picture as they see
+    it.
     """
 
     unit: int
@@ -41,11 +44,14 @@ class Vision:
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture. `vision` is None for a family that reads text only.
+    """One architecture.
 
-    `head_norms`: the language model's attention normalises queries and keys, which keeps more for the backward pass.
-    `interleaved`: the rotary embedding interleaves the three kinds of positions, in Transformers always and in vLLM
-    only where the config has `mrope_interleaved`. `note`: what a user should know before a run.
+    `vision` is None for a family that reads text only.
+
+    `head_norms`: the language model's attention normalises queries and keys, which keeps more for
+    the backward pass. `interleaved`: the rotary embedding interleaves the three kinds of positions,
+    in Transformers always and in vLLM only where the config has `mrope_interleaved`. `note`: what a
+    user should know before a run.
     """
 
     name: str
@@ -61,7 +67,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2_vl": Family(
         "Qwen2-VL",
         Vision(unit=28, min_pixels=56 * 56, max_pixels=16384 * 28 * 28, relative=True),
-        "models/qwen2_vl/modeling_qwen2_vl.py; pixels: image_processing_qwen2_vl.py and the published processor",
+        "models/qwen2_vl/modeling_qwen2_vl.py; pixels: image_processing_qwen2_vl.py and the "
+        "published processor",
     ),
     "qwen2_5_vl": Family(
         "Qwen2.5-VL",
@@ -69,26 +76,30 @@ FAMILIES: dict[str, Family] = {
         "models/qwen2_5_vl/modeling_qwen2_5_vl.py; pixels: the published preprocessor_config.json",
     ),
     "qwen3_vl": Family(
-        "Qwen3-VL",
-        Vision(
-            unit=32, min_pixels=256 * 256, max_pixels=4096 * 4096, features=(EMBEDDINGS, DEEPSTACK),
-            projector=("visual.merger.", "visual.deepstack_merger_list."), relative=True,
+        name="Qwen3-VL",
+        vision=Vision(
+            unit=32,
+            min_pixels=256 * 256,
+            max_pixels=4096 * 4096,
+            features=(EMBEDDINGS, DEEPSTACK),
+            projector=("visual.merger.", "visual.deepstack_merger_list."),
+            relative=True,
         ),
-        "models/qwen3_vl/modeling_qwen3_vl.py (Qwen3VLTextModel._deepstack_process); pixels: the published "
-        "preprocessor_config.json",
+        source="models/qwen3_vl/modeling_qwen3_vl.py (Qwen3VLTextModel._deepstack_process); pixels: the "
+        "published preprocessor_config.json",
         head_norms=True,
         interleaved=True,
     ),
     "qwen3_5": Family(
-        "Qwen3.5",
-        Vision(unit=32, min_pixels=256 * 256, max_pixels=4096 * 4096, relative=True),
-        "models/qwen3_5/modeling_qwen3_5.py; pixels: the published preprocessor_config.json",
+        name="Qwen3.5",
+        vision=Vision(unit=32, min_pixels=256 * 256, max_pixels=4096 * 4096, relative=True),
+        source="models/qwen3_5/modeling_qwen3_5.py; pixels: the published preprocessor_config.json",
         head_norms=True,
         interleaved=True,
-        note="most layers of Qwen3.5 have linear attention, whose state the rollouts of a group cannot share: "
-        "share_prompt is off by itself, everything else is shared",
+        note="most layers of Qwen3.5 have linear attention, whose state the rollouts of a group "
+        "cannot share: share_prompt is off by itself, everything else is shared",
     ),
-}  # fmt: skip
+}
 
 
 KNOWN = ", ".join(FAMILIES)  # as a message names them
@@ -105,26 +116,31 @@ def seeing_families() -> dict[str, Vision]:
 
 
 def sees_images(config: Any) -> bool:
-    """Whether a model of this Transformers config takes images, of whatever family; else it is a language model."""
+    """Whether a model of this Transformers config takes images, of whatever family; else it is a
+    language model.
+    """
     return getattr(config, "vision_config", None) is not None
 
 
 def shares_prompts(config: Any) -> bool:
-    """Whether every layer of this model can let the rollouts of a group share their prompt: all have full attention, as
-    have those of a config that names no kinds.
+    """Whether every layer of this model can let the rollouts of a group share their prompt: all
+    have full attention, as have those of a config that names no kinds.
     """
     kinds = getattr(config.get_text_config(), "layer_types", None) or ["full_attention"]
     return family_of(config) is not None and set(kinds) == {"full_attention"}
 
 
 def misplaced_by_vllm(config: Any) -> str:
-    """Why vLLM would give this model's images other positions than Transformers, with the remedy; else empty."""
-    family, rotary = family_of(config), getattr(config.get_text_config(), "rope_parameters", None) or {}
+    """Why vLLM would give this model's images other positions than Transformers, with the remedy;
+    else empty.
+    """
+    family = family_of(config)
+    rotary = getattr(config.get_text_config(), "rope_parameters", None) or {}
     if family is None or not family.interleaved or rotary.get("mrope_interleaved"):
         return ""
     return (
-        "has no mrope_interleaved in the rope_parameters of its text_config; set it to true: Transformers interleaves "
-        "the positions of images either way, vLLM only then"
+        "has no mrope_interleaved in the rope_parameters of its text_config; set it to true: "
+        "Transformers interleaves the positions of images either way, vLLM only then"
     )
 
 
@@ -133,7 +149,9 @@ def has_linear_attention(config: Any) -> bool:
     return "linear_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())
 
 
-VISION_TOWER, PROJECTOR, LANGUAGE_MODEL = "vision_tower", "projector", "language_model"
+VISION_TOWER = "vision_tower"
+PROJECTOR = "projector"
+LANGUAGE_MODEL = "language_model"
 COMPONENTS = (VISION_TOWER, PROJECTOR, LANGUAGE_MODEL)
 
 
@@ -143,8 +161,8 @@ _PROJECTORS = {mark for vision in seeing_families().values() for mark in vision.
 
 
 def component_of(parameter_name: str) -> str:
-    """Which part a parameter belongs to, by its Transformers name (wrappers' prefixes do not matter): no family uses
-    another one's mark for another part.
+    """Which part a parameter belongs to, by its Transformers name (wrappers' prefixes do not
+    matter): no family uses another one's mark for another part.
     """
     if any(mark in parameter_name for mark in _PROJECTORS):
         return PROJECTOR
@@ -152,14 +170,19 @@ def component_of(parameter_name: str) -> str:
 
 
 def freeze(model: nn.Module, components: Iterable[str]) -> dict[str, int]:
-    """Set `requires_grad=False` on every parameter of `components`. Returns the number of parameters of each. Raises
-    `UserError` where a component names no parameter of this model.
+    """Set `requires_grad=False` on every parameter of `components`.
+
+    Returns the number of parameters of each. Raises `UserError` where a component names no
+    parameter of this model.
     """
     frozen: dict[str, int] = {}
     for component in components:
         parameters = [p for name, p in model.named_parameters() if component_of(name) == component]
         if not parameters:
-            raise UserError(f"adora_freeze: {component}: this model has none ({type(model).__name__}); leave it out")
+            raise UserError(
+                f"adora_freeze: {component}: this model has none ({type(model).__name__}); leave "
+                "it out"
+            )
         for parameter in parameters:
             parameter.requires_grad_(False)
         frozen[component] = len(parameters)
@@ -167,5 +190,7 @@ def freeze(model: nn.Module, components: Iterable[str]) -> dict[str, int]:
 
 
 def trainable_components(model: nn.Module) -> frozenset[str]:
-    """The parts with at least one trainable parameter; an adapter counts for the part that it sits in."""
+    """The parts with at least one trainable parameter; an adapter counts for the part that it sits
+    in.
+    """
     return frozenset(component_of(name) for name, p in model.named_parameters() if p.requires_grad)

@@ -1,5 +1,5 @@
-"""A base in 4 bits (bitsandbytes): who asks for it, what it does not go with, and the one copy that trainer and engine
-read, so that both compute with the same weights.
+"""A base in 4 bits (bitsandbytes): who asks for it, what it does not go with, and the one copy that
+trainer and engine read, so that both compute with the same weights.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 from trl import ModelConfig
 
 from adora_vl.models.load import load_model, load_processor, model_hash
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import cache_folder, replacing_folder
 from adora_vl.utils.versions import installed
 
@@ -30,43 +30,84 @@ def is_four_bit(config: PretrainedConfig) -> bool:
 
 
 def check_four_bit(
-    model: ModelConfig, run: Any, config: PretrainedConfig, peft_config: Any, *, stage: int | None, here: bool
+    model: ModelConfig,
+    run: Any,
+    config: PretrainedConfig,
+    peft_config: Any,
+    *,
+    stage: int | None,
+    here: bool,
 ) -> bool:
-    """Whether the base is in 4 bits. `run`: its config; `stage`: DeepSpeed's; `here`: this machine will run it. Raises
-    `UserError` for another quantisation, and for what does not go with 4 bits.
+    """Whether the base is in 4 bits.
+
+    `run`: its config; `stage`: DeepSpeed's; `here`: this machine will run it. Raises `UserError`
+    for another quantisation, and for what does not go with 4 bits.
     """
     saved = is_four_bit(config)
-    refuse(
-        (model.load_in_8bit, "load_in_8bit: true is not supported; set load_in_4bit: true, or leave it out"),
-        (getattr(config, "quantization_config", None) and not saved, f"model_name_or_path: {model.model_name_or_path!r}"
-         " is quantised in another way than bitsandbytes' 4 bits; name the model that it was made of"),
-    )  # fmt: skip
+    if model.load_in_8bit:
+        raise UserError(
+            "load_in_8bit: true is not supported; set load_in_4bit: true, or leave it out"
+        )
+    if getattr(config, "quantization_config", None) and not saved:
+        raise UserError(
+            f"model_name_or_path: {model.model_name_or_path!r} is quantised in another way than "
+            "bitsandbytes' 4 bits; name the model that it was made of"
+        )
     if not model.load_in_4bit and not saved:
         return False
     key = "load_in_4bit: true" if model.load_in_4bit else "model_name_or_path: a base in 4 bits"
     if peft_config is None:
-        raise UserError(f"{key} trains an adapter alone; set use_peft: true and lora_target_modules")
-    tuned = {name: getattr(peft_config, name, None) for name in ("use_dora", "modules_to_save", "target_parameters")}
+        raise UserError(
+            f"{key} trains an adapter alone; set use_peft: true and lora_target_modules"
+        )
+    tuned = {
+        name: getattr(peft_config, name, None)
+        for name in ("use_dora", "modules_to_save", "target_parameters")
+    }
     kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type))
-    refuse(*((holds, f"{key} does not go with {reason}") for holds, reason in (
-        (model.dtype != "bfloat16", f"dtype: {model.dtype}, as the engine computes in bfloat16; set dtype: bfloat16"),
+    for holds, reason in (
+        (
+            model.dtype != "bfloat16",
+            f"dtype: {model.dtype}, as the engine computes in bfloat16; set dtype: bfloat16",
+        ),
         (run.fp16, "fp16: true; set bf16: true"),
-        (model.bnb_4bit_quant_storage not in (None, "uint8"),
-         f"bnb_4bit_quant_storage: {model.bnb_4bit_quant_storage}, which the engine does not read; leave it out"),
+        (
+            model.bnb_4bit_quant_storage not in (None, "uint8"),
+            f"bnb_4bit_quant_storage: {model.bnb_4bit_quant_storage}, which the engine "
+            "does not read; leave it out",
+        ),
         (stage is not None, "DeepSpeed; start with configs/accelerate/gpu1.yaml"),
         (kind != "LORA", f"an adapter of the kind {kind}; use LoRA"),
         (tuned["use_dora"], "use_dora: true; leave it out"),
-        (tuned["modules_to_save"], f"lora_modules_to_save: {tuned['modules_to_save']}; leave it out"),
+        (
+            tuned["modules_to_save"],
+            f"lora_modules_to_save: {tuned['modules_to_save']}; leave it out",
+        ),
         (tuned["target_parameters"], "lora_target_parameters; name lora_target_modules"),
-        (getattr(peft_config, "bias", "none") != "none", f"biases of the adapter ({peft_config.bias})"),
-        (run.use_vllm and run.vllm_mode == "server" and run.adora_weight_transfer == "nccl",
-         "adora_weight_transfer: nccl; set it to file"),
-        (run.use_vllm and run.vllm_tensor_parallel_size > 1, "vllm_tensor_parallel_size above 1; set it to 1"),
-        (run.use_vllm and run.adora_vllm_dtype not in ("auto", "bfloat16"),
-         f"adora_vllm_dtype: {run.adora_vllm_dtype}; set it to auto"),
-    )))  # fmt: skip
+        (
+            getattr(peft_config, "bias", "none") != "none",
+            f"biases of the adapter ({peft_config.bias})",
+        ),
+        (
+            run.use_vllm and run.vllm_mode == "server" and run.adora_weight_transfer == "nccl",
+            "adora_weight_transfer: nccl; set it to file",
+        ),
+        (
+            run.use_vllm and run.vllm_tensor_parallel_size > 1,
+            "vllm_tensor_parallel_size above 1; set it to 1",
+        ),
+        (
+            run.use_vllm and run.adora_vllm_dtype not in ("auto", "bfloat16"),
+            f"adora_vllm_dtype: {run.adora_vllm_dtype}; set it to auto",
+        ),
+    ):
+        if holds:
+            raise UserError(f"{key} does not go with {reason}")
     for package in _PACKAGES[: 1 + run.use_vllm] if here else ():
-        refuse((not installed(package), f"{key}, but {package} is not installed; install the extra adora-vl[4bit]"))
+        if not installed(package):
+            raise UserError(
+                f"{key}, but {package} is not installed; install the extra adora-vl[4bit]"
+            )
     return True
 
 
@@ -76,25 +117,46 @@ def in_four_bit(layer: str) -> bool:
 
 
 def bytes_of(nested: bool) -> float:
-    """Of a parameter: half a byte, and per 64 a float32 scale; nested, per 64 a byte, and per 256 scales a float32."""
+    """Of a parameter: half a byte, and per 64 a float32 scale; nested, per 64 a byte, and per 256
+    scales a float32.
+    """
     return 0.5 + (1 / 64 + 4 / (64 * 256) if nested else 4 / 64)
 
 
 def four_bit_folder(name: str, revision: str | None, model: ModelConfig) -> str:
-    """The folder of the base `name` in 4 bits, made in the cache where it is missing: by one process, once."""
+    """The folder of the base `name` in 4 bits, made in the cache where it is missing: by one
+    process, once.
+    """
     nested = model.use_bnb_nested_quant
-    parts = (model_hash(name, revision) or f"{name}@{revision}", model.bnb_4bit_quant_type, nested, *WHOLE)
+    parts = (
+        model_hash(name, revision) or f"{name}@{revision}",
+        model.bnb_4bit_quant_type,
+        nested,
+        *WHOLE,
+    )
     key = hashlib.sha256(str(parts).encode()).hexdigest()[:16]
     folder = cache_folder() / f"{model.bnb_4bit_quant_type}-{key}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     quantised = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type=model.bnb_4bit_quant_type, bnb_4bit_compute_dtype=torch.bfloat16,
-        bnb_4bit_use_double_quant=nested, llm_int8_skip_modules=list(WHOLE),
-    )  # fmt: skip
-    init = {"revision": revision, "device_map": None, "trust_remote_code": False, "dtype": torch.bfloat16}
+        load_in_4bit=True,
+        bnb_4bit_quant_type=model.bnb_4bit_quant_type,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_use_double_quant=nested,
+        llm_int8_skip_modules=list(WHOLE),
+    )
+    init = {
+        "revision": revision,
+        "device_map": None,
+        "trust_remote_code": False,
+        "dtype": torch.bfloat16,
+    }
     with FileLock(folder.with_name(f".{folder.name}.lock")):
         if not (folder / "config.json").is_file():
-            print(f"{name} is turned into 4 bits, once, for trainer and engine: {folder}", file=sys.stderr, flush=True)
+            print(
+                f"{name} is turned into 4 bits, once, for trainer and engine: {folder}",
+                file=sys.stderr,
+                flush=True,
+            )
             with replacing_folder(folder) as staged:
                 load_model(name, {**init, "quantization_config": quantised}).save_pretrained(staged)
                 load_processor(name, revision).save_pretrained(staged)
@@ -104,8 +166,9 @@ def four_bit_folder(name: str, revision: str | None, model: ModelConfig) -> str:
 
 
 def keep_gradients(model: Any) -> None:
-    """On a CPU with AVX-512 in bfloat16 bitsandbytes repacks a layer in its first pass without gradients, and no
-    gradient comes through it from then on; widths that are no multiple of 64 fail. Ours leaves the layers as they are.
+    """On a CPU with AVX-512 in bfloat16 bitsandbytes repacks a layer in its first pass without
+    gradients, and no gradient comes through it from then on; widths that are no multiple of 64
+    fail. Ours leaves the layers as they are.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -113,18 +176,24 @@ def keep_gradients(model: Any) -> None:
 
 
 class FrozenBase:
-    """What is not trained of the policy. It lies in pinned memory of the host while the engine is awake, so that the
-    card holds one copy of the base at a time. On a CPU nothing moves.
+    """What is not trained of the policy.
+
+    It lies in pinned memory of the host while the engine is awake, so that the card holds one copy
+    of the base at a time. On a CPU nothing moves.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         self.device = next(model.parameters()).device
         self._host: list[torch.Tensor] = []
-        self.away, self.moves = False, 0
+        self.away = False
+        self.moves = 0
 
     def leave(self) -> None:
-        """Give the card's memory back. The copy on the host is made once: what is frozen does not change."""
+        """Give the card's memory back.
+
+        The copy on the host is made once: what is frozen does not change.
+        """
         if self.away:
             return
         if self.device.type != "cpu":
@@ -132,7 +201,8 @@ class FrozenBase:
             for one, host in zip(self.frozen, self._host, strict=True):
                 one.data = host
             torch.cuda.empty_cache()
-        self.away, self.moves = True, self.moves + 1
+        self.away = True
+        self.moves = self.moves + 1
 
     def come_back(self) -> None:
         """Before the policy makes a pass."""
@@ -141,4 +211,5 @@ class FrozenBase:
         if self.device.type != "cpu":
             for one in self.frozen:
                 one.data = one.data.to(self.device, non_blocking=True)
-        self.away, self.moves = False, self.moves + 1
+        self.away = False
+        self.moves = self.moves + 1

@@ -1,4 +1,6 @@
-"""A model by its name: its folder, config, processor, whether its files are whole, and its weights put back."""
+"""A model by its name: its folder, config, processor, whether its files are whole, and its weights
+put back.
+"""
 
 from __future__ import annotations
 
@@ -15,40 +17,61 @@ from typing import TYPE_CHECKING, Any, cast
 from safetensors import SafetensorError, safe_open
 
 from adora_vl.models.families import KNOWN, sees_images
-from adora_vl.utils.content import content_hash
-from adora_vl.utils.errors import RunError, UserError, in_one_line, refuse
+from adora_vl.utils.errors import RunError, UserError, in_one_line
+from adora_vl.utils.hashing import content_hash
 from adora_vl.utils.hub import only_here, why_missing
 
 if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
     from transformers import PretrainedConfig
 
-TINY_MODEL, TINY_TEXT_MODEL, TINY_PERIMETER_MODEL, TINY_ZOOM_MODEL = "tiny", "tiny_text", "tiny_perimeter", "tiny_zoom"
-# Shipped: they are small, and a demo starts at once.
+TINY_MODEL = "tiny"
+TINY_TEXT_MODEL = "tiny_text"
+TINY_PERIMETER_MODEL = "tiny_perimeter"
+TINY_ZOOM_MODEL = "tiny_zoom"
+TINY_MODELS = (TINY_MODEL, TINY_PERIMETER_MODEL, TINY_TEXT_MODEL, TINY_ZOOM_MODEL)
+# In a checkout three of them are there, so that a demo starts at once. A wheel has `tiny` alone; what
+# is missing is built at its first use and kept in the cache folder.
 PRETRAINED = Path(__file__).parents[1] / "builtin" / "pretrained"
-SHIPPED = {
-    TINY_MODEL: PRETRAINED, TINY_PERIMETER_MODEL: PRETRAINED.with_name("pretrained_perimeter"),
+STORED = {
+    TINY_MODEL: PRETRAINED,
+    TINY_PERIMETER_MODEL: PRETRAINED.with_name("pretrained_perimeter"),
     TINY_ZOOM_MODEL: PRETRAINED.with_name("pretrained_zoom"),
-}  # fmt: skip
+}
 _ON_WHICH_ANSWERS_DEPEND = (
-    "*.safetensors", "pytorch_model*.bin", "*.jinja", "*config.json", "chat_template.json", "token*.json",
-    "added_tokens.json", "special_tokens_map.json", "vocab.json", "merges.txt",
-)  # fmt: skip
-ADAPTER, MERGED = "adapter_config.json", "merged"
+    "*.safetensors",
+    "pytorch_model*.bin",
+    "*.jinja",
+    "*config.json",
+    "chat_template.json",
+    "token*.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+)
+ADAPTER = "adapter_config.json"
+MERGED = "merged"
 
 
 def local_model(name: str) -> str:
-    """The folder, or hub id, of the model that a user calls `name`: that of a tiny model, built by another process if
-    it is missing (some minutes); for the output_dir of a run with LoRA the merged model inside; any other name as it
-    is. Raises `UserError` if a small model cannot be built, and for a LoRA adapter without a merged model.
+    """The folder, or hub id, of the model that a user calls `name`: that of a tiny model, built by
+    another process if it is missing (some minutes); for the output_dir of a run with LoRA the
+    merged model inside; any other name as it is. Raises `UserError` if a small model cannot be
+    built, and for a LoRA adapter without a merged model.
     """
-    if name in SHIPPED and (SHIPPED[name] / "model.safetensors").is_file():
-        return str(SHIPPED[name])
-    if name in (*SHIPPED, TINY_TEXT_MODEL):
+    if name in STORED and (STORED[name] / "model.safetensors").is_file():
+        return str(STORED[name])
+    if name in TINY_MODELS:
         found = subprocess.run(  # noqa: S603  # a process, since what builds a model stands on a higher floor
-            [sys.executable, "-m", "adora_vl.builtin", "--find", name], stdout=subprocess.PIPE, text=True, check=False
+            [sys.executable, "-m", "adora_vl.builtin", "--find", name],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
         )
         if found.returncode:
-            raise UserError(f"model: {name!r} could not be built (above); mend that, or name another model")
+            raise UserError(
+                f"model: {name!r} could not be built (above); mend that, or name another model"
+            )
         return found.stdout.splitlines()[-1]
     folder = Path(name)
     if not (folder / ADAPTER).is_file() or (folder / "config.json").is_file():
@@ -63,8 +86,10 @@ def local_model(name: str) -> str:
 
 
 def read_config(key: str, model: str, revision: str | None = None) -> PretrainedConfig:
-    """The config of a model folder or hub id. Raises `UserError`, which begins with `key`, for a kind that Transformers
-    does not have, since code that comes with a model is never run; what Transformers raises where there is none.
+    """The config of a model folder or hub id.
+
+    Raises `UserError`, which begins with `key`, for a kind that Transformers does not have, since
+    code that comes with a model is never run; what Transformers raises where there is none.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
 
@@ -72,18 +97,22 @@ def read_config(key: str, model: str, revision: str | None = None) -> Pretrained
     kind = PretrainedConfig.get_config_dict(model, **where)[0].get("model_type")
     if kind is not None and kind not in CONFIG_MAPPING:
         unknown = f"{model!r} has model_type {kind}, which Transformers {__version__} does not have"
-        why, ours = "code that comes with a model is not run here", f"name a model of the families {KNOWN}"
+        why = "code that comes with a model is not run here"
+        ours = f"name a model of the families {KNOWN}"
         raise UserError(f"{key}: {unknown}, and {why}; {ours}, or another of Transformers")
     return AutoConfig.from_pretrained(model, trust_remote_code=False, **where)
 
 
 def model_hash(model: str, revision: str | None = None) -> str | None:
-    """The `content_hash` of the weights, settings and tokenizer in a model folder. For a hub id its commit, because a
-    branch such as `main` moves, or None if it is unknown.
+    """The `content_hash` of the weights, settings and tokenizer in a model folder.
+
+    For a hub id its commit, because a branch such as `main` moves, or None if it is unknown.
     """
     folder = Path(model)
     if folder.is_dir():
-        return content_hash({path for pattern in _ON_WHICH_ANSWERS_DEPEND for path in folder.glob(pattern)})
+        return content_hash(
+            {path for pattern in _ON_WHICH_ANSWERS_DEPEND for path in folder.glob(pattern)}
+        )
     try:
         commit: str | None = read_config("model", model, revision)._commit_hash
     except (OSError, ValueError):  # loading the model will say what is wrong
@@ -92,50 +121,76 @@ def model_hash(model: str, revision: str | None = None) -> str | None:
 
 
 def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
-    """The model's config alone. Raises `UserError` where `model` is neither a model folder nor a reachable hub id, or
-    is of a kind that Transformers does not have.
+    """The model's config alone.
+
+    Raises `UserError` where `model` is neither a model folder nor a reachable hub id, or is of a
+    kind that Transformers does not have.
     """
-    named, folder = f"model_name_or_path: {model!r}", Path(model)
-    refuse((folder.is_file(), f"{named} is a file; name the folder of a saved model"))
+    named = f"model_name_or_path: {model!r}"
+    folder = Path(model)
+    if folder.is_file():
+        raise UserError(f"{named} is a file; name the folder of a saved model")
     bare = folder.is_dir() and not (folder / "config.json").is_file()
-    refuse((bare, f"{named} is a folder without a config.json; name a saved model"))
+    if bare:
+        raise UserError(f"{named} is a folder without a config.json; name a saved model")
     try:
         return read_config("model_name_or_path", model, revision)
     except UserError:
         raise
     except (OSError, ValueError) as error:
-        neither = f"{named} is neither a model folder here nor a model of the hub that can be reached"
+        neither = (
+            f"{named} is neither a model folder here nor a model of the hub that can be reached"
+        )
         raise UserError(f"{neither} ({why_missing(model, error)})") from error
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """The class of Transformers that makes a model of this config: of one that sees, or of a language model."""
+    """The class of Transformers that makes a model of this config: of one that sees, or of a
+    language model.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
 
 
 def load_model(name: str, init: Mapping[str, Any]) -> Any:
-    """As TRL loads it, which looks for its class in the newest revision alone. `init`: for `from_pretrained`."""
+    """As TRL loads it, which looks for its class in the newest revision alone.
+
+    `init`: for `from_pretrained`.
+    """
     from trl.trainer.utils import create_model_from_path
 
-    return create_model_from_path(name, auto_class(read_config("model", name, init.get("revision"))), **init)
+    return create_model_from_path(
+        name, auto_class(read_config("model", name, init.get("revision"))), **init
+    )
 
 
 def check_weights(key: str, name: str) -> None:
-    """Raise `UserError` for a model folder whose weights are missing or cut off. Their headers alone are read."""
+    """Raise `UserError` for a model folder whose weights are missing or cut off.
+
+    Their headers alone are read.
+    """
     folder = Path(name)
     files = sorted(folder.glob("*.safetensors"))
     if not folder.is_dir() or (not files and list(folder.glob("pytorch_model*.bin"))):
         return
     if not files:
-        raise UserError(f"{key}: {name!r} has no weights (*.safetensors); name the folder of a saved model")
+        raise UserError(
+            f"{key}: {name!r} has no weights (*.safetensors); name the folder of a saved model"
+        )
     file = folder / "model.safetensors.index.json"  # of a model in several files
     try:
-        named = set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()) if file.is_file() else ()
+        named = (
+            set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values())
+            if file.is_file()
+            else ()
+        )
         missing = next((part for part in sorted(named) if not (folder / part).is_file()), None)
         if missing is not None:
-            raise UserError(f"{key}: {name!r} has no {missing}, which its index names; copy or download it again")
+            raise UserError(
+                f"{key}: {name!r} has no {missing}, which its index names; copy or download it "
+                "again"
+            )
         for file in files:
             with safe_open(file, framework="pt"):
                 pass
@@ -143,18 +198,22 @@ def check_weights(key: str, name: str) -> None:
         raise
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         why = in_one_line(error)
-        raise UserError(f"{key}: {str(file)!r} is damaged ({why}); copy or download it again") from error
+        raise UserError(
+            f"{key}: {str(file)!r} is damaged ({why}); copy or download it again"
+        ) from error
 
 
 def restore_weights(model: Any, folder: Path) -> None:
-    """Put the weights that `save_pretrained` wrote into `folder` back into a model of the same class. Of a `PeftModel`
-    every adapter is read, the one named `default` from `folder` and each other one from the folder of its name in it.
-    Raises `RunError` where a tensor is missing, or has no place in the model.
+    """Put the weights that `save_pretrained` wrote into `folder` back into a model of the same
+    class. Of a `PeftModel` every adapter is read, the one named `default` from `folder` and each
+    other one from the folder of its name in it. Raises `RunError` where a tensor is missing, or has
+    no place in the model.
     """
     from accelerate.utils import is_peft_model
 
     if not is_peft_model(model):
-        saved = type(model).from_pretrained(folder, dtype="auto")  # which turns back names that differ in the files
+        # which turns back names that differ in the files
+        saved = type(model).from_pretrained(folder, dtype="auto")
         model.load_state_dict(saved.state_dict())
         return
     for name in model.peft_config:
@@ -166,15 +225,22 @@ def restore_adapter(model: Any, name: str, folder: Path) -> None:
 
     where = f"the adapter {name} of {str(folder)!r}"
     if not (folder / ADAPTER).is_file():
-        raise RunError(f"{where}: there is no {ADAPTER}; name a checkpoint of a run with this adapter")
+        raise RunError(
+            f"{where}: there is no {ADAPTER}; name a checkpoint of a run with this adapter"
+        )
     saved = load_peft_weights(str(folder), device="cpu")
     has = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     if missing := has.keys() - saved.keys():
         raise RunError(f"{where}: {len(missing)} tensors are missing, the first is {min(missing)}")
-    with whole(parameter for path, parameter in model.named_parameters() if name in path.split(".")):
+    with whole(
+        parameter for path, parameter in model.named_parameters() if name in path.split(".")
+    ):
         left_over = set_peft_model_state_dict(model, saved, adapter_name=name).unexpected_keys
     if left_over:
-        raise RunError(f"{where}: {len(left_over)} tensors have no place in the model, the first is {min(left_over)}")
+        raise RunError(
+            f"{where}: {len(left_over)} tensors have no place in the model, the first is "
+            f"{min(left_over)}"
+        )
 
 
 def whole(parameters: Iterable[Any]) -> AbstractContextManager[Any]:
@@ -185,25 +251,43 @@ def whole(parameters: Iterable[Any]) -> AbstractContextManager[Any]:
         return nullcontext()
     import deepspeed
 
-    return cast("AbstractContextManager[Any]", deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0))
+    return cast(
+        "AbstractContextManager[Any]",
+        deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0),
+    )
 
 
 def load_processor(model: str, revision: str | None = None) -> Any:
-    """A processor (or, for a text-only model, a tokenizer) with left padding, as TRL loads it. Raises `UserError`."""
+    """A processor (or, for a text-only model, a tokenizer) with left padding, as TRL loads it.
+
+    Raises `UserError`.
+    """
     from transformers import AutoProcessor
 
     try:
         return AutoProcessor.from_pretrained(
-            model, revision=revision, truncation_side="left", padding_side="left", local_files_only=only_here(model),
+            model,
+            revision=revision,
+            truncation_side="left",
+            padding_side="left",
+            local_files_only=only_here(model),
             trust_remote_code=False,
-        )  # fmt: skip
-    except Exception as error:  # a tokenizer's file that is cut off has an error for each kind of file
-        why = f"the processor of {model!r} cannot be loaded ({in_one_line(error)}); save or download it again"
+        )
+    except (
+        Exception
+    ) as error:  # a tokenizer's file that is cut off has an error for each kind of file
+        why = (
+            f"the processor of {model!r} cannot be loaded ({in_one_line(error)}); save or "
+            "download it again"
+        )
         raise UserError(f"model_name_or_path: {why}") from error
 
 
 def pixel_limits(image_processor: Any) -> dict[str, int] | None:
-    """`min_pixels` and `max_pixels` of an image processor. None without one, and for one that sizes in another way."""
+    """`min_pixels` and `max_pixels` of an image processor.
+
+    None without one, and for one that sizes in another way.
+    """
     size = dict(getattr(image_processor, "size", None) or {})
     if not {"shortest_edge", "longest_edge"} <= size.keys():
         return None
@@ -211,15 +295,20 @@ def pixel_limits(image_processor: Any) -> dict[str, int] | None:
 
 
 def limit_pixels(processor: Any, min_pixels: int | None, max_pixels: int | None) -> None:
-    """Set the limits that are given on the processor's images, in pixels; None keeps the processor's own. Raises
-    `UserError` where `min_pixels` exceeds `max_pixels`, or a limit is given for a model that has none.
+    """Set the limits that are given on the processor's images, in pixels; None keeps the
+    processor's own. Raises `UserError` where `min_pixels` exceeds `max_pixels`, or a limit is given
+    for a model that has none.
     """
     if min_pixels is None and max_pixels is None:
         return
     image_processor: Any = getattr(processor, "image_processor", None)
     own = pixel_limits(image_processor)
     if own is None:
-        has_none = "'s image processor has no limits in pixels" if image_processor else " has no image processor"
+        has_none = (
+            "'s image processor has no limits in pixels"
+            if image_processor
+            else " has no image processor"
+        )
         raise UserError(f"min_pixels/max_pixels: this model{has_none}; remove the keys")
     low = own["min_pixels"] if min_pixels is None else min_pixels
     high = own["max_pixels"] if max_pixels is None else max_pixels

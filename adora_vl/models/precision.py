@@ -1,7 +1,9 @@
-"""Constants that a cast has rounded: put right when a model is built, looked for before the first step.
+"""Constants that a cast has rounded: put right when a model is built, looked for before the first
+step.
 
-DeepSpeed's `zero.Init` and `model.to(torch.bfloat16)` cast buffers along with the weights. In bfloat16 the rotary
-frequencies are off by up to 0.4 %, and angles by radians after some 1,000 tokens (`docs/rollouts.md`).
+DeepSpeed's `zero.Init` and `model.to(torch.bfloat16)` cast buffers along with the weights. In
+bfloat16 the rotary frequencies are off by up to 0.4 %, and angles by radians after some 1,000
+tokens (`docs/rollouts.md`).
 """
 
 from collections.abc import Iterator
@@ -26,20 +28,24 @@ class HasModels(Protocol):
 
 
 def restore_buffers(model: nn.Module) -> list[str]:
-    """Give every computed float buffer the value and dtype that its module's config says. Returns those that changed.
-    Persistent buffers are left alone, and modules that need more than a config to be built.
+    """Give every computed float buffer the value and dtype that its module's config says.
+
+    Returns those that changed. Persistent buffers are left alone, and modules that need more than a
+    config to be built.
     """
     restored = []
     for name, buffer, right in _computed_buffers(model):
-        if right is not None and not (buffer.dtype == right.dtype and torch.equal(buffer.cpu(), right)):
+        if right is not None and not (
+            buffer.dtype == right.dtype and torch.equal(buffer.cpu(), right)
+        ):
             buffer.data = right.to(buffer.device)
             restored.append(name)
     return restored
 
 
 def wrong_buffers(model: nn.Module) -> list[str]:
-    """A line for every computed float buffer that is not what its module's config says; where a module cannot be built
-    anew, for every rotary one that is not float32.
+    """A line for every computed float buffer that is not what its module's config says; where a
+    module cannot be built anew, for every rotary one that is not float32.
     """
     lines = []
     for name, buffer, right in _computed_buffers(model):
@@ -52,14 +58,19 @@ def wrong_buffers(model: nn.Module) -> list[str]:
 
 
 class RefuseWrongBuffers(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Ends a training before its first step where a cast has rounded the policy's or the reference's constants."""
+    """Ends a training before its first step where a cast has rounded the policy's or the
+    reference's constants.
+    """
 
     def __init__(self, trainer: HasModels) -> None:
         self.trainer = trainer
         self._has_updated = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """DeepSpeed or accelerate has prepared both models by now. Raises `RunError` on all ranks alike."""
+        """DeepSpeed or accelerate has prepared both models by now.
+
+        Raises `RunError` on all ranks alike.
+        """
         found = gather_object(wrong_in(self.trainer))
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -67,22 +78,30 @@ class RefuseWrongBuffers(TrainerCallback):  # type: ignore[misc]  # transformers
             raise RunError(f"before the first step: {found[0]}{more}. {why} {REMEDY}")
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Once more before the first update: FSDP casts in its first forward, TRL for continuous batching."""
+        """Once more before the first update: FSDP casts in its first forward, TRL for continuous
+        batching.
+        """
         if not self._has_updated:
             self.on_train_begin(args, state, control)
         self._has_updated = True
 
 
 REMEDY = (
-    "Something casts buffers after the model was built: look at data_types.buffer_dtype in DeepSpeed's config, at "
-    "buffer_dtype in FSDP's mixed precision, and for .to(dtype) in code of your own."
+    "Something casts buffers after the model was built: look at data_types.buffer_dtype in "
+    "DeepSpeed's config, at buffer_dtype in FSDP's mixed precision, and for .to(dtype) in code of "
+    "your own."
 )
 
 
 def wrong_in(trainer: HasModels) -> list[str]:
     """`wrong_buffers` of a trainer's policy and, where there is one, of its reference model."""
     models = {"policy": trainer.model, "reference": trainer.ref_model}
-    return [f"{role}: {line}" for role, model in models.items() if model is not None for line in wrong_buffers(model)]
+    return [
+        f"{role}: {line}"
+        for role, model in models.items()
+        if model is not None
+        for line in wrong_buffers(model)
+    ]
 
 
 def _computed_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
@@ -95,7 +114,8 @@ def _computed_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | 
         }
         right: dict[str, Tensor] = {}
         config = getattr(module, "config", None)
-        # A module with parameters would be a part of the model, or all of it; others may need more than a config.
+        # A module with parameters would be a part of the model, or all of it; others may need more
+        # than a config.
         if computed and config is not None and next(module.parameters(), None) is None:
             with torch.device("cpu"), suppress(TypeError):
                 right = dict(type(module)(config).named_buffers(recurse=False))

@@ -17,10 +17,11 @@ from adora_vl.models.load import auto_class, load_config
 from adora_vl.utils import compat
 from adora_vl.utils.errors import UserError, did_you_mean
 
-SHAPES = Path(__file__).with_name("shapes")  # the public config.json of the models in our recipes, for planning offline
+# the public config.json of the models in our recipes, for planning offline
+SHAPES = Path(__file__).with_name("shapes")
 
-# Of a pass of a frozen vision tower: enough to keep a GPU busy. All images of a generation at once took 14 GiB (128
-# rollouts with an image of 1,280 tokens each, for the 7B model).
+# Of a pass of a frozen vision tower: enough to keep a GPU busy. All images of a generation at once
+# took 14 GiB (128 rollouts with an image of 1,280 tokens each, for the 7B model).
 PATCHES_A_PASS = 16_000
 
 
@@ -40,7 +41,9 @@ class Tower:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Numbers of parameters by component, and the two towers (`vision` is None for a text-only model)."""
+    """Numbers of parameters by component, and the two towers (`vision` is None for a text-only
+    model).
+    """
 
     parameters: dict[str, int]
     trainable: dict[str, int]
@@ -48,7 +51,9 @@ class ModelShape:
     vocabulary: int
     tied: bool
     weight_bytes: int  # per parameter, in the model's own dtype
-    largest_tensor: int  # parameters of the largest one: what is gathered whole while weights are synced
+    largest_tensor: (
+        int  # parameters of the largest one: what is gathered whole while weights are synced
+    )
     head_is_trained: bool
     adapters: bool = False
     adapted: int = 0  # values per token that the adapted projections of a decoder layer read
@@ -58,7 +63,8 @@ class ModelShape:
     patch: int = 14  # pixels of a patch's side
     merge: int = 2  # patches of an image token's side
     deepstack: int = 0  # layers of the language model behind which vision features enter once more
-    patch_values: int = 1176  # float32 values of a patch in `pixel_values`: 3 channels x 2 frames x 14 x 14
+    # float32 values of a patch in `pixel_values`: 3 channels x 2 frames x 14 x 14
+    patch_values: int = 1176
 
     @property
     def total(self) -> int:
@@ -78,9 +84,11 @@ class ModelShape:
         return (self.patch * self.merge) ** 2
 
 
-def config_for_planning(name: str, revision: str | None = None) -> tuple[PretrainedConfig, str | None]:
-    """The config of a model folder or hub id, and a note if it is the one that ships with this package. Raises
-    `UserError` as `load_config` does, where none of that name ships.
+def config_for_planning(
+    name: str, revision: str | None = None
+) -> tuple[PretrainedConfig, str | None]:
+    """The config of a model folder or hub id, and a note if it is the one that ships with this
+    package. Raises `UserError` as `load_config` does, where none of that name ships.
     """
     try:
         return load_config(name, revision), None
@@ -88,35 +96,50 @@ def config_for_planning(name: str, revision: str | None = None) -> tuple[Pretrai
         shipped = SHAPES / name.rpartition("/")[2]
         if Path(name).is_dir() or not (shipped / "config.json").is_file():
             raise
-        return load_config(str(shipped)), f"the config of {name} is the one that ships here; the hub was not reached"
+        return load_config(
+            str(shipped)
+        ), f"the config of {name} is the one that ships here; the hub was not reached"
 
 
 def describe(
-    config: PretrainedConfig, *, dtype: str | None = None, frozen: Sequence[str] = (), peft_config: Any = None,
+    config: PretrainedConfig,
+    *,
+    dtype: str | None = None,
+    frozen: Sequence[str] = (),
+    peft_config: Any = None,
     four_bit_bytes: float = 0.0,
-) -> ModelShape:  # fmt: skip
-    """The shape of a policy as it will be trained: `frozen` components, LoRA from `peft_config`, layers in 4 bits where
-    `four_bit_bytes` says what a parameter of theirs takes. The modules are built on torch's meta device, so nothing is
-    allocated. A family that is not in the table has no vision tower here.
+) -> ModelShape:
+    """The shape of a policy as it will be trained: `frozen` components, LoRA from `peft_config`,
+    layers in 4 bits where `four_bit_bytes` says what a parameter of theirs takes. The modules are
+    built on torch's meta device, so nothing is allocated. A family that is not in the table has no
+    vision tower here.
     """
     with compat.SHARDED_BUILD.replaced_by(None, on=deepspeed), torch.device("meta"):
         model = auto_class(config).from_config(config)
     layers = model.named_modules() if four_bit_bytes else ()
-    four_bit = sum(one.weight.numel() for name, one in layers if isinstance(one, nn.Linear) and in_four_bit(name))
+    four_bit = sum(
+        one.weight.numel()
+        for name, one in layers
+        if isinstance(one, nn.Linear) and in_four_bit(name)
+    )
     if peft_config is not None:
         from peft import get_peft_model
 
         _check_names(model, peft_config)
         with torch.device("meta"):  # PEFT writes into the config that it gets
             model = get_peft_model(model, deepcopy(peft_config), autocast_adapter_dtype=False)
-        refuse_tied_adapters(model)
+        refuse_embedding_adapters(model)
     freeze(model, frozen)
     counts, trained = (dict.fromkeys(COMPONENTS, 0) for _ in range(2))
     for name, parameter in model.named_parameters():
         counts[component_of(name)] += parameter.numel()
         trained[component_of(name)] += parameter.numel() * parameter.requires_grad
     head = model.get_output_embeddings().weight
-    first = (module for name, module in model.named_modules() if ".layers.0." in name and "visual" not in name)
+    first = (
+        module
+        for name, module in model.named_modules()
+        if ".layers.0." in name and "visual" not in name
+    )
     family = family_of(config)
     vision = getattr(config, "vision_config", None)  # whose fields are known where the family is
     return ModelShape(
@@ -137,20 +160,48 @@ def describe(
 
 
 def _check_names(model: Any, peft_config: Any) -> None:
-    """Raise `UserError` for a name in LoRA's lists that no module has. PEFT passes over it where another one fits."""
+    """Raise `UserError` for a name in LoRA's lists that no module has.
+
+    PEFT passes over it where another one fits.
+    """
     names = [name for name, _ in model.named_modules()]
     for key, wanted in (
-        ("lora_target_modules", peft_config.target_modules), ("lora_modules_to_save", peft_config.modules_to_save),
-    ):  # fmt: skip
+        ("lora_target_modules", peft_config.target_modules),
+        ("lora_modules_to_save", peft_config.modules_to_save),
+    ):
         for one in sorted(wanted) if isinstance(wanted, list | tuple | set) else ():
             if not any(name == one or name.endswith(f".{one}") for name in names):
                 close = did_you_mean(one, {name.rpartition(".")[2] for name in names})
                 raise UserError(f"{key}: {one!r} is no module of this model{close}")
 
 
+def refuse_embedding_adapters(model: Any) -> None:
+    """Raise `UserError` for a `PeftModel` whose embeddings have an adapter that would be lost."""
+    refuse_tied_adapters(model)
+    refuse_head_adapters(model)
+
+
+def refuse_head_adapters(model: Any) -> None:
+    """Raise `UserError` for a `PeftModel` with an adapter on its output embedding. TRL multiplies
+    the hidden states by the weight of that module alone, so the adapter would never be trained.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    base = model.get_base_model()
+    head = base.get_output_embeddings()
+    if not isinstance(head, BaseTunerLayer):
+        return
+    path = next(path for path, module in base.named_modules() if module is head)
+    name = path.rpartition(".")[2]
+    raise UserError(
+        f"lora_target_modules: {name!r} would never be trained, because log-probabilities are "
+        "computed from its weight without an adapter; leave it out"
+    )
+
+
 def refuse_tied_adapters(model: Any) -> None:
-    """Raise `UserError` for a `PeftModel` in which an adapter changes one of two tied embeddings: vLLM and a saved
-    model have one matrix for both uses, so it could be merged into neither.
+    """Raise `UserError` for a `PeftModel` in which an adapter changes one of two tied embeddings:
+    vLLM and a saved model have one matrix for both uses, so it could be merged into neither.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
@@ -160,47 +211,79 @@ def refuse_tied_adapters(model: Any) -> None:
         return
     for embedding in (base.get_input_embeddings(), base.get_output_embeddings()):
         if isinstance(embedding, BaseTunerLayer | ModulesToSaveWrapper):
-            name = next(name for name, module in base.named_modules() if module is embedding).rpartition(".")[2]
-            key = "lora_target_modules" if isinstance(embedding, BaseTunerLayer) else "lora_modules_to_save"
-            shares = f"{key}: {name!r} shares its weight with the other embedding (tie_word_embeddings: true)"
+            name = next(
+                name for name, module in base.named_modules() if module is embedding
+            ).rpartition(".")[2]
+            key = (
+                "lora_target_modules"
+                if isinstance(embedding, BaseTunerLayer)
+                else "lora_modules_to_save"
+            )
+            shares = (
+                f"{key}: {name!r} shares its weight with the other embedding "
+                "(tie_word_embeddings: true)"
+            )
             no_way = "so what it learns can be merged neither for the engine nor for a saved model"
             raise UserError(f"{shares}, {no_way}; leave it out")
 
 
 def is_dtype(name: str) -> bool:
     """Whether torch or Transformers has a dtype of this name."""
-    return name == "auto" or isinstance(getattr(torch, name.removeprefix("torch."), None), torch.dtype)
+    return name == "auto" or isinstance(
+        getattr(torch, name.removeprefix("torch."), None), torch.dtype
+    )
 
 
 def _dtype(name: str | None, config: PretrainedConfig) -> torch.dtype:
-    """The dtype by name. `auto` and None mean the dtype in the model's config, as in Transformers 5."""
+    """The dtype by name.
+
+    `auto` and None mean the dtype in the model's config, as in Transformers 5.
+    """
     named = config.dtype if name in (None, "auto") else name
     found = getattr(torch, str(named or "float32").removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise UserError(f"dtype: {name!r} is no dtype of torch; use bfloat16, float16, float32 or auto")
+        raise UserError(
+            f"dtype: {name!r} is no dtype of torch; use bfloat16, float16, float32 or auto"
+        )
     return found
 
 
 def _text_tower(config: Any, family: Family | None) -> Tower:
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_size = (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
     return Tower(
-        config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
-        head_size, config.intermediate_size, head_norms=family is not None and family.head_norms,
-    )  # fmt: skip
+        layers=config.num_hidden_layers,
+        width=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_size=head_size,
+        mlp_width=config.intermediate_size,
+        head_norms=family is not None and family.head_norms,
+    )
 
 
 def _seen(config: Any, family: Family) -> dict[str, Any]:
-    """The fields of a shape that are of the vision tower. In Qwen2-VL `hidden_size` is what leaves the tower, and
-    `embed_dim` its own width.
+    """The fields of a shape that are of the vision tower.
+
+    In Qwen2-VL `hidden_size` is what leaves the tower, and `embed_dim` its own width.
     """
     width = getattr(config, "embed_dim", None) or config.hidden_size
     tower = Tower(
-        config.depth, width, config.num_heads, config.num_heads, width // config.num_heads,
-        getattr(config, "intermediate_size", None) or int(width * config.mlp_ratio),
+        layers=config.depth,
+        width=width,
+        heads=config.num_heads,
+        kv_heads=config.num_heads,
+        head_size=width // config.num_heads,
+        mlp_width=getattr(config, "intermediate_size", None) or int(width * config.mlp_ratio),
         swiglu=family.vision is None or family.vision.swiglu,
-    )  # fmt: skip
+    )
     return {
-        "vision": tower, "patch": config.patch_size, "merge": config.spatial_merge_size,
+        "vision": tower,
+        "patch": config.patch_size,
+        "merge": config.spatial_merge_size,
         "deepstack": len(getattr(config, "deepstack_visual_indexes", ())),
-        "patch_values": getattr(config, "in_channels", 3) * config.temporal_patch_size * config.patch_size**2,
-    }  # fmt: skip
+        "patch_values": getattr(config, "in_channels", 3)
+        * config.temporal_patch_size
+        * config.patch_size**2,
+    }

@@ -1,16 +1,25 @@
-"""What one micro-batch holds from its forward to its backward pass, in bytes: layer by layer, and in the LM head."""
+"""The activations that one micro-batch holds from its forward to its backward pass, in bytes.
+
+They are counted layer by layer, and in the LM head.
+"""
 
 from dataclasses import dataclass
 
 from adora_vl.models.shape import ModelShape, Tower
 
 FLOAT = 4  # bytes of a float32
-TILE_TOKENS, TILE_VOCABULARY = 4096, 32768  # TOKEN_CHUNK_SIZE and _CHUNKED_LOGPROB_CHUNK_SIZE of TRL's LM head
+# TOKEN_CHUNK_SIZE and _CHUNKED_LOGPROB_CHUNK_SIZE of TRL's LM head
+TILE_TOKENS = 4096
+TILE_VOCABULARY = 32768
 
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Bytes of a number: `compute` in matrix products (autocast), `stream` in the residual stream and the weights."""
+    """Bytes of a number.
+
+    `compute` is that of matrix products (autocast), `stream` that of the residual stream and the
+    weights.
+    """
 
     compute: int
     stream: int
@@ -18,14 +27,15 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass sees; every sequence as long as the longest, since they are padded."""
+    """One forward pass: every sequence is as long as the longest, since they are padded."""
 
     sequences: int
     prompt_tokens: int  # with the image tokens
     completion_tokens: int
     image_tokens: int = 0  # per sequence
     unit: int = 1  # sequences of one problem, for which its image is looked at once
-    packed: bool = False  # and which are one row, with their prompt once (`adora_vl.dedup.shared_prompt`)
+    # and which are one row, with their prompt once (`adora_vl.packing.shared_prompt`)
+    packed: bool = False
 
     @property
     def rows(self) -> int:
@@ -46,39 +56,64 @@ class MicroBatch:
 
 
 def _norms(width: int, dtypes: Dtypes) -> int:
-    """Two RMS norms, in bytes per token: the input in float32, the normalised one, what the next product reads."""
+    """Two RMS norms, in bytes per token.
+
+    Each keeps its input in float32, the normalised values, and what the next product reads.
+    """
     return 2 * width * (FLOAT + dtypes.stream + dtypes.compute)
 
 
 def _layer_norms(width: int, dtypes: Dtypes) -> int:
-    """Two layer norms, in bytes per token: the input, its mean and deviation, what the next product reads."""
+    """Two layer norms, in bytes per token.
+
+    Each keeps its input, mean and deviation, and what the next product reads.
+    """
     return 2 * (width * (dtypes.stream + dtypes.compute) + 2 * FLOAT)
 
 
 def _mlp(tower: Tower, dtypes: Dtypes) -> int:
-    """In bytes per token. SwiGLU: gate, its activation, up, and their product; else the GELU's input and its output."""
+    """An MLP, in bytes per token.
+
+    SwiGLU keeps the gate, its activation, the up projection and their product; a plain MLP the
+    input and the output of its GELU.
+    """
     return (4 if tower.swiglu else 2) * tower.mlp_width * dtypes.compute
 
 
 def text_layer(tower: Tower, batch: MicroBatch, dtypes: Dtypes, *, masked: bool) -> int:
-    """What one decoder layer saves, in bytes. `masked`: SDPA with a padding mask. Then keys and values are repeated for
-    every head (one head is a view), and each layer turns the boolean mask into numbers of its own, (B, 1, T, T).
+    """What one decoder layer saves, in bytes.
+
+    `masked`: SDPA with a padding mask. Then keys and values are repeated for every head (one head
+    is a view), and each layer turns the boolean mask into numbers of its own, (B, 1, T, T).
     """
     queries = tower.heads * tower.head_size
     keys = queries if masked and tower.kv_heads > 1 else tower.kv_heads * tower.head_size
-    attention = 2 * (queries + keys) * dtypes.compute + tower.heads * FLOAT  # q, out, k, v, logsumexp
-    if tower.head_norms:  # their input in float32 and the normalised one; the queries may be fewer than repeated keys
-        attention += (tower.heads + tower.kv_heads) * (tower.head_size * (FLOAT + dtypes.stream) + FLOAT)
+    # q, out, k, v, logsumexp
+    attention = 2 * (queries + keys) * dtypes.compute + tower.heads * FLOAT
+    # their input in float32 and the normalised one; the queries may be fewer than repeated keys
+    if tower.head_norms:
+        attention += (tower.heads + tower.kv_heads) * (
+            tower.head_size * (FLOAT + dtypes.stream) + FLOAT
+        )
     mask = batch.rows * batch.length**2 * dtypes.compute if masked else 0
-    # each rollout of a shared prompt attends to keys and values of its own: the prompt's, repeated, and its own
-    repeated = batch.sequences * (batch.prompt_tokens + batch.completion_tokens) if batch.packed else 0
+    # each rollout of a shared prompt attends to keys and values of its own: the prompt's, repeated,
+    # and its own
+    repeated = (
+        batch.sequences * (batch.prompt_tokens + batch.completion_tokens) if batch.packed else 0
+    )
     joined = repeated * 2 * tower.kv_heads * tower.head_size * dtypes.compute
-    return batch.tokens * (_norms(tower.width, dtypes) + attention + _mlp(tower, dtypes)) + mask + joined
+    return (
+        batch.tokens * (_norms(tower.width, dtypes) + attention + _mlp(tower, dtypes))
+        + mask
+        + joined
+    )
 
 
 def mask_bytes(batch: MicroBatch, dtypes: Dtypes, *, accelerator: bool) -> int:
-    """A padding mask beside what the layers save of it: the boolean one, which lasts as long as the pass, and on a GPU
-    the numbers of the present layer once more, in rows of a multiple of 16 as the memory-efficient kernel wants them.
+    """A padding mask in bytes, beside what the layers save of it.
+
+    The boolean mask lasts as long as the pass. On a GPU there are also the numbers of the present
+    layer once more, in rows of a multiple of 16 as the memory-efficient kernel wants them.
     """
     pairs = batch.rows * batch.length**2
     aligned = batch.rows * batch.length * (-(-batch.length // 16) * 16)
@@ -86,18 +121,24 @@ def mask_bytes(batch: MicroBatch, dtypes: Dtypes, *, accelerator: bool) -> int:
 
 
 def vision_layer(tower: Tower, patches: int, dtypes: Dtypes) -> int:
-    """What one block of the vision tower saves, in bytes. Attention keeps the fused q/k/v (v is a view into it),
-    rotated q and k, the output of each window and all of them joined.
+    """What one block of the vision tower saves, in bytes.
+
+    Attention keeps the fused q/k/v (v is a view into it), rotated q and k, the output of each
+    window and all of them joined.
     """
+    norms = _norms(tower.width, dtypes) if tower.swiglu else _layer_norms(tower.width, dtypes)
     return patches * (
-        (_norms if tower.swiglu else _layer_norms)(tower.width, dtypes) + (3 + 2 + 1 + 1) * tower.width * dtypes.compute
-        + tower.heads * FLOAT + _mlp(tower, dtypes)
-    )  # fmt: skip
+        norms
+        + (3 + 2 + 1 + 1) * tower.width * dtypes.compute
+        + tower.heads * FLOAT
+        + _mlp(tower, dtypes)
+    )
 
 
 def merger(tower: Tower, patches: int, dtypes: Dtypes, deepstack: int = 0) -> int:
-    """Saved by the projector: its norm over patches, and the inputs of two products and the GELU between them. The
-    mergers of deepstack features save the same, but for the input of their norm, which the next block keeps.
+    """Saved by the projector: its norm over patches, and the inputs of two products and the GELU
+    between them. The mergers of deepstack features save the same, but for the input of their norm,
+    which the next block keeps.
     """
     norm = (FLOAT if tower.swiglu else 0) + dtypes.stream
     return patches * tower.width * (norm + 3 * (1 + deepstack) * dtypes.compute)
@@ -105,7 +146,10 @@ def merger(tower: Tower, patches: int, dtypes: Dtypes, deepstack: int = 0) -> in
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes that stay from the forward to the backward pass, and the most that one layer adds while it goes back."""
+    """Bytes that stay from the forward to the backward pass.
+
+    Beside them stands the most that one layer adds during its backward.
+    """
 
     text: int
     vision: int
@@ -113,41 +157,71 @@ class Saved:
     layer_gradients: int  # of one layer's inner values, while they are alive
 
 
-def saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, checkpointing: bool, masked: bool = True) -> Saved:
-    """What is kept of one micro-batch. A frozen vision tower keeps nothing, unless gradient checkpointing is on."""
-    text, eye = shape.text, shape.vision
-    # Adapters are in float32, and peft casts what they read; beside a layer in 4 bits it leaves that to autocast
+def saved(
+    shape: ModelShape,
+    batch: MicroBatch,
+    dtypes: Dtypes,
+    *,
+    checkpointing: bool,
+    masked: bool = True,
+) -> Saved:
+    """What is kept of one micro-batch.
+
+    A frozen vision tower keeps nothing, unless gradient checkpointing is on.
+    """
+    text = shape.text
+    eye = shape.vision
+    # Adapters are in float32, and peft casts what they read; beside a layer in 4 bits it leaves
+    # that to autocast
     casts = shape.adapters and dtypes.compute < FLOAT and not shape.four_bit
-    # Each then keeps an input of its own. Two norms' outputs and SwiGLU's product are counted by `text_layer` already.
+    # Each then keeps an input of its own. Two norms' outputs and SwiGLU's product are counted by
+    # `text_layer` already.
     inputs = max(0, shape.adapted - 2 * text.width - text.mlp_width) if casts else 0
-    one_text = text_layer(text, batch, dtypes, masked=masked) + batch.tokens * inputs * dtypes.compute
+    one_text = (
+        text_layer(text, batch=batch, dtypes=dtypes, masked=masked)
+        + batch.tokens * inputs * dtypes.compute
+    )
     stream = batch.tokens * text.width * dtypes.stream
     final_norm = batch.tokens * text.width * (FLOAT + dtypes.stream)
     text_bytes = text.layers * (stream if checkpointing else one_text) + final_norm
-    # SwiGLU goes back with the gradients of its product, of one factor and of the residual stream, after its product is
-    # released. An adapter that reads the product holds it beside a copy in float32.
+    # SwiGLU goes back with the gradients of its product, of one factor and of the residual stream,
+    # after its product is released. An adapter that reads the product holds it beside a copy in
+    # float32.
     gradients = batch.tokens * ((3 if casts else 2) * text.mlp_width + text.width) * dtypes.compute
-    if shape.four_bit:  # base and adapter each have a gradient of the product, then there is the sum; or a whole weight
+    # base and adapter each have a gradient of the product, then there is the sum; or a whole weight
+    if shape.four_bit:
         product = batch.tokens * text.mlp_width * dtypes.compute
-        gradients = product + max(product, (batch.tokens + text.mlp_width) * text.width * dtypes.compute)
+        gradients = product + max(
+            product, (batch.tokens + text.mlp_width) * text.width * dtypes.compute
+        )
     vision_bytes, one_block = 0, 0
     patches = batch.patches(shape.merge)
     if eye is not None and patches:
         trained = shape.trainable["vision_tower"] > 0
-        # Transformers makes the patch embeddings require a gradient where it checkpoints, frozen or not
+        # Transformers makes the patch embeddings require a gradient where it checkpoints, frozen or
+        # not
         reached = trained or checkpointing
         if reached:
             one_block = vision_layer(eye, patches, dtypes)
-            vision_bytes = eye.layers * (patches * eye.width * dtypes.stream if checkpointing else one_block)
+            vision_bytes = eye.layers * (
+                patches * eye.width * dtypes.stream if checkpointing else one_block
+            )
         if trained:  # the pixels themselves are an input; a copy in another dtype is not
-            vision_bytes += patches * shape.patch_values * (dtypes.compute if dtypes.compute != FLOAT else 0)
+            vision_bytes += (
+                patches * shape.patch_values * (dtypes.compute if dtypes.compute != FLOAT else 0)
+            )
         if shape.trainable["projector"]:
-            vision_bytes += merger(eye, patches, dtypes, shape.deepstack)
+            vision_bytes += merger(eye, patches=patches, dtypes=dtypes, deepstack=shape.deepstack)
             if not reached:  # then no block keeps what the norms of the deepstack features read
                 vision_bytes += shape.deepstack * patches * eye.width * dtypes.stream
         elif reached:  # the norm's input and the GELU's
             vision_bytes += patches * eye.width * (FLOAT + dtypes.compute)
-    return Saved(text_bytes, vision_bytes, max(one_text, one_block) if checkpointing else 0, gradients)
+    return Saved(
+        text=text_bytes,
+        vision=vision_bytes,
+        recomputed=max(one_text, one_block) if checkpointing else 0,
+        layer_gradients=gradients,
+    )
 
 
 def head_saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, compact: bool) -> int:
@@ -156,11 +230,13 @@ def head_saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, compact:
 
 
 def head_transient(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, compact: bool) -> int:
-    """The most that the LM head's backward holds on top: one tile of logits, the float32 gradients of hidden states
-    and, where the head is trained, of its weight, with their copies in the model's dtype. `compact`: on a GPU only
-    completion tokens are scored, in the tile itself; elsewhere all are, with eight float32 values of the tile at once.
+    """The most that the LM head's backward holds on top: one tile of logits, the float32 gradients
+    of hidden states and, where the head is trained, of its weight, with their copies in the model's
+    dtype. `compact`: on a GPU only completion tokens are scored, in the tile itself; elsewhere all
+    are, with eight float32 values of the tile at once.
     """
-    tokens, width = _scored(batch, compact), shape.text.width
+    tokens = _scored(batch, compact)
+    width = shape.text.width
     rows = min(tokens, TILE_TOKENS)
     tile = rows * TILE_VOCABULARY * dtypes.compute
     if not compact:

@@ -1,4 +1,8 @@
-"""`python -m adora_vl.train --config FILE --dry-run`: what a run will do and whether it fits, without weights."""
+"""The dry run: `python -m adora_vl.train --config FILE --dry-run`.
+
+It prints what a run would do (batches, prompts, learning rate) and whether it fits into memory and
+on disk, without loading a weight. It makes the same checks as a run, in the same order.
+"""
 
 import json
 import math
@@ -14,25 +18,24 @@ from trl import ModelConfig
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.config.batch_plan import regroup_obstacle
 from adora_vl.config.checks import ANY_LENGTH, is_curve, schedule_of
-from adora_vl.config.reading import Given
-from adora_vl.config.where import DryRunOptions, Sharding
+from adora_vl.config.command import CliArgs
+from adora_vl.config.run_context import DryRunOptions, Sharding
 from adora_vl.data.dataset import example_row, row_count
 from adora_vl.data.prompt_lengths import ContextLimit, LengthCheck, Measured, sizes_in
-from adora_vl.data.prompts import Message, as_text, conversation_with_images, template
+from adora_vl.data.prompts import Message, as_text, conversation_with_images, shown_lines, template
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.models.shape import ModelShape
 from adora_vl.planning import memory
 from adora_vl.planning.activations import MicroBatch
 from adora_vl.planning.memory import MOST_IMAGE_TOKENS, Engine, Setup, Sharing
 from adora_vl.planning.memory_report import memory_lines
+from adora_vl.preflight.resolved_run import ResolvedRun
 from adora_vl.prepare import prepare_on_paper
 from adora_vl.rollout.engine_settings import engine_dtype
-from adora_vl.start.checked import Checked
 from adora_vl.utils.cli import amount, plain, quantile, section, spelled
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import GIB, check_folder, check_json, replace_file, written_to
-from adora_vl.utils.hidden import masked
-from data_prep.survey import shown_lines
+from adora_vl.utils.secrets import masked
 
 ASSUMED_CARD_GIB = 80.0
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -40,69 +43,103 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Plan:
-    """A run on paper. `card` is bytes of one GPU, or of this machine for a run on its CPU."""
+    """A run on paper: what was checked, measured and predicted before a weight is loaded."""
 
-    run: Checked
+    run: ResolvedRun
     script: AdoraScriptArguments
     lengths: Measured
-    rows: int | None  # that the run trains on; None where the data are not here
+    rows: int | None
+    """Rows that the run trains on; None where the dataset is not on this machine."""
     setup: Setup
     card: int
+    """Bytes of memory of one GPU, or one process's share of this machine for a run on its CPU."""
     card_name: str
     notes: list[str]
 
     @property
     def limit(self) -> ContextLimit | None:
-        """None where it is not known, or image tokens cannot be counted."""
+        """What bounds prompt and answer together; None where it is unknown or images have no count."""
         return self.run.overlong.limit
 
     @property
     def checks(self) -> list[LengthCheck]:
-        """The prompts of training and evaluations, before any are left out; [] where not known."""
+        """The length checks of training and evaluation prompts, before any prompt is left out."""
         return self.run.overlong.checks if self.rows is not None else []
 
     @property
     def image_room(self) -> int:
-        """The image tokens for which the limit has room beside the longest text and a whole answer; below 1: none."""
+        """Image tokens that fit beside the longest text and a whole answer.
+
+        Below 1 there is no room for any image.
+        """
         if self.limit is None:
             return MOST_IMAGE_TOKENS
         return self.limit.tokens - self.limit.needed(self.lengths.longest_text)
 
 
-def make_plan(given: Given, options: DryRunOptions) -> Plan:
-    """Everything that a run checks before it loads weights, and its lengths and memory. Raises `UserError`."""
-    run = prepare_on_paper(given, options)
-    script, lengths, sharding = run.script, run.lengths, run.where.sharding
-    assert script is not None and lengths is not None, "a dry run has the keys of a command, and measures"
+def make_plan(command: CliArgs, options: DryRunOptions) -> Plan:
+    """Make every check that a run makes before it loads weights, and predict lengths and memory.
+
+    Raises `UserError` with the line that a run would stop with.
+    """
+    run = prepare_on_paper(command, options)
+    script = run.script
+    lengths = run.lengths
+    sharding = run.where.sharding
+    assert script is not None and lengths is not None, (
+        "a dry run has the keys of a command, and measures"
+    )
     notes = [*run.notes, *_mixture(run), *_larger_pictures(run)]
     if family_of(run.model_config) is None and sees_images(run.model_config):
         notes.append(
-            f"the images of model_type {run.model_config.model_type} are counted as those of Qwen2.5-VL, and what its "
-            "vision tower keeps for the backward pass is not in the prediction"
+            f"the images of model_type {run.model_config.model_type} are counted as those of "
+            "Qwen2.5-VL, and what its vision tower keeps for the backward pass is not in the "
+            "prediction"
         )
-    setup = make_setup(run.config, run.model, run.shape, sharding, lengths)
+    setup = make_setup(
+        run.config, model=run.model, shape=run.shape, sharding=sharding, lengths=lengths
+    )
     rows = len(run.dataset) if run.dataset is not None else None
-    return Plan(run, script, lengths, rows, setup, *_card(options, run.config, sharding.local_processes), notes)
+    return Plan(
+        run,
+        script,
+        lengths,
+        rows,
+        setup,
+        *_card(options, run.config, sharding.local_processes),
+        notes,
+    )
 
 
-def _mixture(run: Checked) -> list[str]:
+def _mixture(run: ResolvedRun) -> list[str]:
     if run.dataset is None or run.script is None or len(run.data) == 1:
         return []
-    split, shares = run.script.dataset_train_split, run.script.adora_mixture
-    parts = [f"{Path(folder).name} {amount(row_count(Path(folder), split), 'row')}" for folder in run.data]
+    split = run.script.dataset_train_split
+    shares = run.script.adora_mixture
+    parts = [
+        f"{Path(folder).name} {amount(row_count(Path(folder), split), 'row')}"
+        for folder in run.data
+    ]
     if shares is not None:
         parts = [f"{part} at {share:.0%}" for part, share in zip(parts, shares, strict=True)]
-    return [f"{len(parts)} data sets are mixed into {len(run.dataset)} rows per epoch: {', '.join(parts)}"]
+    return [
+        f"{len(parts)} data sets are mixed into {len(run.dataset)} rows per epoch: "
+        f"{', '.join(parts)}"
+    ]
 
 
-def _larger_pictures(run: Checked) -> list[str]:
-    """Where the model may zoom: whether there is more to be seen."""
+def _larger_pictures(run: ResolvedRun) -> list[str]:
+    """Say how many pictures have more pixels than the model sees, if the model may zoom."""
     if run.dataset is None or "zoom" not in run.tools.functions:
         return []
     sizes = [size for row in sizes_in(run.dataset.data.table) for size in row if size is not None]
     larger = sum(wide * high > run.overlong.pixels.high for wide, high in sizes)
-    nothing = "" if larger else ", so zoom shows nothing new; prepare the data with a larger --max-pixels"
-    return [f"{larger} of {amount(len(sizes), 'picture')} are larger than the model sees them{nothing}"]
+    nothing = (
+        "" if larger else ", so zoom shows nothing new; prepare the data with a larger --max-pixels"
+    )
+    return [
+        f"{larger} of {amount(len(sizes), 'picture')} are larger than the model sees them{nothing}"
+    ]
 
 
 def _card(options: DryRunOptions, config: AdoraGRPOConfig, processes: int) -> tuple[int, str]:
@@ -115,20 +152,33 @@ def _card(options: DryRunOptions, config: AdoraGRPOConfig, processes: int) -> tu
         return memory, f"a process's share of this machine's memory, {memory / GIB:.0f} GiB"
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        return int(properties.total_memory), f"{properties.name}, {properties.total_memory / GIB:.0f} GiB"
-    assumed_card = f"a card of {ASSUMED_CARD_GIB:g} GiB (no GPU is visible here; --card-gib says another size)"
+        return int(
+            properties.total_memory
+        ), f"{properties.name}, {properties.total_memory / GIB:.0f} GiB"
+    assumed_card = (
+        f"a card of {ASSUMED_CARD_GIB:g} GiB (no GPU is visible here; --card-gib says another size)"
+    )
     return int(ASSUMED_CARD_GIB * GIB), assumed_card
 
 
 def make_setup(
-    config: AdoraGRPOConfig, model: ModelConfig, shape: ModelShape, sharding: Sharding, lengths: Measured
+    config: AdoraGRPOConfig,
+    model: ModelConfig,
+    shape: ModelShape,
+    sharding: Sharding,
+    lengths: Measured,
 ) -> Setup:
-    """What memory depends on. Prompts are taken to be as long as the longest, completions as the limit allows."""
+    """Collect everything that the memory prediction depends on.
+
+    Every prompt is taken to be as long as the longest one, and every completion as long as
+    `max_completion_length`: the worst micro-batch that the run can meet.
+    """
     prompt, image = lengths.longest
     mixed = bool(config.bf16 or config.fp16)
     sequences = config.per_device_train_batch_size
     generation = sequences * config.steps_per_generation
-    engine, dtype = None, engine_dtype(config)
+    engine = None
+    dtype = engine_dtype(config)
     if config.use_vllm and config.vllm_mode == "colocate":
         engine = Engine(
             utilization=config.vllm_gpu_memory_utilization,
@@ -137,15 +187,25 @@ def make_setup(
             max_sequences=generation * config.vllm_tensor_parallel_size,
             tensor_parallel=config.vllm_tensor_parallel_size,
             sleep=config.vllm_enable_sleep_mode,
-            cpu_cache=int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB) if config.use_cpu else None,
+            cpu_cache=int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB)
+            if config.use_cpu
+            else None,
         )
     cached = config.own("cache_images")
-    shares = cached and not regroup_obstacle(config)  # else the rollouts of a group lie in any micro-batch
-    sharing = Sharing(cached, shares and config.own("share_vision"), shares and config.own("share_prompt"))
+    # else the rollouts of a group lie in any micro-batch
+    shares = cached and not regroup_obstacle(config)
+    sharing = Sharing(
+        cached, shares and config.own("share_vision"), shares and config.own("share_prompt")
+    )
     return Setup(
         shape=shape,
         sharding=sharding,
-        batch=MicroBatch(sequences, prompt, config.max_completion_length, image if shape.vision else 0),
+        batch=MicroBatch(
+            sequences=sequences,
+            prompt_tokens=prompt,
+            completion_tokens=config.max_completion_length,
+            image_tokens=image if shape.vision else 0,
+        ),
         generation=generation,
         generations=config.num_generations,
         sharing=sharing,
@@ -160,26 +220,38 @@ def make_setup(
     )
 
 
-def learning_rates(config: Any, updates: int | None) -> dict[str, float]:
-    """The rate at the first, the middle and the last update; {} for a schedule that depends on the training."""
+def learning_rates(config: AdoraGRPOConfig, updates: int | None) -> dict[str, float]:
+    """The learning rate at the first, the middle and the last update.
+
+    The result is empty for a schedule that depends on the training, such as reduce_lr_on_plateau.
+    """
     total = updates or ANY_LENGTH
     schedule = schedule_of(config, total)
     if not is_curve(schedule):
         return {}
     places = {"first": 0, "middle": total // 2, "last": total - 1}
-    return {name: config.learning_rate * schedule.lr_lambdas[0](step) for name, step in places.items()}
+    return {
+        name: config.learning_rate * schedule.lr_lambdas[0](step) for name, step in places.items()
+    }
 
 
-def learning_rate_line(config: Any, updates: int | None) -> str:
-    rates, schedule = learning_rates(config, updates), spelled(config.lr_scheduler_type)
+def learning_rate_line(config: AdoraGRPOConfig, updates: int | None) -> str:
+    rates = learning_rates(config, updates)
+    schedule = spelled(config.lr_scheduler_type)
     if not rates:
         return f"Learning rate: {schedule} from {config.learning_rate:g} on, as the training goes."
     places = {"first": "at the first update", "middle": "half-way", "last": "at the last"}
-    return f"Learning rate: {schedule}, {', '.join(f'{rates[at]:.3g} {words}' for at, words in places.items())}."
+    return (
+        f"Learning rate: {schedule}, "
+        f"{', '.join(f'{rates[at]:.3g} {words}' for at, words in places.items())}."
+    )
 
 
 def prompt_lines(plan: Plan) -> list[str]:
-    """The prompt of a row, with choices if there is one; no line where a data set is not here."""
+    """One whole prompt as the model reads it, of a row with choices if there is one.
+
+    There is no line where the dataset is not on this machine.
+    """
     if not plan.rows:
         return []
     script = plan.script
@@ -187,46 +259,64 @@ def prompt_lines(plan: Plan) -> list[str]:
     rows = [row for folder in folders if (row := example_row(folder, [script.dataset_train_split]))]
     row = next((row for row in rows if row.get("choices")), rows[0])
     problem = template(script.adora_prompt)(row) if script.adora_prompt else row["problem"]
-    text = _rendered(plan, conversation_with_images(problem, len(row["images"] or []), plan.run.system_prompt))
+    text = _rendered(
+        plan, conversation_with_images(problem, len(row["images"] or []), plan.run.system_prompt)
+    )
     return section(f"One whole prompt, of {row['id']}", shown_lines(text))
 
 
 def _rendered(plan: Plan, messages: list[Message]) -> str:
-    """By the model's own chat template; by roles where the processor is not here."""
+    """Render messages with the model's chat template, or by roles where there is no processor."""
     if plan.run.processor is None:
         return as_text(messages)
     try:
-        return str(plan.run.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    except ValueError:  # it has no template
+        return str(
+            plan.run.processor.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
+            )
+        )
+    except ValueError:  # the processor has no chat template
         return as_text(messages)
 
 
 def _keys(plan: Plan) -> Iterator[tuple[Field[Any], Any, bool]]:
-    """Each key with its value, in the order of the dataclasses, and whether that is the default."""
+    """Yield each key's field, its value, and whether that is the default, in declared order."""
     for keys in (plan.script, plan.run.config, plan.run.model):
         for field in fields(keys):
-            value, default = getattr(keys, field.name), field.default
+            value = getattr(keys, field.name)
+            default = field.default
             if default is MISSING:
                 default = None if field.default_factory is MISSING else field.default_factory()
             yield field, plain(getattr(value, "value", value)), value == default
 
 
-def changed_keys(plan: Plan, given: Collection[str]) -> dict[str, Any]:
-    """What the user set to something else than the default, without secrets."""
-    return dict(masked({key.name: value for key, value, same in _keys(plan) if key.name in given and not same}))
+def changed_keys(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
+    """The keys that the user set to something else than the default, with secrets masked.
+
+    `set_keys`: names of all keys in the file and on the command line.
+    """
+    changed = {
+        key.name: value
+        for key, value, is_default in _keys(plan)
+        if key.name in set_keys and not is_default
+    }
+    return dict(masked(changed))
 
 
-def config_lines(plan: Plan, given: Collection[str]) -> list[str]:
-    """`key: value` of what differs from the defaults."""
-    changed = changed_keys(plan, given)
+def config_lines(plan: Plan, set_keys: Collection[str]) -> list[str]:
+    """A line `key: value` for each key that differs from its default."""
+    changed = changed_keys(plan, set_keys)
     width = max(map(len, changed), default=0) + 2
     lines = [f"{key + ':':{width}} {value}" for key, value in changed.items()]
-    return section("Config, where it differs from the defaults (--write-config FILE: all of it)", lines)
+    return section(
+        "Config, where it differs from the defaults (--write-config FILE: all of it)", lines
+    )
 
 
 def steps_of(plan: Plan) -> tuple[int | None, int | None]:
-    """Optimizer steps of an epoch and of the run; None where the number of rows is not known."""
-    batches, config = plan.run.plan, plan.run.config
+    """Optimizer steps of an epoch and of the whole run; None where they are not known."""
+    batches = plan.run.plan
+    config = plan.run.config
     fixed = config.max_steps if config.max_steps > 0 else None
     if plan.rows is None:
         return None, fixed
@@ -236,34 +326,55 @@ def steps_of(plan: Plan) -> tuple[int | None, int | None]:
 
 
 def batch_lines(plan: Plan) -> list[str]:
-    batches, config, processes = plan.run.plan, plan.run.config, plan.setup.sharding.processes
-    local, prompts = config.per_device_train_batch_size, batches.prompts_per_generation
+    batches = plan.run.plan
+    config = plan.run.config
+    processes = plan.setup.sharding.processes
+    local = config.per_device_train_batch_size
+    prompts = batches.prompts_per_generation
     lines = [
-        f"{amount(prompts, 'prompt')} {'is' if prompts == 1 else 'are'} sampled together, {config.num_generations} "
-        f"rollouts of each: {batches.generation_batch} rollouts per generation.",
+        f"{amount(prompts, 'prompt')} {'is' if prompts == 1 else 'are'} sampled together, "
+        f"{config.num_generations} rollouts of each: {batches.generation_batch} rollouts per "
+        "generation.",
         f"They are learned from in micro-batches of {local} sequences on each of {processes} "
         f"process{'' if processes == 1 else 'es'} ({batches.global_batch} over all).",
-        f"Micro-batches an optimizer step: {config.gradient_accumulation_steps}, which are {batches.optimizer_batch} "
-        f"sequences. Optimizer steps a generation: {batches.updates_per_generation:g}.",
+        f"Micro-batches an optimizer step: {config.gradient_accumulation_steps}, which are "
+        f"{batches.optimizer_batch} sequences. Optimizer steps a generation: "
+        f"{batches.updates_per_generation:g}.",
     ]
     if processes > 1 or not config.use_cpu:  # a recipe for a CPU starts one
-        others = (replace(batches, processes=count) for count in (1, 2, 4, 8) if count != processes)
-        sizes = [f"{one.processes}: {one.generation_batch} rollouts and {one.optimizer_batch}" for one in others]
-        lines.append(f"With another --num_processes a generation and an optimizer step would have {'; '.join(sizes)}.")
+        alternatives = [
+            replace(batches, processes=count) for count in (1, 2, 4, 8) if count != processes
+        ]
+        sizes = [
+            f"{layout.processes}: {layout.generation_batch} rollouts and {layout.optimizer_batch}"
+            for layout in alternatives
+        ]
+        lines.append(
+            "With another --num_processes a generation and an optimizer step would have "
+            f"{'; '.join(sizes)}."
+        )
     epoch, total = steps_of(plan)
     rows = plan.rows
     if epoch is None:
-        known = f"max_steps says {total}." if total else "The length of the run is not known."
-        lines.append(f"The number of rows is not known, nor is the length of an epoch. {known}")
+        length = f"max_steps says {total}." if total else "The length of the run is not known."
+        lines.append(f"The number of rows is not known, nor is the length of an epoch. {length}")
     else:
-        left = (rows or 0) % batches.prompts_per_generation
-        dropped = f"; {left} rows wait for another epoch's order" if left else ""
+        remainder = (rows or 0) % batches.prompts_per_generation
+        dropped = f"; {remainder} rows wait for another epoch's order" if remainder else ""
         make = "makes" if rows == 1 else "make"
-        lines.append(f"{amount(rows or 0, 'row')} {make} {amount(epoch, 'optimizer step')} an epoch{dropped}.")
-        lines.append(f"The run takes {amount(total or 0, 'optimizer step')}, {(total or 0) / epoch:.3g} epochs.")
+        lines.append(
+            f"{amount(rows or 0, 'row')} {make} {amount(epoch, 'optimizer step')} an "
+            f"epoch{dropped}."
+        )
+        lines.append(
+            f"The run takes {amount(total or 0, 'optimizer step')}, {(total or 0) / epoch:.3g} "
+            "epochs."
+        )
     lines.append(learning_rate_line(config, total))
     if config.save_strategy == "steps":
-        lines.append(f"A checkpoint is saved every {amount(int(config.save_steps), 'optimizer step')}.")
+        lines.append(
+            f"A checkpoint is saved every {amount(int(config.save_steps), 'optimizer step')}."
+        )
     return section("Batches", lines)
 
 
@@ -272,87 +383,142 @@ def _spread(name: str, values: Sequence[int]) -> str:
 
 
 def length_lines(plan: Plan) -> list[str]:
-    """The spread of prompt lengths, and what becomes of those that meet a limit."""
-    lengths, config = plan.lengths, plan.run.config
+    """The spread of prompt lengths, and what happens to prompts that meet a limit."""
+    lengths = plan.lengths
+    config = plan.run.config
     lines = [f"{'tokens':14}{'min':>9}{'median':>9}{'95 %':>9}{'max':>9}"]
-    lines += [_spread("prompt", lengths.prompt), _spread("image", lengths.image), *limit_lines(plan)]
+    lines += [
+        _spread("prompt", lengths.prompt),
+        _spread("image", lengths.image),
+        *limit_lines(plan),
+    ]
     budget = config.adora_vllm_max_num_batched_tokens
     above = sum(length > budget for length in lengths.prompt)
     if config.use_vllm and above:
         lines.append(
-            f"{above} prompts exceed adora_vllm_max_num_batched_tokens: {budget}; raise it to {max(lengths.prompt)}."
+            f"{above} prompts exceed adora_vllm_max_num_batched_tokens: {budget}; raise it to "
+            f"{max(lengths.prompt)}."
         )
-    return section(f"Prompts ({amount(len(lengths.prompt), 'row')})" if plan.rows else "Prompts (assumed)", lines)
+    return section(
+        f"Prompts ({amount(len(lengths.prompt), 'row')})" if plan.rows else "Prompts (assumed)",
+        lines,
+    )
 
 
 def limit_lines(plan: Plan) -> list[str]:
-    """Which prompts leave no room for an answer, or too little."""
-    limit, longest = plan.limit, plan.lengths.longest[0]
+    """Say which prompts leave no room for an answer, or too little."""
+    limit = plan.limit
+    longest = plan.lengths.longest[0]
     if limit is None:
         return ["Whether they leave room for an answer is not known for this model."]
     if plan.rows is None:
-        return [f"{limit.name} leaves such a prompt {max(0, limit.tokens - longest)} tokens for its answer."]
+        return [
+            f"{limit.name} leaves such a prompt {max(0, limit.tokens - longest)} tokens for its "
+            "answer."
+        ]
     return [f"{line}." for check in plan.checks for line in check.notes() or [check.enough]]
 
 
 def disk_lines(plan: Plan) -> list[str]:
-    setup, config = plan.setup, plan.run.config
-    one = memory.checkpoint_of(config, setup.shape, setup.sharding, setup.batch.image_tokens)
-    kept = config.save_total_limit
+    setup = plan.setup
+    config = plan.run.config
+    checkpoint = memory.checkpoint_of(config, setup.shape, setup.sharding)
+    limit = config.save_total_limit
     _, total = steps_of(plan)
     if config.save_strategy != "steps":
         lines = ["No checkpoints on the way (save_strategy)."]
-    elif kept is None and total is None:
-        lines = [f"{one / GIB:.3g} GiB per checkpoint, without a limit to their number (save_total_limit)."]
+    elif limit is None and total is None:
+        lines = [
+            f"{checkpoint / GIB:.3g} GiB per checkpoint, without a limit to their number "
+            "(save_total_limit)."
+        ]
     else:
-        number = kept if kept is not None else math.ceil((total or 0) / int(config.save_steps))
-        folder = memory.run_bytes(one, setup.shape.total * setup.shape.weight_bytes, number)
-        lines = [f"{one / GIB:.3g} GiB per checkpoint, {folder / GIB:.3g} GiB for the run's folder at most."]
+        number = limit if limit is not None else math.ceil((total or 0) / int(config.save_steps))
+        folder = memory.run_bytes(checkpoint, setup.shape.total * setup.shape.weight_bytes, number)
+        lines = [
+            f"{checkpoint / GIB:.3g} GiB per checkpoint, {folder / GIB:.3g} GiB for the run's folder at "
+            "most."
+        ]
     return section("Disk", lines)
 
 
 def machine_lines(plan: Plan) -> list[str]:
     sharding = plan.setup.sharding
-    return section("Machines", [
-        f"{sharding.machines} machines with {sharding.local_processes} processes each, started by "
-        "setup/slurm/train.sbatch or setup/ssh/train.sh (docs/hardware.md).",
-        "output_dir must be on a disk that all of them share; the run does not start without one.",
-    ]) if sharding.machines > 1 else []  # fmt: skip
+    return (
+        section(
+            "Machines",
+            [
+                f"{sharding.machines} machines with {sharding.local_processes} processes each, "
+                "started by setup/slurm/train.sbatch or setup/ssh/train.sh (docs/hardware.md).",
+                "output_dir must be on a disk that all of them share; the run does not start "
+                "without one.",
+            ],
+        )
+        if sharding.machines > 1
+        else []
+    )
 
 
-def report(plan: Plan, given: Collection[str]) -> str:
+def report(plan: Plan, set_keys: Collection[str]) -> str:
+    """The whole dry run as text, section by section."""
     notes = section("Notes", [f"- {note}" for note in plan.notes]) if plan.notes else []
-    notes += section("Not known here", [f"- {line}" for line in plan.run.unknown]) if plan.run.unknown else []
+    notes += (
+        section("Not known here", [f"- {line}" for line in plan.run.unknown])
+        if plan.run.unknown
+        else []
+    )
     sections = (
-        config_lines(plan, given), machine_lines(plan), batch_lines(plan), length_lines(plan), memory_lines(plan),
+        config_lines(plan, set_keys),
+        machine_lines(plan),
+        batch_lines(plan),
+        length_lines(plan),
+        memory_lines(plan),
         disk_lines(plan),
-    )  # fmt: skip
+    )
     return "\n".join([line for section in sections for line in section] + notes)
 
 
-def dry_run(command: Given, options: DryRunOptions) -> int:
-    """Print what the command would do. Returns 0 if it would run, 1 if not; raises `UserError` as a run would."""
+def dry_run(command: CliArgs, options: DryRunOptions) -> int:
+    """Print what the command would do.
+
+    Returns the exit code: 0 if the run fits, 1 if not. Raises `UserError` as a run would.
+    """
     _check_outputs(options)
     plan = make_plan(command, options)
     if os.environ.get("RANK", "0") != "0":  # only the first process prints
         return 0
-    given = command.words
-    print("\n".join([report(plan, given), *prompt_lines(plan)]), flush=True)
+    set_keys = command.words
+    print("\n".join([report(plan, set_keys), *prompt_lines(plan)]), flush=True)
     if options.write_config is not None:
-        _write("--write-config", options.write_config, yaml.safe_dump(resolved(plan, given), sort_keys=False))
+        _write(
+            "--write-config",
+            options.write_config,
+            yaml.safe_dump(resolved(plan, set_keys), sort_keys=False),
+        )
     if options.json is not None:
-        _write("--json", options.json, json.dumps(figures(plan, given), indent=2, default=str) + "\n")
+        _write(
+            "--json",
+            options.json,
+            json.dumps(figures(plan, set_keys), indent=2, default=str) + "\n",
+        )
     return 0 if memory.fits(plan.setup, plan.card) else 1
 
 
 def _check_outputs(options: DryRunOptions) -> None:
     if options.json is not None:
-        check_json("--json", options.json, "the figures of a dry run", lambda figures: "peak_bytes" in figures)
+        check_json(
+            "--json",
+            path=options.json,
+            what="the figures of a dry run",
+            is_ours=lambda figures: "peak_bytes" in figures,
+        )
     config = options.write_config
     if config is not None:
         check_folder("--write-config", config.parent)
         if config.is_file() or config.is_dir():
-            raise UserError(f"--write-config: {str(config)!r} is there already; choose another name")
+            raise UserError(
+                f"--write-config: {str(config)!r} is there already; choose another name"
+            )
 
 
 def _write(option: str, path: Path, text: str) -> None:
@@ -360,14 +526,21 @@ def _write(option: str, path: Path, text: str) -> None:
         replace_file(path, text)
 
 
-def resolved(plan: Plan, given: Collection[str]) -> dict[str, Any]:
-    """Every key as `--config` reads it, changed ones first, without those that TRL and Transformers derive."""
-    everything = changed_keys(plan, given)
-    for key, value, same in _keys(plan):
-        if key.init and key.name not in everything and same:
+def resolved(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
+    """Every key as `--config` reads it, changed ones first.
+
+    Keys that TRL and Transformers derive from others are left out.
+    """
+    everything = changed_keys(plan, set_keys)
+    for key, value, is_default in _keys(plan):
+        if key.init and key.name not in everything and is_default:
             everything[key.name] = value
     # A key that is not set has no line, unless null is what the user set it to.
-    return {key: value for key, value in everything.items() if _is_plain(value) and (value is not None or key in given)}
+    return {
+        key: value
+        for key, value in everything.items()
+        if _is_plain(value) and (value is not None or key in set_keys)
+    }
 
 
 def _is_plain(value: Any) -> bool:
@@ -381,17 +554,24 @@ def _is_plain(value: Any) -> bool:
 _BATCHES = ("global_batch", "optimizer_batch", "generation_batch", "prompts_per_generation")
 
 
-def figures(plan: Plan, given: Collection[str]) -> dict[str, Any]:
-    """The same as the report, for a program."""
-    prediction, schedule = memory.predict(plan.setup, plan.card), spelled(plan.run.config.lr_scheduler_type)
-    (epoch, total), batches = steps_of(plan), plan.run.plan
+def figures(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
+    """The figures of the report as JSON for a program; sizes are in bytes."""
+    prediction = memory.predict(plan.setup, plan.card)
+    schedule = spelled(plan.run.config.lr_scheduler_type)
+    epoch, total = steps_of(plan)
+    batches = plan.run.plan
     return {
-        "changed": changed_keys(plan, given),
+        "changed": changed_keys(plan, set_keys),
         "batches": {
             **{name: getattr(batches, name) for name in _BATCHES},
-            "cycle_micro_batches": batches.cycle, "gradient_accumulation_steps": batches.accumulated,
+            "cycle_micro_batches": batches.cycle,
+            "gradient_accumulation_steps": batches.accumulated,
         },
-        "updates": {"a_generation": batches.updates_per_generation, "an_epoch": epoch, "total": total},
+        "updates": {
+            "a_generation": batches.updates_per_generation,
+            "an_epoch": epoch,
+            "total": total,
+        },
         "learning_rate": {"schedule": schedule, **learning_rates(plan.run.config, total)},
         "rows": plan.rows,
         "prompt_tokens": _spread_of(plan.lengths.prompt),
@@ -403,14 +583,19 @@ def figures(plan: Plan, given: Collection[str]) -> dict[str, Any]:
         "fits": memory.fits(plan.setup, plan.card),
         "proposed_vllm_gpu_memory_utilization": memory.proposed_utilization(plan.setup, plan.card),
         "largest_per_device_train_batch_size": memory.largest_batch(plan.setup, plan.card),
-        "largest_max_pixels": memory.largest_image_tokens(plan.setup, plan.card, max(0, plan.image_room))
+        "largest_max_pixels": memory.largest_image_tokens(
+            plan.setup, plan.card, max(0, plan.image_room)
+        )
         * plan.setup.shape.image_token_pixels,
         "notes": plan.notes,
         "unknown": plan.run.unknown,
-    }  # fmt: skip
+    }
 
 
 def _spread_of(values: Sequence[int]) -> dict[str, int]:
     return {
-        "min": min(values), "median": quantile(values, 0.5), "p95": quantile(values, 0.95), "max": max(values)
-    }  # fmt: skip
+        "min": min(values),
+        "median": quantile(values, 0.5),
+        "p95": quantile(values, 0.95),
+        "max": max(values),
+    }

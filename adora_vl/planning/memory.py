@@ -1,20 +1,24 @@
-"""How much memory and disk space a run will need, computed from shapes alone: pure formulas, each with its source."""
+"""The memory and disk space that a run will need, computed from shapes alone.
+
+Every function is a pure formula in bytes. Constants that no formula gives are marked as assumed.
+"""
 
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
+from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import unit_size
-from adora_vl.config.where import Sharding
-from adora_vl.dedup.shared_prompt import sharing_pays
+from adora_vl.config.run_context import Sharding
 from adora_vl.models.families import LANGUAGE_MODEL
 from adora_vl.models.shape import PATCHES_A_PASS, ModelShape
+from adora_vl.packing.shared_prompt import sharing_pays
 from adora_vl.planning import activations
 from adora_vl.planning.activations import FLOAT, Dtypes, MicroBatch
 from adora_vl.utils.files import GIB
 
-BUCKET = 500_000_000  # reduce_bucket_size, in parameters: allocated whole, however small the model is
+# reduce_bucket_size, in parameters: allocated whole, however small the model is
+BUCKET = 500_000_000
 LIVE_PARAMETERS = 1_000_000_000  # stage3_max_live_parameters: gathered for the layers at work
 SUB_GROUP = 1_000_000_000  # sub_group_size: what one part of the optimizer step turns into float32
 _ADAM = 2  # moments of a parameter
@@ -22,7 +26,10 @@ _ADAM = 2  # moments of a parameter
 
 @dataclass(frozen=True)
 class States:
-    """Bytes on one card. `host_optimizer` is in the memory of the host, for this card."""
+    """The states of a training in bytes on one card.
+
+    `host_optimizer` is the exception: it lies in host memory, for this card.
+    """
 
     weights: int
     gradients: int
@@ -34,34 +41,49 @@ class States:
 
 
 def states(shape: ModelShape, sharding: Sharding, *, reference: bool, mixed: bool) -> States:
-    """`mixed`: DeepSpeed computes in bfloat16 or float16, and then keeps float32 master weights. Without it gradients
-    and moments have the dtype of the weights, and LoRA's own are float32 (peft's default). The reference model is whole
-    on each card but for ZeRO-3, and LoRA needs none (TRL).
+    """The bytes of weights, gradients, optimizer and reference model on one card.
+
+    Args:
+        shape: Sizes of the model and of what is trained.
+        sharding: Processes, ZeRO stage and offload.
+        reference: Whether a reference model is held (`beta` above 0). It is whole on each card
+            except under ZeRO-3. LoRA needs none, since TRL switches the adapter off instead.
+        mixed: Whether DeepSpeed computes in bfloat16 or float16, and so keeps float32 master
+            weights. Without it gradients and moments have the dtype of the weights, and those of
+            a LoRA adapter are float32 (the default of PEFT).
     """
     if sharding.stage is None:
         return _plain(shape, sharding.processes, reference)
     byte = 2 if mixed else shape.weight_bytes
     ranks = sharding.processes
-    everything, trained = shape.total * byte, shape.trained
+    all_weights = shape.total * byte
+    trained = shape.trained
+    # ZeRO stage -> number of ranks over which the states of that stage are divided
     over = {level: ranks if sharding.stage >= level else 1 for level in (1, 2, 3)}
     optimizer = trained * (_ADAM * FLOAT + (FLOAT if mixed else 0)) // over[1]
-    # DeepSpeed's optimizer on the host has weights and gradients in float32 of its own, whatever the model has
+    # DeepSpeed's optimizer on the host has weights and gradients in float32 of its own, whatever
+    # the model has
     on_host = trained * ((_ADAM + 2) * FLOAT + byte) // over[1]
     gradients = trained * byte // over[2]
     bucket = BUCKET * byte if sharding.stage >= 2 else 0
     part = trained // over[1]
     return States(
-        weights=0 if sharding.offload_parameters else everything // over[3],
+        weights=0 if sharding.offload_parameters else all_weights // over[3],
         gradients=bucket + (0 if sharding.offload_optimizer else gradients),
         optimizer=0 if sharding.offload_optimizer else optimizer,
-        reference=everything // over[3] if reference and not shape.adapters else 0,
-        gathered=min(shape.total, LIVE_PARAMETERS) * byte if sharding.stage == 3 and ranks > 1 else 0,
-        step=0 if sharding.offload_optimizer or not mixed else FLOAT * (min(part, SUB_GROUP) if over[3] > 1 else part),
+        reference=all_weights // over[3] if reference and not shape.adapters else 0,
+        gathered=min(shape.total, LIVE_PARAMETERS) * byte
+        if sharding.stage == 3 and ranks > 1
+        else 0,
+        step=0
+        if sharding.offload_optimizer or not mixed
+        else FLOAT * (min(part, SUB_GROUP) if over[3] > 1 else part),
         host_optimizer=on_host if sharding.offload_optimizer else 0,
     )
 
 
 def _plain(shape: ModelShape, processes: int, reference: bool) -> States:
+    """The states without DeepSpeed: whole on every card, with DDP where there are several."""
     byte = FLOAT if shape.adapters else shape.weight_bytes
     weights = shape.base_bytes(shape.weight_bytes) + (shape.trained * byte if shape.adapters else 0)
     copies = 2 if processes > 1 else 1  # DDP's buckets are a second copy of the gradients
@@ -73,14 +95,15 @@ def _plain(shape: ModelShape, processes: int, reference: bool) -> States:
     )
 
 
-WORKSPACE = 2 * GIB  # assumed: activations of a prefill step, CUDA graphs, the encoder cache; vLLM measures it itself
+# assumed: activations of a prefill step, CUDA graphs, the encoder cache; vLLM measures it itself
+WORKSPACE = 2 * GIB
 CPU_WORKSPACE = 2**29  # assumed likewise for vLLM's CPU build
 ASLEEP = 3 * 2**29  # assumed: what sleep level 2 leaves behind (CUDA graphs, buffers)
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Settings of a colocated engine."""
+    """Settings of a colocated vLLM engine that its memory depends on."""
 
     utilization: float  # share of the GPU's memory
     dtype_bytes: int
@@ -88,21 +111,24 @@ class Engine:
     max_sequences: int
     tensor_parallel: int = 1
     sleep: bool = False
-    cpu_cache: int | None = None  # bytes of keys and values on a CPU (VLLM_CPU_KVCACHE_SPACE); None on a GPU
+    # bytes of keys and values on a CPU (VLLM_CPU_KVCACHE_SPACE); None on a GPU
+    cpu_cache: int | None = None
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes on one card, awake."""
+    """How an engine that is awake divides its share of one card, in bytes."""
 
     weights: int
     workspace: int
     cache: int  # keys and values; negative where the weights alone exceed the engine's share
-    concurrent: int  # rollouts of full length that fit into the cache together, at most `max_sequences`
+    concurrent: (
+        int  # rollouts of full length that fit into the cache together, at most `max_sequences`
+    )
 
 
 def cache_bytes_per_token(shape: ModelShape, dtype_bytes: int, tensor_parallel: int = 1) -> int:
-    """Keys and values of all layers for one token."""
+    """Bytes of the keys and values of all layers for one token."""
     text = shape.text
     heads = max(1, text.kv_heads // tensor_parallel)
     return 2 * text.layers * heads * text.head_size * dtype_bytes
@@ -114,18 +140,33 @@ def engine_memory(shape: ModelShape, engine: Engine, card: int) -> EngineMemory:
     if shape.four_bit:  # beside its base it holds the adapter
         weights += shape.trained * engine.dtype_bytes
     workspace = WORKSPACE if engine.cpu_cache is None else CPU_WORKSPACE
-    cache = int(engine.utilization * card) - weights - workspace if engine.cpu_cache is None else engine.cpu_cache
-    tokens = max(cache, 0) // cache_bytes_per_token(shape, engine.dtype_bytes, engine.tensor_parallel)
-    return EngineMemory(weights, workspace, cache, min(tokens // max(engine.max_length, 1), engine.max_sequences))
+    cache = (
+        int(engine.utilization * card) - weights - workspace
+        if engine.cpu_cache is None
+        else engine.cpu_cache
+    )
+    tokens = max(cache, 0) // cache_bytes_per_token(
+        shape, engine.dtype_bytes, engine.tensor_parallel
+    )
+    return EngineMemory(
+        weights=weights,
+        workspace=workspace,
+        cache=cache,
+        concurrent=min(tokens // max(engine.max_length, 1), engine.max_sequences),
+    )
 
 
-_SMALL = 2 * 2**20  # scheduler, random states, trainer_state.json and manifest, beside the tokenizer of a small model
+# scheduler, random states, trainer_state.json and manifest, beside the tokenizer of a small model
+_SMALL = 2 * 2**20
 
 
-def checkpoint_bytes(shape: ModelShape, sharding: Sharding, *, mixed: bool, reference: bool = False) -> int:
-    """One `checkpoint-N` folder of all ranks: weights (with LoRA the adapter alone), optimizer, and with `reference`
-    one that moves (`sync_ref_model`). DeepSpeed writes, beside the model for `from_pretrained`, its own float32 master
-    weights, the moments and, for ZeRO-2 and below, the module's weights once more.
+def checkpoint_bytes(
+    shape: ModelShape, sharding: Sharding, *, mixed: bool, reference: bool = False
+) -> int:
+    """One `checkpoint-N` folder of all ranks: weights (with LoRA the adapter alone), optimizer, and
+    with `reference` one that moves (`sync_ref_model`). DeepSpeed writes, beside the model for
+    `from_pretrained`, its own float32 master weights, the moments and, for ZeRO-2 and below, the
+    module's weights once more.
     """
     moved = shape.total * shape.weight_bytes if reference else 0
     if sharding.stage is None:
@@ -139,28 +180,36 @@ def checkpoint_bytes(shape: ModelShape, sharding: Sharding, *, mixed: bool, refe
     return model + optimizer + module + moved + _SMALL
 
 
-def checkpoint_of(config: Any, shape: ModelShape, sharding: Sharding, image_tokens: int) -> int:
-    """One checkpoint of a run, with the images that `adora_rollouts.replay` keeps, beside which tokens are small."""
-    mixed, groups = bool(config.bf16 or config.fp16), int(config.adora_rollouts.replay) * sharding.processes
-    one = checkpoint_bytes(shape, sharding, mixed=mixed, reference=config.sync_ref_model)
-    return one + groups * image_tokens * shape.merge**2 * shape.patch_values * FLOAT
+def checkpoint_of(config: AdoraGRPOConfig, shape: ModelShape, sharding: Sharding) -> int:
+    """Bytes of one checkpoint of a run."""
+    mixed = bool(config.bf16 or config.fp16)
+    return checkpoint_bytes(shape, sharding=sharding, mixed=mixed, reference=config.sync_ref_model)
 
 
-def run_bytes(checkpoint: int, model: int, kept: int) -> int:
-    """The largest size of a run's folder: `kept` checkpoints, one that is being written, and the final model."""
-    return checkpoint * (kept + 1) + model
+def run_bytes(checkpoint: int, model: int, checkpoints: int) -> int:
+    """The largest size of a run's folder, in bytes.
+
+    It holds `checkpoints` finished checkpoints, one that is being written, and the final model.
+    """
+    return checkpoint * (checkpoints + 1) + model
 
 
 CONTEXT = 3 * GIB // 2  # assumed: CUDA context, cuBLAS and NCCL buffers
 FRAGMENTS = 0.05  # assumed: share of all else that the allocator cannot use
 MOST_IMAGE_TOKENS = 16384  # of the published processors
-_ENGINE = ("engine weights", "engine workspace", "engine asleep", "KV cache")  # vLLM stays within its share
+# vLLM stays within its share
+_ENGINE = (
+    "engine weights",
+    "engine workspace",
+    "engine asleep",
+    "KV cache",
+)
 _PIXEL = 4  # pixel_values are float32
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """What a step does only once for all rollouts of a group (docs/speed.md)."""
+    """What a step computes only once for all rollouts of a group (docs/speed.md)."""
 
     images: bool = False  # the pixels of their image are held once
     vision: bool = False  # the vision tower sees their image once
@@ -174,7 +223,9 @@ class Setup:
     shape: ModelShape
     sharding: Sharding
     batch: MicroBatch  # as if every sequence had an image and a prompt of its own
-    generation: int  # sequences of one rank in one generation: their pixels stay on the GPU until all are learned from
+    # sequences of one rank in one generation: their pixels stay on the GPU until all are learned
+    # from
+    generation: int
     generations: int = 1  # sequences of a group
     sharing: Sharing = Sharing()
     compute_bytes: int = 2
@@ -184,11 +235,15 @@ class Setup:
     reference: bool = False
     engine: Engine | None = None
     accelerator: bool = True  # a GPU: its context, its kernels
-    micro_batches: int = 2  # of an optimizer step: at the second all gradients are there from the beginning
+    # of an optimizer step: at the second all gradients are there from the beginning
+    micro_batches: int = 2
 
     @property
     def micro_batch(self) -> MicroBatch:
-        """The batch as it is computed: what belongs to one problem counts once, by the trainer's own rules."""
+        """The batch as it is computed.
+
+        What belongs to one problem counts once, by the same rules as in the trainer.
+        """
         batch = self.batch
         unit = unit_size(batch.sequences, self.generations)
         completions = [[batch.completion_tokens] * unit] * (batch.sequences // unit)
@@ -203,7 +258,10 @@ class Setup:
 
     @property
     def swaps(self) -> bool:
-        """Whether the base leaves the card while the engine is awake (`FrozenBase`), so that one copy is there."""
+        """Whether the 4-bit base leaves the card while the engine is awake (`FrozenBase`).
+
+        Then the card holds one copy of it, and not two.
+        """
         return bool(self.shape.four_bit and self.engine and self.engine.sleep)
 
     @property
@@ -215,7 +273,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes by component for each phase of a step on one card; the engine as it divides its share."""
+    """Bytes by component for each phase of a step on one card."""
 
     phases: dict[str, dict[str, int]]
     engine: EngineMemory | None
@@ -231,86 +289,166 @@ class Prediction:
 
 
 def predict(setup: Setup, card: int) -> Prediction:
-    """What a card of `card` bytes would hold in the rollouts, in forward and backward, and in the optimizer step."""
-    held = states(setup.shape, setup.sharding, reference=setup.reference, mixed=setup.mixed)
+    """Predict what a card of `card` bytes holds in each phase of a step.
+
+    The phases are the rollouts, forward and backward, the pass through a frozen vision tower, and
+    the optimizer step.
+    """
+    training = states(
+        setup.shape, sharding=setup.sharding, reference=setup.reference, mixed=setup.mixed
+    )
     engine = engine_memory(setup.shape, setup.engine, card) if setup.engine else None
     features, passing = frozen_tower(setup)
-    resident = {"weights": held.weights, "optimizer": held.optimizer, "reference model": held.reference}
+    resident = {
+        "weights": training.weights,
+        "optimizer": training.optimizer,
+        "reference model": training.reference,
+    }
     awake, asleep = _engine_parts(setup, engine)
     if setup.swaps:
-        awake["weights"] = held.weights - setup.shape.base_bytes(setup.shape.weight_bytes)
-    pixels = setup.images * setup.batch.image_tokens * setup.shape.merge**2 * setup.shape.patch_values * _PIXEL
+        awake["weights"] = training.weights - setup.shape.base_bytes(setup.shape.weight_bytes)
+    pixels = (
+        setup.images
+        * setup.batch.image_tokens
+        * setup.shape.merge**2
+        * setup.shape.patch_values
+        * _PIXEL
+    )
     synced = setup.shape.largest_tensor * setup.dtypes.stream if setup.sharding.stage == 3 else 0
     # DeepSpeed allocates its gradients once; torch gives them back after each step
-    standing = held.gradients if setup.sharding.stage is not None else 0
+    standing = training.gradients if setup.sharding.stage is not None else 0
     phases = {
         "rollouts": {**resident, "gradients": standing, **awake, "weights on their way": synced},
         "forward and backward": {
-            **resident, **asleep, "gathered weights": held.gathered, "pixels": pixels, "image features": features,
-            **_learning(setup, held.gradients),
+            **resident,
+            **asleep,
+            "gathered weights": training.gathered,
+            "pixels": pixels,
+            "image features": features,
+            **_learning(setup, training.gradients),
         },
         "frozen vision tower": {
-            **resident, **asleep, "gradients": held.gradients, "gathered weights": held.gathered,
-            "pixels": pixels, "image features": features, "vision": passing,
-        } if passing else {},
+            **resident,
+            **asleep,
+            "gradients": training.gradients,
+            "gathered weights": training.gathered,
+            "pixels": pixels,
+            "image features": features,
+            "vision": passing,
+        }
+        if passing
+        else {},
         "optimizer step": {
-            **resident, **asleep, "gradients": held.gradients, "pixels": pixels, "step": held.step,
+            **resident,
+            **asleep,
+            "gradients": training.gradients,
+            "pixels": pixels,
+            "step": training.step,
         },
-    }  # fmt: skip
-    return Prediction({name: _with_overhead(parts, setup) for name, parts in phases.items() if parts}, engine, held)
+    }
+    return Prediction(
+        {name: _with_overhead(parts, setup) for name, parts in phases.items() if parts},
+        engine,
+        training,
+    )
 
 
 def frozen_tower(setup: Setup) -> tuple[int, int]:
-    """Of a frozen vision tower that sees each image of a generation once, in bytes: the features, which are kept for
-    the generation, and the most that a pass over `PATCHES_A_PASS` holds, which is less than what a block would save for
-    its backward (0.7 of it for the 7B model). Any other tower has neither.
+    """The bytes of a frozen vision tower that sees each image of a generation once.
+
+    The first is the features, which are kept for the generation. The second is the most that one
+    pass over `PATCHES_A_PASS` patches holds, which is less than a block would save for its
+    backward (0.7 of it for the 7B model). Any other tower has neither: both are 0.
     """
-    shape, eye = setup.shape, setup.shape.vision
-    if eye is None or not setup.sharing.vision or shape.trainable["vision_tower"] or shape.trainable["projector"]:
+    shape = setup.shape
+    eye = setup.shape.vision
+    if (
+        eye is None
+        or not setup.sharing.vision
+        or shape.trainable["vision_tower"]
+        or shape.trainable["projector"]
+    ):
         return 0, 0
-    tokens, layers = setup.images * setup.batch.image_tokens, 1 + shape.deepstack
-    own = setup.batch.image_tokens * shape.merge**2
-    patches = min(setup.images * own, max(PATCHES_A_PASS, own))
+    tokens = setup.images * setup.batch.image_tokens
+    layers = 1 + shape.deepstack
+    patches_per_image = setup.batch.image_tokens * shape.merge**2
+    patches = min(setup.images * patches_per_image, max(PATCHES_A_PASS, patches_per_image))
     inputs = patches * shape.patch_values * (_PIXEL + setup.compute_bytes)
     block = activations.vision_layer(eye, patches, setup.dtypes)
     return tokens * shape.text.width * layers * setup.compute_bytes, inputs + block
 
 
 def _learning(setup: Setup, gradients: int) -> dict[str, int]:
-    """Gradients and activations of a micro-batch at their peak, which is in the LM head or in the costliest layer."""
-    shape, batch, dtypes = setup.shape, setup.micro_batch, setup.dtypes
+    """Gradients and activations of a micro-batch at their peak, in bytes by component.
+
+    The peak is in the LM head or in the costliest layer, whichever holds more.
+    """
+    shape = setup.shape
+    batch = setup.micro_batch
+    dtypes = setup.dtypes
     masked = setup.masked and not batch.packed
-    kept = activations.saved(shape, batch, dtypes, checkpointing=setup.checkpointing, masked=masked)
-    text = kept.text + activations.head_saved(shape, batch, dtypes, compact=setup.accelerator)
-    head = activations.head_transient(shape, batch, dtypes, compact=setup.accelerator)
-    # What the head adds to the gradient of a weight that it shares waits for the embedding's part, at the end; there
-    # both and their sum are held
-    weight = shape.vocabulary * shape.text.width * shape.weight_bytes if shape.head_is_trained else 0
+    saved = activations.saved(
+        shape, batch, dtypes, checkpointing=setup.checkpointing, masked=masked
+    )
+    text = saved.text + activations.head_saved(
+        shape, batch=batch, dtypes=dtypes, compact=setup.accelerator
+    )
+    head = activations.head_transient(shape, batch=batch, dtypes=dtypes, compact=setup.accelerator)
+    # What the head adds to the gradient of a weight that it shares waits for the embedding's part,
+    # at the end; there both and their sum are held
+    weight = (
+        shape.vocabulary * shape.text.width * shape.weight_bytes if shape.head_is_trained else 0
+    )
     waiting = weight if shape.tied else 0
-    layer = kept.recomputed + kept.layer_gradients + waiting
-    moments = [("logits", head, text, gradients), ("one layer going back", max(layer, 3 * waiting), text, gradients)]
-    if setup.sharding.stage is None and setup.micro_batches == 1:  # they come as the layers go back, and activations go
-        byte, others = FLOAT if shape.adapters else shape.weight_bytes, shape.text.layers - 1
+    layer = saved.recomputed + saved.layer_gradients + waiting
+    # (name, transient bytes, activation bytes, gradient bytes) at each candidate for the peak
+    moments = [
+        ("logits", head, text, gradients),
+        ("one layer going back", max(layer, 3 * waiting), text, gradients),
+    ]
+    # they come as the layers go back, and activations go
+    if setup.sharding.stage is None and setup.micro_batches == 1:
+        byte = FLOAT if shape.adapters else shape.weight_bytes
+        other_layers = shape.text.layers - 1
         standing = gradients - shape.trained * byte
         behind = standing + weight - waiting
         layers = shape.trainable[LANGUAGE_MODEL] * byte - weight - (weight - waiting)
         moments = [
             ("logits", head, text, standing),
-            ("one layer going back", layer, kept.text, behind),
-            ("one layer going back", layer, kept.text // shape.text.layers, behind + layers * others // (others + 1)),
+            ("one layer going back", layer, saved.text, behind),
+            (
+                "one layer going back",
+                layer,
+                saved.text // shape.text.layers,
+                behind + layers * other_layers // (other_layers + 1),
+            ),
             ("one layer going back", 3 * waiting, 0, gradients - waiting),
         ]
-    name, passing, held, there = max(moments, key=lambda moment: sum(moment[1:]))
+    name, transient, activation_bytes, gradient_bytes = max(
+        moments, key=lambda moment: sum(moment[1:])
+    )
     mask = activations.mask_bytes(batch, dtypes, accelerator=setup.accelerator) if masked else 0
-    vision = 0 if frozen_tower(setup)[1] else kept.vision
-    return {"gradients": there, "activations": held, "attention mask": mask, "vision": vision, name: passing}
+    vision = 0 if frozen_tower(setup)[1] else saved.vision
+    return {
+        "gradients": gradient_bytes,
+        "activations": activation_bytes,
+        "attention mask": mask,
+        "vision": vision,
+        name: transient,
+    }
 
 
-def _engine_parts(setup: Setup, engine: EngineMemory | None) -> tuple[dict[str, int], dict[str, int]]:
+def _engine_parts(
+    setup: Setup, engine: EngineMemory | None
+) -> tuple[dict[str, int], dict[str, int]]:
     if engine is None or setup.engine is None:
         return {}, {}
     cache = max(engine.cache, 0)
-    awake = {"engine weights": engine.weights, "engine workspace": engine.workspace, "KV cache": cache}
+    awake = {
+        "engine weights": engine.weights,
+        "engine workspace": engine.workspace,
+        "KV cache": cache,
+    }
     return awake, {"engine asleep": ASLEEP} if setup.engine.sleep else awake
 
 
@@ -318,60 +456,84 @@ def _with_overhead(parts: dict[str, int], setup: Setup) -> dict[str, int]:
     if not setup.accelerator:
         return {name: size for name, size in parts.items() if size}
     lost = int(FRAGMENTS * sum(size for name, size in parts.items() if name not in _ENGINE))
-    return {name: size for name, size in {**parts, "CUDA context": CONTEXT, "fragmentation": lost}.items() if size}
+    return {
+        name: size
+        for name, size in {**parts, "CUDA context": CONTEXT, "fragmentation": lost}.items()
+        if size
+    }
 
 
 def fits(setup: Setup, card: int) -> bool:
-    """Whether every phase fits into the GPU, and the engine has room for at least one rollout of full length."""
+    """Whether every phase fits into the card.
+
+    The engine must also have room for at least one rollout of full length.
+    """
     prediction = predict(setup, card)
-    return prediction.peak <= card and (prediction.engine is None or prediction.engine.concurrent >= 1)
+    return prediction.peak <= card and (
+        prediction.engine is None or prediction.engine.concurrent >= 1
+    )
 
 
-HEADROOM = 0.05  # of the card: left free by a share that is proposed, since no GPU has confirmed the prediction
+# of the card: left free by a share that is proposed, since no GPU has confirmed the prediction
+HEADROOM = 0.05
 
 
 def proposed_utilization(setup: Setup, card: int) -> float | None:
-    """The smallest `vllm_gpu_memory_utilization`, in hundredths, with which the most rollouts of full length run at
-    once while each phase leaves `HEADROOM` of the card free; None without a colocated engine on a GPU, or such a share.
+    """The smallest `vllm_gpu_memory_utilization`, in hundredths, that runs most rollouts at once.
+
+    Every phase has to leave `HEADROOM` of the card free. None without a colocated engine on a GPU,
+    or if there is no such share.
     """
     engine = setup.engine
     if engine is None or not setup.accelerator:
         return None
-    found: tuple[int, float] | None = None
+    best: tuple[int, float] | None = None
     for hundredths in range(1, 100):
         share = replace(setup, engine=replace(engine, utilization=hundredths / 100))
         prediction = predict(share, card)
         concurrent = prediction.engine.concurrent if prediction.engine else 0
-        if prediction.peak <= (1 - HEADROOM) * card and concurrent > (found[0] if found else 0):
-            found = concurrent, hundredths / 100
-    return found[1] if found else None
+        if prediction.peak <= (1 - HEADROOM) * card and concurrent > (best[0] if best else 0):
+            best = (concurrent, hundredths / 100)
+    return best[1] if best else None
 
 
 def batch_sizes(setup: Setup) -> list[int]:
-    """Values of per_device_train_batch_size that keep groups whole, or split them evenly, and divide a generation."""
-    group, generation = setup.generations, setup.generation
+    """Values of per_device_train_batch_size that divide a generation.
+
+    They keep groups whole or split them evenly.
+    """
+    group = setup.generations
+    generation = setup.generation
     sizes = [size for size in range(1, generation + 1) if generation % size == 0]
     return [size for size in sizes if size % group == 0 or group % size == 0]
 
 
 def largest_batch(setup: Setup, card: int) -> int:
-    """The largest of `batch_sizes` that fits, 0 if none does. The number of rollouts per generation stays the same."""
+    """The largest of `batch_sizes` that fits, 0 if none does.
+
+    The number of rollouts per generation stays the same.
+    """
     sizes = batch_sizes(setup)
 
-    def good(number: int) -> bool:
+    def batch_fits(number: int) -> bool:
         return fits(replace(setup, batch=replace(setup.batch, sequences=sizes[number - 1])), card)
 
-    number = _largest(good, len(sizes))
+    number = _largest(batch_fits, len(sizes))
     return sizes[number - 1] if number else 0
 
 
 def largest_image_tokens(setup: Setup, card: int, room: int = MOST_IMAGE_TOKENS) -> int:
-    """The largest number of image tokens per prompt that fits, at most `room`, with the same text; 0 if none does."""
+    """The largest number of image tokens per prompt that fits beside the same text.
+
+    It is at most `room`, and 0 if none fits.
+    """
     limit = min(room, MOST_IMAGE_TOKENS)
     text = setup.batch.prompt_tokens - setup.batch.image_tokens
 
     def with_image(tokens: int) -> Setup:
-        return replace(setup, batch=replace(setup.batch, image_tokens=tokens, prompt_tokens=text + tokens))
+        return replace(
+            setup, batch=replace(setup.batch, image_tokens=tokens, prompt_tokens=text + tokens)
+        )
 
     if setup.engine is not None:  # a prompt has to leave the engine room for its completion
         limit = min(limit, setup.engine.max_length - setup.batch.completion_tokens - text)
@@ -379,5 +541,8 @@ def largest_image_tokens(setup: Setup, card: int, room: int = MOST_IMAGE_TOKENS)
 
 
 def _largest(good: Callable[[int], bool], limit: int) -> int:
-    """The largest number from 1 to `limit` that is good, or 0. If a number is good, all smaller ones are."""
+    """The largest number from 1 to `limit` that is good, or 0.
+
+    If a number is good, all smaller ones are.
+    """
     return bisect_left(range(1, limit + 1), True, key=lambda number: not good(number))

@@ -1,4 +1,7 @@
-"""The report's section on memory: what each part takes in each phase, whether it fits, and what would."""
+"""The memory section of the dry run's report.
+
+It says what each part takes in each phase, whether the run fits, and what would make it fit.
+"""
 
 from __future__ import annotations
 
@@ -27,33 +30,41 @@ def _number(count: int) -> str:
 
 
 def memory_lines(plan: Plan) -> list[str]:
-    setup, card = plan.setup, plan.card
+    setup = plan.setup
+    card = plan.card
     prediction = predict(setup, card)
     names = list(prediction.phases)
     parts = list(dict.fromkeys(part for phase in prediction.phases.values() for part in phase))
     lines = [
         f"{_number(setup.shape.total)} parameters, {_number(setup.shape.trained)} trained; "
         f"{setup.sharding.describe()}.",
-        f"Micro-batch: {setup.batch.sequences} x ({setup.batch.prompt_tokens} + {setup.batch.completion_tokens}) "
-        f"tokens, {setup.batch.image_tokens} of each an image.",
+        f"Micro-batch: {setup.batch.sequences} x ({setup.batch.prompt_tokens} + "
+        f"{setup.batch.completion_tokens}) tokens, {setup.batch.image_tokens} of each an image.",
     ]
     if prediction.peak < _ROOMY * card:  # nobody asks which part takes how much
         return section(f"Memory, predicted, on {plan.card_name}", [*lines, *verdict_lines(plan)])
     lines += ["", f"{'GiB per card':24}" + "".join(f"{name:>24}" for name in names)]
     for part in parts:
-        cells = [_gib(prediction.phases[name][part]) if part in prediction.phases[name] else "-" for name in names]
+        cells = [
+            _gib(prediction.phases[name][part]) if part in prediction.phases[name] else "-"
+            for name in names
+        ]
         lines.append(f"{part:24}" + "".join(f"{cell:>24}" for cell in cells))
     sums = [_gib(sum(prediction.phases[name].values())) for name in names]
     lines.append(f"{'together':24}" + "".join(f"{cell:>24}" for cell in sums))
     if prediction.states.host_optimizer:
         host = prediction.states.host_optimizer * setup.sharding.local_processes
-        whose = "all processes on one host" if setup.sharding.machines == 1 else "the processes of one machine"
+        whose = (
+            "all processes on one host"
+            if setup.sharding.machines == 1
+            else "the processes of one machine"
+        )
         lines.append(f"Host memory beside it: {host / GIB:.3g} GiB for the optimizer of {whose}.")
     if setup.swaps:
         base = setup.shape.base_bytes(setup.shape.weight_bytes) / GIB
         lines.append(
-            f"The base, {base:.3g} GiB, is on the card once: the trainer's leaves while the engine is awake. Both take "
-            f"{2 * base:.3g} GiB of pinned host memory."
+            f"The base, {base:.3g} GiB, is on the card once: the trainer's leaves while the "
+            f"engine is awake. Both take {2 * base:.3g} GiB of pinned host memory."
         )
     honesty = _ON_A_GPU if setup.accelerator else _ON_A_CPU
     lines += ["", *sharing_lines(plan), *engine_lines(plan), *verdict_lines(plan), honesty]
@@ -61,79 +72,96 @@ def memory_lines(plan: Plan) -> list[str]:
 
 
 def sharing_lines(plan: Plan) -> list[str]:
-    """What the rollouts of a group share in a micro-batch, and how much that saves."""
-    setup, phase = plan.setup, "forward and backward"
-    batch, group = setup.micro_batch, setup.generations
+    """Say what the rollouts of a group share in a micro-batch, and how much memory that saves."""
+    setup = plan.setup
+    phase = "forward and backward"
+    batch = setup.micro_batch
+    group = setup.generations
     if not (setup.sharing.vision or setup.sharing.prompts):
         return []
-    ours, alone = (
-        sum(predict(one, plan.card).phases[phase].values()) for one in (setup, replace(setup, sharing=Sharing()))
-    )
+    unshared = replace(setup, sharing=Sharing())
+    ours = sum(predict(setup, plan.card).phases[phase].values())
+    alone = sum(predict(unshared, plan.card).phases[phase].values())
     shared = ["the image"] if batch.image_tokens and setup.sharing.images and batch.unit > 1 else []
     shared += ["the prompt"] if batch.packed else []
     lines = []
     if shared:
         lines = [
-            f"Computed once for {batch.unit} rollouts of a micro-batch: {' and '.join(shared)}. With one for each "
-            f"{phase} would take {alone / GIB:.3g} GiB instead of {ours / GIB:.3g}."
+            f"Computed once for {batch.unit} rollouts of a micro-batch: {' and '.join(shared)}. "
+            f"With one for each {phase} would take {alone / GIB:.3g} GiB instead of "
+            f"{ours / GIB:.3g}."
         ]
     unit = unit_size(batch.sequences, group)
     if unit < group:
         lines.append(
-            f"per_device_train_batch_size: {batch.sequences} splits a group into {group // unit} parts, and each "
-            f"computes image and prompt anew; a multiple of num_generations: {group} does not."
+            f"per_device_train_batch_size: {batch.sequences} splits a group into {group // unit} "
+            "parts, and each computes image and prompt anew; a multiple of num_generations: "
+            f"{group} does not."
         )
     return lines
 
 
 _ON_A_CPU = "Formulas, within 10 % of torch's own accounting on a CPU: docs/hardware.md."
 _ON_A_GPU = (
-    "Formulas, checked on a pretended card (python -m benchmarks.fake_card CONFIG) and by no GPU yet. CUDA's context, "
-    "fragmentation and the engine's workspace are assumptions: docs/hardware.md."
+    "Formulas, checked on a pretended card (python -m benchmarks.fake_card CONFIG) and by no GPU "
+    "yet. CUDA's context, fragmentation and the engine's workspace are assumptions: "
+    "docs/hardware.md."
 )
 
 
 def engine_lines(plan: Plan) -> list[str]:
-    engine, setup = predict(plan.setup, plan.card).engine, plan.setup
+    engine = predict(plan.setup, plan.card).engine
+    setup = plan.setup
     if engine is None or setup.engine is None or not setup.accelerator:
         return []
-    per_token = memory.cache_bytes_per_token(setup.shape, setup.engine.dtype_bytes, setup.engine.tensor_parallel)
+    per_token = memory.cache_bytes_per_token(
+        setup.shape, setup.engine.dtype_bytes, setup.engine.tensor_parallel
+    )
     return [
-        f"Engine: {per_token / 1024:.0f} KiB per token for keys and values; of {setup.engine.max_sequences} rollouts "
-        f"{engine.concurrent} run at once if all reach {setup.engine.max_length} tokens, more if they end earlier.",
+        f"Engine: {per_token / 1024:.0f} KiB per token for keys and values; of "
+        f"{setup.engine.max_sequences} rollouts {engine.concurrent} run at once if all reach "
+        f"{setup.engine.max_length} tokens, more if they end earlier.",
         *share_lines(plan, engine.concurrent),
     ]
 
 
 def share_lines(plan: Plan, concurrent: int) -> list[str]:
-    """The share of the GPU with which more rollouts than `concurrent` would run at once, or the run would fit."""
-    engine, share = plan.setup.engine, proposed_utilization(plan.setup, plan.card)
+    """Propose a share of the GPU with which the run would fit, or more rollouts would run at once.
+
+    `concurrent`: rollouts of full length that run at once with the present share.
+    """
+    engine = plan.setup.engine
+    share = proposed_utilization(plan.setup, plan.card)
     if engine is None or share is None:
         return []
     proposed = predict(replace(plan.setup, engine=replace(engine, utilization=share)), plan.card)
-    more = proposed.engine.concurrent if proposed.engine else 0
-    if more <= concurrent and fits(plan.setup, plan.card):
+    proposed_concurrent = proposed.engine.concurrent if proposed.engine else 0
+    if proposed_concurrent <= concurrent and fits(plan.setup, plan.card):
         return []
     return [
-        f"vllm_gpu_memory_utilization: {share:g} instead of {engine.utilization:g} lets {more} run at once, and leaves "
-        f"{1 - proposed.peak / plan.card:.0%} of the card free."
+        f"vllm_gpu_memory_utilization: {share:g} instead of {engine.utilization:g} lets "
+        f"{proposed_concurrent} "
+        f"run at once, and leaves {1 - proposed.peak / plan.card:.0%} of the card free."
     ]
 
 
 def verdict_lines(plan: Plan) -> list[str]:
-    setup, card = plan.setup, plan.card
+    setup = plan.setup
+    card = plan.card
     prediction = predict(setup, card)
     good = fits(setup, card)
-    peak, share = prediction.peak / GIB, prediction.peak / card
-    taken = f"{peak:.3g} GiB at most ({prediction.peak_phase}), {share:.0%} of {card / GIB:.3g} GiB"
+    peak = prediction.peak / GIB
+    share = prediction.peak / card
+    usage = f"{peak:.3g} GiB at most ({prediction.peak_phase}), {share:.0%} of {card / GIB:.3g} GiB"
     if good:
-        lines = [f"It fits: {taken}."]
+        lines = [f"It fits: {usage}."]
     elif prediction.peak > card:
         parts = prediction.phases[prediction.peak_phase]
         largest = max(parts, key=lambda name: parts[name])
         lines = [
-            f"It does NOT fit: {prediction.peak_phase} would take {peak:.3g} GiB of {card / GIB:.3g}; the largest part "
-            f"is {largest} ({parts[largest] / GIB:.3g} GiB). {remedy(plan)}"
+            f"It does NOT fit: {prediction.peak_phase} would take {peak:.3g} GiB of "
+            f"{card / GIB:.3g}; the largest part is {largest} ({parts[largest] / GIB:.3g} GiB). "
+            f"{remedy(plan)}"
         ]
     else:
         lines = [
@@ -143,41 +171,58 @@ def verdict_lines(plan: Plan) -> list[str]:
     if setup.sharding.stage is None and not setup.shape.adapters and setup.shape.weight_bytes == 2:
         lines.append(LOST_UPDATES)
     batch = memory.largest_batch(setup, card)
-    most = f"{batch}, a whole generation" if batch == setup.generation else batch or "none"
+    largest_batch = f"{batch}, a whole generation" if batch == setup.generation else batch or "none"
     lines.append(
-        f"Largest per_device_train_batch_size that fits, of those that keep groups of {setup.generations} whole or "
-        f"split them evenly: {most} (keep its product with gradient_accumulation_steps and processes)."
+        "Largest per_device_train_batch_size that fits, of those that keep groups of "
+        f"{setup.generations} whole or split them evenly: {largest_batch} (keep its product with "
+        "gradient_accumulation_steps and processes)."
     )
     return [*lines, largest_image_line(plan)] if setup.shape.vision is not None else lines
 
 
 def largest_image_line(plan: Plan) -> str:
-    """The largest `max_pixels`, or what leaves no room for any image."""
+    """Say the largest `max_pixels` that fits, or what leaves no room for any image."""
     if plan.limit is not None and plan.image_room < 1:
         return (
-            f"No max_pixels leaves room for a whole answer: text of up to {plan.lengths.longest_text} tokens and "
-            f"max_completion_length: {plan.limit.completion} together exceed {plan.limit.name}."
+            "No max_pixels leaves room for a whole answer: text of up to "
+            f"{plan.lengths.longest_text} tokens and max_completion_length: "
+            f"{plan.limit.completion} together exceed {plan.limit.name}."
         )
     tokens = memory.largest_image_tokens(plan.setup, plan.card, plan.image_room)
     pixels = tokens * plan.setup.shape.image_token_pixels
-    return f"Largest max_pixels that fits: {pixels} ({tokens} image tokens)." if tokens else "No max_pixels fits."
+    return (
+        f"Largest max_pixels that fits: {pixels} ({tokens} image tokens)."
+        if tokens
+        else "No max_pixels fits."
+    )
 
 
 def remedy(plan: Plan) -> str:
-    setup, share = plan.setup, proposed_utilization(plan.setup, plan.card)
-    sharding, adapters, learning = setup.sharding, setup.shape.adapters, "forward and backward"
+    setup = plan.setup
+    share = proposed_utilization(plan.setup, plan.card)
+    sharding = setup.sharding
+    adapters = setup.shape.adapters
+    learning = "forward and backward"
     wishes = (
         # with which it fits; how many rollouts run at once then, `share_lines` says
         (share is not None, f"vllm_gpu_memory_utilization: {share or 0:g}"),
-        (setup.engine and not setup.engine.sleep and setup.accelerator, "vllm_enable_sleep_mode: true"),
+        (
+            setup.engine and not setup.engine.sleep and setup.accelerator,
+            "vllm_enable_sleep_mode: true",
+        ),
         (not setup.checkpointing, "gradient_checkpointing: true"),
         (sharding.processes > 1 and sharding.stage != 3, "ZeRO-3 (configs/accelerate/zero3.yaml)"),
-        (sharding.stage == 3 and not sharding.offload_optimizer,
-         "the optimizer in host memory (configs/accelerate/zero3_offload.yaml)"),
+        (
+            sharding.stage == 3 and not sharding.offload_optimizer,
+            "the optimizer in host memory (configs/accelerate/zero3_offload.yaml)",
+        ),
         (setup.reference and not adapters, "beta: 0.0 (no reference model)"),
         (not adapters and sharding.stage is None, "use_peft: true"),
         (setup.engine and share is None, "a lower vllm_gpu_memory_utilization"),
         (sharding.stage == 3, "more machines (--machines N; docs/hardware.md)"),
-        (predict(setup, plan.card).peak_phase == learning, "a smaller per_device_train_batch_size or max_pixels"),
-    )  # fmt: skip
+        (
+            predict(setup, plan.card).peak_phase == learning,
+            "a smaller per_device_train_batch_size or max_pixels",
+        ),
+    )
     return f"Try, in this order: {'; '.join(wish for holds, wish in wishes if holds)}."

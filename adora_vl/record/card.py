@@ -18,10 +18,22 @@ if TYPE_CHECKING:
 
 # Keys of the recipe that a reader looks for first, in this order
 _RECIPE = (
-    "adora_method", "adora_truncated", "adora_reward", "num_generations",
-    "learning_rate", "lr_scheduler_type", "beta", "loss_type", "scale_rewards", "temperature", "max_completion_length",
-    "min_pixels", "max_pixels", "use_peft", "seed",
-)  # fmt: skip
+    "adora_method",
+    "adora_truncated",
+    "adora_reward",
+    "num_generations",
+    "learning_rate",
+    "lr_scheduler_type",
+    "beta",
+    "loss_type",
+    "scale_rewards",
+    "temperature",
+    "max_completion_length",
+    "min_pixels",
+    "max_pixels",
+    "use_peft",
+    "seed",
+)
 
 _LOAD = """```python
 from PIL import Image
@@ -62,12 +74,17 @@ def write_card(manifest: Mapping[str, Any], folder: Path, state: TrainerState) -
 
 
 def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]], step: int) -> str:
-    """`manifest` is that of the run (it may be empty), `history` is its log, and `step` is the step of the weights."""
+    """`manifest` is that of the run (it may be empty), `history` is its log, and `step` is the step
+    of the weights.
+    """
     config = manifest.get("config", {})
     model = manifest.get("model", {})
-    name, sees = str(model.get("name") or ""), bool(model.get("sees_images", True))
+    name = str(model.get("name") or "")
+    sees = bool(model.get("sees_images", True))
     asked_with = manifest.get("prompt", config.get("adora_prompt"))
-    load = (_ADAPTER if config.get("use_peft") or model.get("base") else "") + _how_to_load(config, asked_with, sees)
+    load = (_ADAPTER if config.get("use_peft") or model.get("base") else "") + _how_to_load(
+        config, asked_with, sees
+    )
     about = "geometric diagrams" if sees else "problems in words"
     starts = manifest.get("starts") or [{}]
     origin = {name: manifest.get(name) for name in ("device", "commit")}
@@ -75,8 +92,8 @@ def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
     sections = [
         _front_matter(name, sees),
         f"# {short_name(name) or 'Model'}, {amount(step, 'step')} of {recipe_of(config)}",
-        f"Trained with adora_vl to reason about {about} by reinforcement learning (ADORA: arXiv 2602.10019). "
-        "The licence is that of the base model and of the data.",
+        f"Trained with adora_vl to reason about {about} by reinforcement learning (ADORA: arXiv "
+        "2602.10019). The licence is that of the base model and of the data.",
         "## Load and prompt it",
         load,
         "## Recipe",
@@ -95,7 +112,11 @@ def _front_matter(name: str, sees: bool) -> str:
     """The metadata that the hub reads. The base model is only named if its name is a hub id."""
     is_folder = not name or Path(name).exists() or name.startswith(("/", "."))
     base = [] if is_folder else [f"base_model: {json.dumps(name)}"]
-    kind, tags = ("image-text-to-text", "[grpo, adora, geometry]") if sees else ("text-generation", "[grpo, adora]")
+    kind, tags = (
+        ("image-text-to-text", "[grpo, adora, geometry]")
+        if sees
+        else ("text-generation", "[grpo, adora]")
+    )
     lines = ["library_name: transformers", f"pipeline_tag: {kind}", *base, f"tags: {tags}"]
     return "\n".join(["---", *lines, "---"])
 
@@ -112,13 +133,23 @@ def _how_to_load(config: Mapping[str, Any], asked_with: str | None, sees: bool) 
         return load
     if asked_with == DEFAULT_PROMPT:
         problem = template(asked_with)({"problem": "Find x.", "choices": ["12", "13"]})
-        return f"{load}\n\nIn the training the choices of a problem stood below it:\n\n```text\n{problem}\n```"
-    return f"{load}\n\nIn the training the text of a problem was made of its columns: `{_cell(asked_with)}`"
+        return (
+            f"{load}\n\nIn the training the choices of a problem stood below it:\n"
+            f"\n```text\n{problem}\n```"
+        )
+    return (
+        f"{load}\n\nIn the training the text of a problem was made of its columns: "
+        f"`{_cell(asked_with)}`"
+    )
 
 
 def _data(data: Mapping[str, Any]) -> str:
     """Folders are shown by name only: their paths describe the machine, not the data."""
-    rows = [("dataset", data_name(data) if data.get("sets") else _named(data["folder"]))] if "folder" in data else []
+    rows = (
+        [("dataset", data_name(data) if data.get("sets") else _named(data["folder"]))]
+        if "folder" in data
+        else []
+    )
     rows += [(key, value) for key, value in data.items() if key not in ("folder", "sets")]
     for one in data.get("sets") or ():
         facts = [f"share {one['share']:g}"] if "share" in one else []
@@ -135,8 +166,15 @@ def _figures(history: Sequence[Mapping[str, Any]]) -> str:
     rows = figure_rows(history)
     if not rows:
         return "Nothing was logged before this was saved."
-    said = "Means over the logged steps, of sampled answers to training problems: not comparable with a benchmark."
-    lines = ["| | first fifth | last fifth |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
+    said = (
+        "Means over the logged steps, of sampled answers to training problems: not comparable "
+        "with a benchmark."
+    )
+    lines = [
+        "| | first fifth | last fifth |",
+        "|---|---|---|",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
     return "\n".join([said, "", *lines])
 
 

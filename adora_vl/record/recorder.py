@@ -1,4 +1,6 @@
-"""Puts each rollout of a generation into the record, with its grades, its advantages and their reasons."""
+"""Puts each rollout of a generation into the record, with its grades, its advantages and their
+reasons.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +14,9 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 
-from adora_vl.config.batch_plan import Shape
+from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.data.rows import images_of
-from adora_vl.dedup.prompts import PromptBatch
+from adora_vl.packing.prompts import PromptBatch
 from adora_vl.record.metrics import TieNotice, judged_figures, learned_figures, tool_figures
 from adora_vl.record.rollouts import Columns, Record, criteria_columns, turns_of
 from adora_vl.record.trackers import add_rows, logs_images, logs_tables, set_weighed
@@ -22,37 +24,63 @@ from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
 from adora_vl.training.advantages import Advantages
 from adora_vl.training.generation import Generation
-from adora_vl.training.scores import Scores
+from adora_vl.training.scoring import Scores
 from adora_vl.types import Batch, Row, StepContext, compared_mask
 from adora_vl.utils.cli import plain
-from adora_vl.utils.hidden import masked
+from adora_vl.utils.secrets import masked
 
 # The reward functions' columns of TRL's completions table
 _EXTRA = ("verdict", "extracted", "reason")
-_RECORDED_SETTINGS = ("num_generations", "scale_rewards", "loss_type", "reward_weights")  # beside our own keys
+# beside our own keys
+_RECORDED_SETTINGS = (
+    "num_generations",
+    "scale_rewards",
+    "loss_type",
+    "reward_weights",
+)
 # Columns of a batch, (B,), that only some runs have
-_OPTIONAL, _LATE = ("distorted", "segments", "age"), ("visual_dependency", "visual_scale")
+_OPTIONAL = ("segments", "age")
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Keeps what a step did until it ends, then writes it. All ranks call every method; the first one writes."""
+    """Keeps what a step did until it ends, then writes it.
 
-    def __init__(self, context: StepContext, decode: Callable[[Sequence[int]], str] | None = None) -> None:
+    All ranks call every method; the first one writes.
+    """
+
+    def __init__(
+        self, context: StepContext, decode: Callable[[Sequence[int]], str] | None = None
+    ) -> None:
         """`decode`: what a run with tools says; None without."""
-        config, accelerator = context.config, context.accelerator
-        self.accelerator, self.decode = accelerator, decode
-        self.every = config.adora_record_every  # the rollouts of every n-th generation are recorded; 0: of none
-        self.updates = Shape.of(config).updates
-        self._counted = self._latest = 0  # this rank's rollouts in the present step, and those graded last
-        self._drift: dict[int, float] = {}  # of rollouts of any rank, by their numbers, as this one has measured it
+        config = context.config
+        accelerator = context.accelerator
+        self.accelerator = accelerator
+        self.decode = decode
+        # the rollouts of every n-th generation are recorded; 0: of none
+        self.every = config.adora_record_every
+        self.updates = BatchLayout.of(config).updates
+        # this rank's rollouts in the present step, and those graded last
+        self._counted = self._latest = 0
+        self._drift: dict[
+            int, float
+        ] = {}  # of rollouts of any rank, by their numbers, as this one has measured it
         self._spans: list[slice] = []  # the recorded ones, one entry per generation
         own = [each.name for each in fields(config) if each.name.startswith("adora_")]
-        settings = masked(plain({name: getattr(config, name) for name in (*own, *_RECORDED_SETTINGS)}))
+        settings = masked(
+            plain({name: getattr(config, name) for name in (*own, *_RECORDED_SETTINGS)})
+        )
         settings["truncated_at"] = config.truncated_at
-        self.record = Record(Path(config.output_dir), config.adora_record_gb, settings, accelerator.num_processes)
+        self.record = Record(
+            output_dir=Path(config.output_dir),
+            limit_gb=config.adora_record_gb,
+            settings=settings,
+            ranks=accelerator.num_processes,
+        )
 
     def number(self, rows: int) -> Tensor:
-        """The numbers of this rank's next `rows` rollouts, by which all ranks know them in this step, (rows,)."""
+        """The numbers of this rank's next `rows` rollouts, by which all ranks know them in this
+        step, (rows,).
+        """
         own_B = torch.arange(self._counted, self._counted + rows, device=self.accelerator.device)
         numbers_B: Tensor = own_B * self.accelerator.num_processes + self.accelerator.process_index
         return numbers_B
@@ -60,10 +88,18 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
     def records(self, step: int) -> bool:
         return self.every > 0 and step // self.updates % self.every == 0
 
-    def add(self, generation: Generation, table: Mapping[str, Any], functions: Sequence[str]) -> None:
-        """Add rollouts that were just graded. `table`: TRL's completions table. `functions`: names of the rewards."""
-        rows, batch, step = generation.rows, generation.batch, generation.step
-        scores, weighed = generation.scores, generation.advantages
+    def add(
+        self, generation: Generation, table: Mapping[str, Any], functions: Sequence[str]
+    ) -> None:
+        """Add rollouts that were just graded.
+
+        `table`: TRL's completions table. `functions`: names of the rewards.
+        """
+        rows = generation.rows
+        batch = generation.batch
+        step = generation.step
+        scores = generation.scores
+        weighed = generation.advantages
         assert scores is not None and weighed is not None
         self._latest = len(rows)
         self._counted += len(rows)
@@ -91,16 +127,18 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             self.record.add(columns, weighed.groups.rewards_PG.shape[1])
 
     def weighed(self, generation: Generation, table: Mapping[str, Any]) -> None:
-        """Put the final advantages of those rollouts that are learned from into the record, and into the rows of
-        `table`, those of the batch that was graded last. A rollout that was replaced keeps an advantage of 0.
+        """Put the final advantages of those rollouts that are learned from into the record, and
+        into the rows of `table`, those of the batch that was graded last. A rollout that was
+        replaced keeps an advantage of 0.
         """
-        batch, weighed, gather = generation.batch, generation.advantages, self.accelerator.gather
+        batch = generation.batch
+        weighed = generation.advantages
+        gather = self.accelerator.gather
         assert weighed is not None
         columns = {
             "advantage_raw": weighed.raw_PG.flatten(),
             "advantage": weighed.advantages_PG.flatten(),
             "weight": weighed.weighting.weights_P.repeat_interleave(weighed.raw_PG.shape[1]),
-            **{name: gather(batch[name]).cpu() for name in _LATE if name in batch},  # type: ignore[literal-required]
         }
         numbers_N = gather(batch["rollout_number"]).cpu()
         for name, values_N in columns.items():
@@ -108,18 +146,24 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             set_weighed(table, name, late_RB[:, -self._latest :].flatten().tolist())
 
     def _set_late(self, name: str, numbers_N: Tensor, values_N: Tensor) -> Tensor:
-        """Fill in a column of the step's rollouts, (ranks, rollouts of each), NaN where nothing is known of one."""
-        ranks, ours_N = self.accelerator.num_processes, numbers_N >= 0  # below: of an earlier step
+        """Fill in a column of the step's rollouts, (ranks, rollouts of each), NaN where nothing is
+        known of one.
+        """
+        ranks = self.accelerator.num_processes
         late_RB = torch.full((ranks, self._counted), torch.nan)
-        late_RB[numbers_N[ours_N] % ranks, numbers_N[ours_N] // ranks] = values_N[ours_N].float()
+        late_RB[numbers_N % ranks, numbers_N // ranks] = values_N.float()
         if self.accelerator.is_main_process:
-            self.record.set_late(name, [late_RB[:, span].flatten().tolist() for span in self._spans])
+            self.record.set_late(
+                name, [late_RB[:, span].flatten().tolist() for span in self._spans]
+            )
         return late_RB
 
     def measured(self, micro: Batch, logps_BC: Tensor) -> None:
         """Add the drift of rollouts for which it is only known after the policy's own forward pass."""
         drift_B = rollout_drift(logps_BC, micro["sampling_per_token_logps"], compared_mask(micro))
-        both = torch.stack([micro["rollout_number"].double(), drift_B.double()], dim=1).tolist()  # one wait for both
+        both = torch.stack(
+            [micro["rollout_number"].double(), drift_B.double()], dim=1
+        ).tolist()  # one wait for both
         self._drift |= {int(number): drift for number, drift in both}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -129,23 +173,36 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._spans:
-            found = {number: drift for each in gather_object([self._drift]) for number, drift in each.items()}
-            self._set_late("drift", torch.tensor([*found], dtype=torch.long), torch.tensor([*found.values()]))
-        self._counted, self._spans, self._drift = 0, [], {}
+            found = {
+                number: drift
+                for each in gather_object([self._drift])
+                for number, drift in each.items()
+            }
+            self._set_late(
+                "drift", torch.tensor([*found], dtype=torch.long), torch.tensor([*found.values()])
+            )
+        self._counted = 0
+        self._spans = []
+        self._drift = {}
         self.record.flush(state.global_step)
 
     def _drift_of(self, batch: Batch) -> list[float]:
-        """The drift of each rollout of all ranks, nats per token; empty if only the policy's forward pass will tell."""
+        """The drift of each rollout of all ranks, nats per token; empty if only the policy's
+        forward pass will tell.
+        """
         if "old_per_token_logps" not in batch or "sampling_per_token_logps" not in batch:
             return []
         logps = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
-        drift: list[float] = self.accelerator.gather(rollout_drift(*logps, compared_mask(batch))).tolist()
+        drift: list[float] = self.accelerator.gather(
+            rollout_drift(*logps, compared_mask(batch))
+        ).tolist()
         return drift
 
     def _of_row(self, row: Row) -> dict[str, Any]:
         """The columns of a rollout that come from the dataset."""
         name = None if row.get("id") is None else str(row["id"])
-        problem, answer = row.get("problem") or completion_text(row["prompt"]), row.get("answer")
+        problem = row.get("problem") or completion_text(row["prompt"])
+        answer = row.get("answer")
         return {
             "id": name,
             "problem": str(problem),
@@ -161,11 +218,15 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             return []
 
 
-def _columns(scores: Scores, weighed: Advantages, table: Mapping[str, Any], functions: Sequence[str]) -> Columns:
+def _columns(
+    scores: Scores, weighed: Advantages, table: Mapping[str, Any], functions: Sequence[str]
+) -> Columns:
     """The columns that come from grading and weighing, for the rollouts of all ranks."""
-    groups, weighting = weighed.groups, weighed.weighting
+    groups = weighed.groups
+    weighting = weighed.weighting
     rewards_BF = scores.rewards.all_BF
-    count, generations = len(rewards_BF), groups.rewards_PG.shape[1]
+    count = len(rewards_BF)
+    generations = groups.rewards_PG.shape[1]
     extra = {name: list(table["extra"].get(name, ()))[-count:] for name in _EXTRA}
     parts = {f"reward/{name}": rewards_BF[:, i].tolist() for i, name in enumerate(functions)}
     return {
@@ -184,25 +245,49 @@ def _columns(scores: Scores, weighed: Advantages, table: Mapping[str, Any], func
     }
 
 
-class GenerationLog:
-    """What a generation leaves behind: figures, the table of completions, and the record. On all ranks together."""
+class MetricsLogger:
+    """What a generation leaves behind: figures, the table of completions, and the record.
+
+    On all ranks together.
+    """
 
     def __init__(
-        self, context: StepContext, recorder: Recorder, figures: Mapping[str, Mapping[str, list[float]]],
-        table: Mapping[str, Any], functions: Sequence[str], notice: TieNotice, bytes_sent: Callable[[], int] | None,
-    ) -> None:  # fmt: skip
-        """`figures`, `table`: TRL's `_metrics` and `_logs`. `functions`: the names of the reward functions.
-        `bytes_sent`: of the last weight sync, None without an engine.
+        self,
+        context: StepContext,
+        recorder: Recorder,
+        figures: Mapping[str, Mapping[str, list[float]]],
+        table: Mapping[str, Any],
+        functions: Sequence[str],
+        notice: TieNotice,
+        bytes_sent: Callable[[], int] | None,
+    ) -> None:
+        """`figures`, `table`: TRL's `_metrics` and `_logs`.
+
+        `functions`: the names of the reward functions. `bytes_sent`: of the last weight sync, None
+        without an engine.
         """
-        self.recorder, self.figures, self.table, self.functions = recorder, figures, table, functions
-        self.notice, self.bytes_sent, self.log, self.state = notice, bytes_sent, context.log, context.state
-        self.texts, self.images = logs_tables(context.config), logs_images(context.config)
+        self.recorder = recorder
+        self.figures = figures
+        self.table = table
+        self.functions = functions
+        self.notice = notice
+        self.bytes_sent = bytes_sent
+        self.log = context.log
+        self.state = context.state
+        self.texts = logs_tables(context.config)
+        self.images = logs_images(context.config)
 
     def graded(self, generation: Generation, prompts: PromptBatch, answers: list[Any]) -> None:
-        """Of all that were graded, also of those that are replaced. `prompts`, `answers`: of this rank."""
-        scores, judged, training = generation.scores, generation.advantages, generation.mode == "train"
+        """Of all that were graded, also of those that are replaced.
+
+        `prompts`, `answers`: of this rank.
+        """
+        scores = generation.scores
+        judged = generation.advantages
+        training = generation.mode == "train"
         assert scores is not None and judged is not None
-        figures, state = self.figures[generation.mode], self.state()
+        figures = self.figures[generation.mode]
+        state = self.state()
         if training:
             state.num_input_tokens_seen += scores.tokens
         if training and self.bytes_sent is not None:
@@ -211,14 +296,32 @@ class GenerationLog:
         for name, value in judged_figures(judged, scores, self.functions).items():
             figures[name].append(value)
         if self.recorder.decode is not None:
-            facts = [[len(r.calls), sum(c.failed for c in r.calls), sum(c.seconds for c in r.calls),
-                      r.ended in ("calls", "room")] for r in generation.rollouts]  # fmt: skip
-            gather, device = self.recorder.accelerator.gather, self.recorder.accelerator.device
-            facts_N4 = gather(torch.tensor(facts, dtype=torch.float32, device=device))  # whole where nothing was called
+            facts = [
+                [
+                    len(r.calls),
+                    sum(c.failed for c in r.calls),
+                    sum(c.seconds for c in r.calls),
+                    r.ended in ("calls", "room"),
+                ]
+                for r in generation.rollouts
+            ]
+            gather = self.recorder.accelerator.gather
+            device = self.recorder.accelerator.device
+            # whole where nothing was called
+            facts_N4 = gather(torch.tensor(facts, dtype=torch.float32, device=device))
             for name, value in tool_figures(judged.groups.rewards_PG.cpu(), facts_N4.cpu()).items():
                 figures[name].append(value)
         images = (prompts.images or [None] * len(answers)) if self.images else []
-        add_rows(self.table, prompts.messages, answers, images, scores, judged, self.functions, texts=self.texts)
+        add_rows(
+            self.table,
+            prompts=prompts.messages,
+            answers=answers,
+            images=images,
+            scores=scores,
+            judged=judged,
+            functions=self.functions,
+            texts=self.texts,
+        )
         if training:
             generation.batch["rollout_number"] = self.recorder.number(len(answers))
             self.recorder.add(generation, self.table, self.functions)

@@ -21,9 +21,12 @@ from adora_vl.rollout.rollouts import Rollout
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.files import remove_partial, replacing
 
-ROLLOUTS, IMAGES = "rollouts", "_images"
+ROLLOUTS = "rollouts"
+IMAGES = "_images"
 _NAME = re.compile(r"rollouts-(\d+)-(\d+)\.parquet")
-_MERGE_COUNT, _MERGE_BYTES = 32, 8_000_000  # when this many consecutive files are below this size, they are merged
+# when this many consecutive files are below this size, they are merged
+_MERGE_COUNT = 32
+_MERGE_BYTES = 8_000_000
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class Part:
 def parts(folder: Path) -> list[Part]:
     """The files that count, in the order of their steps."""
     found = [part for path in folder.glob("*") if (part := _part(path)) is not None]
-    within = {b for a in found for b in found if a != b and a.first <= b.first and b.last <= a.last}  # of merged ones
+    # of merged ones
+    within = {b for a in found for b in found if a != b and a.first <= b.first and b.last <= a.last}
     return sorted(set(found) - within, key=lambda part: part.first)
 
 
@@ -48,7 +52,10 @@ def _part(path: Path) -> Part | None:
 
 
 def write_part(folder: Path, table: pa.Table, first: int, last: int) -> Part:
-    """Write the rows of the steps `first` to `last`. The data are on the disk before the file gets its name."""
+    """Write the rows of the steps `first` to `last`.
+
+    The data are on the disk before the file gets its name.
+    """
     part = Part(folder / f"rollouts-{first:08}-{last:08}.parquet", first, last)
     with replacing(part.path) as stream:
         pq.write_table(table, stream, compression="zstd")
@@ -58,9 +65,11 @@ def write_part(folder: Path, table: pa.Table, first: int, last: int) -> Part:
 def merge_small(folder: Path) -> None:
     """Merge the newest files if they are many and small: a long run must not leave 100,000 files."""
     newest = parts(folder)[-_MERGE_COUNT:]
-    if len(newest) < _MERGE_COUNT or any(part.path.stat().st_size > _MERGE_BYTES for part in newest):
+    if len(newest) < _MERGE_COUNT or any(
+        part.path.stat().st_size > _MERGE_BYTES for part in newest
+    ):
         return
-    write_part(folder, read_parts(newest), newest[0].first, newest[-1].last)
+    write_part(folder, table=read_parts(newest), first=newest[0].first, last=newest[-1].last)
     for part in newest:
         part.path.unlink()
 
@@ -77,7 +86,10 @@ def rotate(folder: Path, limit_bytes: float) -> None:
 
 
 def cut_after(folder: Path, step: int) -> None:
-    """Delete everything after `step`, because the run resumes there; 0 deletes all. Other files are not touched."""
+    """Delete everything after `step`, because the run resumes there; 0 deletes all.
+
+    Other files are not touched.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     counted = parts(folder)
     remove_partial(folder)
@@ -87,7 +99,12 @@ def cut_after(folder: Path, step: int) -> None:
             path.unlink()
     for part in counted:
         if part.first <= step < part.last:
-            write_part(folder, read_part(part).filter(pc.field("step") <= step), part.first, step)
+            write_part(
+                folder,
+                table=read_part(part).filter(pc.field("step") <= step),
+                first=part.first,
+                last=step,
+            )
         if part.last > step:
             part.path.unlink()
     if step == 0:
@@ -100,26 +117,35 @@ def read_parts(chosen: list[Part]) -> pa.Table:
 
 
 def read_part(part: Part, columns: list[str] | None = None) -> pa.Table:
-    """The rows of one file. Raises `UserError` where it is damaged, and `FileNotFoundError` where it is gone."""
+    """The rows of one file.
+
+    Raises `UserError` where it is damaged, and `FileNotFoundError` where it is gone.
+    """
     try:
         return pq.read_table(part.path, columns=columns)
     except FileNotFoundError:
         raise
     except (pa.ArrowException, OSError) as error:
         raise UserError(
-            f"the record's file {str(part.path)!r} cannot be read ({in_one_line(error)}); move it out of the run, and "
-            f"the record lacks the steps {part.first} to {part.last} and no others"
+            f"the record's file {str(part.path)!r} cannot be read ({in_one_line(error)}); move it "
+            f"out of the run, and the record lacks the steps {part.first} to {part.last} and no "
+            "others"
         ) from error
 
 
-_SIDE = 512  # pixels; a diagram is legible at this size, and a data set of 100,000 stays at about a GB
+# pixels; a diagram is legible at this size, and a data set of 100,000 stays at about a GB
+_SIDE = 512
 
 
 class Diagrams:
-    """Writes into `folder` until it holds `limit_bytes`. Every rank may write: equal content has an equal name."""
+    """Writes into `folder` until it holds `limit_bytes`.
+
+    Every rank may write: equal content has an equal name.
+    """
 
     def __init__(self, folder: Path, limit_bytes: float) -> None:
-        self.folder, self.limit_bytes = folder, limit_bytes
+        self.folder = folder
+        self.limit_bytes = limit_bytes
         self._names: dict[str, list[str]] = {}
         self._bytes: int | None = None
 
@@ -129,7 +155,10 @@ class Diagrams:
         self._bytes = None
 
     def keep(self, row: str | None, images: Sequence[Any]) -> list[str]:
-        """Store those images of a row that are new, and return all their file names. `row` is the row's id."""
+        """Store those images of a row that are new, and return all their file names.
+
+        `row` is the row's id.
+        """
         if row is not None and row in self._names:
             return self._names[row]
         names = [self._keep(image) for image in images if isinstance(image, Image.Image)]
@@ -171,7 +200,8 @@ _TYPES: dict[str, pa.DataType] = {
     "verdict": pa.string(),
     "extracted": pa.string(),
     "reason": pa.string(),  # the rule that decided, from the grader
-    "reward": pa.float32(),  # the weighted sum of the parts, which are reward/<function>; null without one
+    # the weighted sum of the parts, which are reward/<function>; null without one
+    "reward": pa.float32(),
     "missing": pa.string(),  # why the rollout has left its group; null where it has not
     "advantage_raw": pa.float32(),
     "advantage": pa.float32(),  # as the loss gets it; 0 for a rollout of a group that was replaced
@@ -182,38 +212,53 @@ _TYPES: dict[str, pa.DataType] = {
     "mean_wrong": pa.float32(),  # tokens, of the untruncated wrong ones; null where there is none
     "length": pa.int32(),
     "truncated": pa.bool_(),
-    "distorted": pa.bool_(),  # sampled on a distorted image (noisy_rollouts); its drift is unknown
-    "visual_dependency": pa.float32(),  # nats per token (visual_tokens); null without an image
-    "visual_scale": pa.float32(),  # the factor of the advantage on those tokens that are learned from
     "segments": pa.int16(),  # in how many parts it was sampled (adora_rollouts.budget)
     "age": pa.int16(),  # generations since its group began
     "calls": pa.int16(),  # of tools; null in a run without
     # What it said, and what tools said to it; `completion` is the last turn
-    "turns": pa.list_(pa.struct({
-        "by": pa.string(), "text": pa.string(), "tokens": pa.int32(), "images": pa.list_(pa.string()),
-        "seconds": pa.float32(), "failed": pa.bool_(),
-    })),
-    "drift": pa.float32(),  # mean |log-probability difference| of engine and trainer, nats per token
-}  # fmt: skip
+    "turns": pa.list_(
+        pa.struct(
+            {
+                "by": pa.string(),
+                "text": pa.string(),
+                "tokens": pa.int32(),
+                "images": pa.list_(pa.string()),
+                "seconds": pa.float32(),
+                "failed": pa.bool_(),
+            }
+        )
+    ),
+    # mean |log-probability difference| of engine and trainer, nats per token
+    "drift": pa.float32(),
+}
 Columns = dict[str, list[Any]]
 
 
 def turns_of(
-    rollout: Rollout, decode: Callable[[Sequence[int]], str], keep: Callable[[Sequence[Any]], list[str]]
+    rollout: Rollout,
+    decode: Callable[[Sequence[int]], str],
+    keep: Callable[[Sequence[Any]], list[str]],
 ) -> list[dict[str, Any]]:
-    """A rollout as a conversation of `model` and `tool`. `keep`: stores pictures and says their names."""
+    """A rollout as a conversation of `model` and `tool`.
+
+    `keep`: stores pictures and says their names.
+    """
     made = []
     for number, span in enumerate(rollout.spans):
         calls = [call for call in rollout.calls if call.span == number]
         own = span.logps is not None
-        made.append({
-            "by": "model" if own else "tool",
-            "text": decode(span.tokens) if own else "\n".join(call.text for call in calls),
-            "tokens": len(span.tokens),
-            "images": keep([picture.image for picture in rollout.pictures if picture.span == number]),
-            "seconds": sum(call.seconds for call in calls),
-            "failed": any(call.failed for call in calls),
-        })  # fmt: skip
+        made.append(
+            {
+                "by": "model" if own else "tool",
+                "text": decode(span.tokens) if own else "\n".join(call.text for call in calls),
+                "tokens": len(span.tokens),
+                "images": keep(
+                    [picture.image for picture in rollout.pictures if picture.span == number]
+                ),
+                "seconds": sum(call.seconds for call in calls),
+                "failed": any(call.failed for call in calls),
+            }
+        )
     return made
 
 
@@ -225,7 +270,9 @@ def criteria_columns(groups: Groups) -> Columns:
         "mean_wrong": groups.mean_finished_wrong_P,  # NaN becomes null
     }
     rollouts = groups.lengths_PG.shape[1]
-    return {name: column_P.repeat_interleave(rollouts).tolist() for name, column_P in columns_P.items()}
+    return {
+        name: column_P.repeat_interleave(rollouts).tolist() for name, column_P in columns_P.items()
+    }
 
 
 def as_table(columns: Mapping[str, Sequence[Any]], settings: Mapping[str, Any]) -> pa.Table:
@@ -236,16 +283,25 @@ def as_table(columns: Mapping[str, Sequence[Any]], settings: Mapping[str, Any]) 
     for name, kind in types.items():
         values = columns.get(name) or [None] * count
         if pa.types.is_floating(kind):
-            values = [value if value is not None and math.isfinite(value) else None for value in values]
+            values = [
+                value if value is not None and math.isfinite(value) else None for value in values
+            ]
         arrays.append(pa.array(values, kind))
-    schema = pa.schema(list(types.items()), metadata={SETTINGS: json.dumps(settings, sort_keys=True, default=str)})
+    schema = pa.schema(
+        list(types.items()), metadata={SETTINGS: json.dumps(settings, sort_keys=True, default=str)}
+    )
     return pa.table(arrays, schema=schema)
 
 
 class Record:
-    """The record of one run: rows are kept until their step ends, and written then. One process writes."""
+    """The record of one run: rows are kept until their step ends, and written then.
 
-    def __init__(self, output_dir: Path, limit_gb: float, settings: Mapping[str, Any], ranks: int = 1) -> None:
+    One process writes.
+    """
+
+    def __init__(
+        self, output_dir: Path, limit_gb: float, settings: Mapping[str, Any], ranks: int = 1
+    ) -> None:
         self.folder = output_dir / ROLLOUTS
         self._limit_bytes = limit_gb * 1e9 / 2  # the other half is for the diagrams
         self._settings = settings
@@ -273,15 +329,27 @@ class Record:
             columns[name] = [before if math.isnan(now) else now for before, now in both]
 
     def flush(self, step: int) -> None:
-        """Write the waiting rows. If the disk refuses, one line says so and recording ends, but the run goes on."""
+        """Write the waiting rows.
+
+        If the disk refuses, one line says so and recording ends, but the run goes on.
+        """
         if not self._waiting:
             return
         tables = [as_table(columns, self._settings) for columns in self._waiting]
         self._waiting.clear()
         try:
-            write_part(self.folder, pa.concat_tables(tables, promote_options="default"), step, step)
+            write_part(
+                self.folder,
+                table=pa.concat_tables(tables, promote_options="default"),
+                first=step,
+                last=step,
+            )
             merge_small(self.folder)
             rotate(self.folder, self._limit_bytes)
         except OSError as error:
             self.failed = str(error)
-            print(f"step {step}: the rollouts are no longer recorded ({error})", file=sys.stderr, flush=True)
+            print(
+                f"step {step}: the rollouts are no longer recorded ({error})",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -1,6 +1,8 @@
-"""`python -m adora_vl.report RUN [RUN ...]`: the curves and the rollouts of one or more runs as one HTML file.
+"""`python -m adora_vl.report RUN [RUN ...]`: the curves and the rollouts of one or more runs as one
+HTML file.
 
-With `--compare` it says instead, in one paragraph and one table, whether the second run is better than the first.
+With `--compare` it says instead, in one paragraph and one table, whether the second run is better
+than the first.
 """
 
 from __future__ import annotations
@@ -11,13 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adora_vl.utils.cli import Parser, amount, exit_code_of, number, path, whole
-from adora_vl.utils.errors import refuse
+from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from adora_vl.report.run_view import RunView
 
 
-def report(runs: Sequence[Path], output: Path, *, max_rollouts: int, max_image_mb: float) -> list[RunView]:
+def report(
+    runs: Sequence[Path], output: Path, *, max_rollouts: int, max_image_mb: float
+) -> list[RunView]:
     """Write the page, with at most `max_rollouts` rollouts per run. Raises `UserError`."""
     from adora_vl.report.page import build_page, write_page
     from adora_vl.report.run_view import image_uris, load_run
@@ -28,18 +32,33 @@ def report(runs: Sequence[Path], output: Path, *, max_rollouts: int, max_image_m
             view.name = str(run)
     images, left_out = image_uris(list(runs), views, int(max_image_mb * 1e6))
     if left_out:
-        views[0].notes.append(f"{left_out} diagrams are left out (--max-image-mb {max_image_mb:g}).")
+        views[0].notes.append(
+            f"{left_out} diagrams are left out (--max-image-mb {max_image_mb:g})."
+        )
     write_page(build_page(views, images), output)
     return views
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m adora_vl.report", description=__doc__)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output_dir of a training run")
-    parser.add_argument("--output", type=path, metavar="FILE.html", help="default: report.html in the first RUN")
-    parser.add_argument("--max-rollouts", type=whole(1), default=20_000, help="per run; evenly spaced steps are kept")
-    parser.add_argument("--max-image-mb", type=number(0, 1e6), default=30, help="limit of all diagrams together")
-    helped = "did B help? `A B --compare`; with several seeds `A1 A2 --compare B1 B2`, or all before it"
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="output_dir of a training run"
+    )
+    parser.add_argument(
+        "--output", type=path, metavar="FILE.html", help="default: report.html in the first RUN"
+    )
+    parser.add_argument(
+        "--max-rollouts",
+        type=whole(1),
+        default=20_000,
+        help="per run; evenly spaced steps are kept",
+    )
+    parser.add_argument(
+        "--max-image-mb", type=number(0, 1e6), default=30, help="limit of all diagrams together"
+    )
+    helped = (
+        "did B help? `A B --compare`; with several seeds `A1 A2 --compare B1 B2`, or all before it"
+    )
     parser.add_argument("--compare", type=Path, nargs="*", metavar="RUN", help=helped)
 
     def command() -> None:
@@ -47,15 +66,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.compare is not None:
             from adora_vl.report.compare import comparison_lines
 
-            refuse((len(options.runs + options.compare) < 2, "--compare: one run is named; name two, A B"))
+            if len(options.runs + options.compare) < 2:
+                raise UserError("--compare: one run is named; name two, A B")
             print("\n".join(comparison_lines(options.runs, options.compare)))
             return
         output = options.output or options.runs[0] / "report.html"
-        views = report(options.runs, output, max_rollouts=options.max_rollouts, max_image_mb=options.max_image_mb)
+        views = report(
+            options.runs,
+            output,
+            max_rollouts=options.max_rollouts,
+            max_image_mb=options.max_image_mb,
+        )
         for view in views:
             rollouts = sum(len(group["rollouts"]) for group in view.groups)
             metrics = amount(len(view.metrics), "line")
-            print(f"{view.name}: {metrics} of metrics, {amount(rollouts, 'rollout')}", *view.notes, sep="; ")
+            print(
+                f"{view.name}: {metrics} of metrics, {amount(rollouts, 'rollout')}",
+                *view.notes,
+                sep="; ",
+            )
         print(f"{output} ({output.stat().st_size / 1e6:.1f} MB)")
 
     return exit_code_of(command, "no page was written")

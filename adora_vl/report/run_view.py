@@ -1,4 +1,6 @@
-"""What the page shows of a run: groups and rollouts of chosen steps, with the reason of each weight."""
+"""What the page shows of a run: groups and rollouts of chosen steps, with the reason of each
+weight.
+"""
 
 import base64
 import json
@@ -14,11 +16,21 @@ import pyarrow.compute as pc
 
 from adora_vl.advantage.groups import scheduled
 from adora_vl.data.prompts import lettered
-from adora_vl.record.manifest import adora_options, facts_of_run, methods_of, read_manifest, recipe_of
+from adora_vl.record.manifest import (
+    MANIFEST,
+    adora_options,
+    facts_of_run,
+    methods_of,
+    read_manifest,
+    recipe_of,
+)
 from adora_vl.record.metrics import METRICS, no_signal, read_metrics
+from adora_vl.record.result import result_of
 from adora_vl.record.rollouts import IMAGES, ROLLOUTS, SETTINGS, Part, parts, read_part
 from adora_vl.rewards.grade import comparison
+from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import leads_out, refuse_links_out
 
 _CONTROLS = {  # `assign`: what decided the weight instead of the criteria
     "random": "by chance (assign: random)",
@@ -28,22 +40,32 @@ _CONTROLS = {  # `assign`: what decided the weight instead of the criteria
 
 
 def weight_reason(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Why a group has its weight, in one to three sentences. `group`: step (from 1 on), weight, tds, pass_rate,
-    longest_right and mean_wrong as recorded, `equal`: all rewards are the same, and `left`: how many of its `size`
-    rollouts have no reward. `settings`: the keys of the run, as its record has them.
+    """Why a group has its weight, in one to three sentences.
+
+    `group`: step (from 1 on), weight, tds, pass_rate, longest_right and mean_wrong as recorded,
+    `equal`: all rewards are the same, and `left`: how many of its `size` rollouts have no reward.
+    `settings`: the keys of the run, as its record has them.
     """
     if group["left"] == group["size"]:
-        return "No rollout of the group has a reward to compare with another, so nothing is learned from it."
+        return (
+            "No rollout of the group has a reward to compare with another, so nothing is learned "
+            "from it."
+        )
     sentence = _weight(group, settings)
     if group["left"]:
-        sentence += f" {group['left']} of {group['size']} rollouts have no reward, and count nowhere."
+        sentence += (
+            f" {group['left']} of {group['size']} rollouts have no reward, and count nowhere."
+        )
     if group["equal"] and group["weight"] is not None:
-        sentence += " All rewards are equal, so every advantage is 0 and nothing is learned from it."
+        sentence += (
+            " All rewards are equal, so every advantage is 0 and nothing is learned from it."
+        )
     return sentence
 
 
 def _weight(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    weight, options = group["weight"], adora_options(settings)
+    weight = group["weight"]
+    options = adora_options(settings)
     mode = options["mode"]
     if weight is None:
         return "No weight is recorded."
@@ -57,27 +79,44 @@ def _weight(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
 
 
 def _verdict(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    """Whether the criteria call the group TAS or TDS, and why. The page shows the figures beside it, rounded once."""
+    """Whether the criteria call the group TAS or TDS, and why.
+
+    The page shows the figures beside it, rounded once.
+    """
     sayings = {"length": _length, "difficulty": _difficulty}
     criteria = options["criteria"]
     alone = [*criteria] == ["difficulty"] or options["combine"] == "any"
-    hard_is_enough = "difficulty" in criteria and alone and not options["needs_correct"]  # with no length to compare
+    # with no length to compare
+    hard_is_enough = "difficulty" in criteria and alone and not options["needs_correct"]
     if not group["pass_rate"] and not group["tds"] and not hard_is_enough:
         return "neither TAS nor TDS, since no rollout is right"
-    return ", ".join(["TDS" if group["tds"] else "TAS", *(sayings[name](group, options) for name in criteria)])
+    return ", ".join(
+        ["TDS" if group["tds"] else "TAS", *(sayings[name](group, options) for name in criteria)]
+    )
 
 
 def _length(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    longest, mean = group["longest_right"], group["mean_wrong"]
+    longest = group["longest_right"]
+    mean = group["mean_wrong"]
     if longest is None:
         return "no rollout is right"
     if mean is None:
-        nothing = "all rollouts are right" if group["pass_rate"] == 1 else "every wrong rollout was cut off"
+        nothing = (
+            "all rollouts are right"
+            if group["pass_rate"] == 1
+            else "every wrong rollout was cut off"
+        )
         holds = "holding" if options["empty_wrong"] == "keep" else "failing"
-        return f"{nothing}, so there is no finished wrong one to compare lengths with, which counts as {holds}"
+        return (
+            f"{nothing}, so there is no finished wrong one to compare lengths with, which counts "
+            f"as {holds}"
+        )
     if longest == mean:
         holds = "holding" if options["ties"] == "keep" else "failing"
-        return f"the longest right rollout is as long as the mean of the finished wrong ones, which counts as {holds}"
+        return (
+            "the longest right rollout is as long as the mean of the finished wrong ones, which "
+            f"counts as {holds}"
+        )
     relation = "longer" if longest > mean else "not longer"
     return f"the longest right rollout is {relation} than the mean of the finished wrong ones"
 
@@ -90,12 +129,26 @@ def _difficulty(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     return f"the pass rate is {relation} tau, {100 * tau:g} %"
 
 
-# One rollout is a list in this order; viewer/groups.js reads it by the same names. The completion is last, because the
-# page keeps completions in a separate block.
+# One rollout is a list in this order; viewer/groups.js reads it by the same names. The completion
+# is last, because the page keeps completions in a separate block.
 ROLLOUT = (
-    "verdict", "extracted", "reason", "reward", "missing", "advantage_raw", "advantage", "length", "truncated", "drift",
-    "segments", "age", "turns", "parts", "compared", "completion",
-)  # fmt: skip
+    "verdict",
+    "extracted",
+    "reason",
+    "reward",
+    "missing",
+    "advantage_raw",
+    "advantage",
+    "length",
+    "truncated",
+    "drift",
+    "segments",
+    "age",
+    "turns",
+    "parts",
+    "compared",
+    "completion",
+)
 _GROUP = ("step", "id", "weight", "tds", "pass_rate", "longest_right", "mean_wrong")
 _SHOWN_CHARACTERS = 12_000  # per text
 Json = dict[str, Any]
@@ -111,32 +164,57 @@ class RunView:
     problems: dict[str, Json] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
+    result: str | None = None  # what came of it, in one line
 
     @property
     def images(self) -> list[str]:
         """The names of all diagrams, in the order in which the groups show them."""
         at = ROLLOUT.index("turns")
-        turns = (turn for group in self.groups for rollout in group["rollouts"] for turn in rollout[at] or ())
-        return list(dict.fromkeys(name for one in (*self.problems.values(), *turns) for name in one["images"]))
+        turns = (
+            turn
+            for group in self.groups
+            for rollout in group["rollouts"]
+            for turn in rollout[at] or ()
+        )
+        return list(
+            dict.fromkeys(
+                name for one in (*self.problems.values(), *turns) for name in one["images"]
+            )
+        )
 
 
 def load_run(folder: Path, max_rollouts: int) -> RunView:
-    """Read a run, also one that is still training. Raises `UserError` if the folder is no run, or cannot be read."""
+    """Read a run, also one that is still training.
+
+    Raises `UserError` if the folder is no run, or cannot be read.
+    """
     try:
         try:
             return _load(folder, max_rollouts)
         except FileNotFoundError:  # the run has merged or deleted a file since it was listed
             return _load(folder, max_rollouts)
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"RUN: the record in {str(folder / ROLLOUTS)!r} cannot be read ({error})") from error
+        raise UserError(
+            f"RUN: the record in {str(folder / ROLLOUTS)!r} cannot be read ({error})"
+        ) from error
 
 
 def _load(folder: Path, max_rollouts: int) -> RunView:
-    metrics, found = read_metrics(folder / METRICS), parts(folder / ROLLOUTS)
+    found = parts(folder / ROLLOUTS)
+    files = [folder / METRICS, folder / MANIFEST, *(part.path for part in found)]
+    refuse_links_out("RUN", folder, *files)
+    metrics = read_metrics(folder / METRICS)
     if not metrics and not found:
-        missing = "is no folder" if not folder.is_dir() else f"has neither {METRICS} nor {ROLLOUTS}/"
+        missing = (
+            "is no folder" if not folder.is_dir() else f"has neither {METRICS} nor {ROLLOUTS}/"
+        )
         raise UserError(f"RUN: {str(folder)!r} {missing}; name the output_dir of a training run")
-    view = RunView(folder.resolve().name, metrics, facts=facts_of_run(read_manifest(folder)))
+    view = RunView(
+        name=folder.resolve().name,
+        metrics=metrics,
+        facts=facts_of_run(read_manifest(folder)),
+        result=result_of(folder, metrics),
+    )
     if silence := no_signal(metrics):
         view.notes.append(f"Warning: {silence}.")
     if found:
@@ -154,20 +232,26 @@ def _add_groups(view: RunView, found: list[Part], max_rollouts: int) -> None:
             continue
         table = read_part(part).filter(pc.field("step").isin(wanted))
         settings = json.loads((table.schema.metadata or {}).get(SETTINGS, b"{}"))
-        for _, rows in groupby(table.to_pylist(), key=itemgetter("step", "group")):  # those of a group in a row
+        # those of a group in a row
+        for _, rows in groupby(table.to_pylist(), key=itemgetter("step", "group")):
             view.groups.append(_group(list(rows), settings, view.problems))
     shown = sum(len(group["rollouts"]) for group in view.groups)
     if shown < total:
-        view.notes.append(f"{shown:,} of {total:,} recorded rollouts are shown, those of {len(steps)} steps.")
+        view.notes.append(
+            f"{shown:,} of {total:,} recorded rollouts are shown, those of {len(steps)} steps."
+        )
 
 
 def _chosen_steps(found: list[Part], max_rollouts: int) -> tuple[list[int], int]:
-    """Evenly spread steps with at most `max_rollouts` together (one step at least), and how many rollouts there are."""
+    """Evenly spread steps with at most `max_rollouts` together (one step at least), and how many
+    rollouts there are.
+    """
     counts: dict[int, int] = {}
     for part in found:
         for entry in pc.value_counts(read_part(part, ["step"])["step"]).to_pylist():
             counts[entry["values"]] = counts.get(entry["values"], 0) + entry["counts"]
-    steps, total = sorted(counts), sum(counts.values())
+    steps = sorted(counts)
+    total = sum(counts.values())
     keep = max(1, min(len(steps), int(len(steps) * max_rollouts / total)))
     chosen = [steps[round(i * (len(steps) - 1) / max(1, keep - 1))] for i in range(keep)]
     return sorted(set(chosen)), total
@@ -187,31 +271,45 @@ def _group(rows: list[Json], settings: Json, problems: dict[str, Json]) -> Json:
     group = {name: first[name] for name in _GROUP} | {"id": row_id, "equal": len(set(rewards)) <= 1}
     group |= {"left": len(rows) - len(rewards), "size": len(rows)}
     shown = {name: _rounded(value) for name, value in group.items()}
-    return {**shown, "why": weight_reason(group, settings), "rollouts": [_rollout(row) for row in rows]}
+    return {
+        **shown,
+        "why": weight_reason(group, settings),
+        "rollouts": [_rollout(row) for row in rows],
+    }
 
 
 def _rollout(row: Json) -> list[Any]:
-    reward_parts = {name.removeprefix("reward/"): value for name, value in row.items() if name.startswith("reward/")}
+    reward_parts = {
+        name.removeprefix("reward/"): value
+        for name, value in row.items()
+        if name.startswith("reward/")
+    }
     values = {
         **row,
         "completion": _cut(row["completion"]),
         "extracted": _cut(row["extracted"]),
         "compared": _compared(row),
-        "parts": {name: _rounded(value) for name, value in reward_parts.items()} if len(reward_parts) > 1 else None,
+        "parts": {name: _rounded(value) for name, value in reward_parts.items()}
+        if len(reward_parts) > 1
+        else None,
     }
     return [_rounded(values[name]) for name in ROLLOUT]
 
 
 def _compared(row: Json) -> list[tuple[str, str, str]] | None:
-    """The parts of an answer with those of the reference answer; None for one number, or where the grade was another.
-    The record does not say how the run read its answers, so each way is tried until one has the recorded reason.
+    """The parts of an answer with those of the reference answer; None for one number, or where the
+    grade was another. The record does not say how the run read its answers, so each way is tried
+    until one has the recorded reason.
     """
-    response, reference = row["completion"], row["answer"]
+    response = row["completion"]
+    reference = row["answer"]
     if row["verdict"] is None or not isinstance(reference, str) or row.get("choices"):
         return None
     for answer_tags in (False, True):
         for rounding in (False, True):
-            found = comparison(response or "", reference, rounding=rounding, answer_tags=answer_tags)
+            found = comparison(
+                response or "", reference, rounding=rounding, answer_tags=answer_tags
+            )
             if found and (found.verdict, found.reason) == (row["verdict"], row["reason"]):
                 return [(pair.answer, pair.reference, pair.reason) for pair in found.pairs] or None
     return None
@@ -228,18 +326,32 @@ def _cut(text: str | None) -> str | None:
     return f"{text[:_SHOWN_CHARACTERS]}… ({len(text) - _SHOWN_CHARACTERS:,} more characters)"
 
 
-def image_uris(folders: list[Path], views: list[RunView], max_bytes: int) -> tuple[dict[str, str], int]:
-    """The diagrams as data URIs by name, up to `max_bytes` in total, and the number of those left out."""
+def image_uris(
+    folders: list[Path], views: list[RunView], max_bytes: int
+) -> tuple[dict[str, str], int]:
+    """The diagrams as data URIs by name, up to `max_bytes` in total, and the number of those left
+    out. One that is a link out of its run's folder is left out with a note: the page is passed on,
+    and would take any file of this machine along.
+    """
     uris: dict[str, str] = {}
-    used = left_out = 0
+    used = 0
+    left_out = 0
     for folder, view in zip(folders, views, strict=True):
+        links = 0
         for name in view.images:
             path = folder / ROLLOUTS / IMAGES / Path(name).name
             if name in uris or not path.is_file():
+                continue
+            if leads_out(folder, path):
+                links += 1
                 continue
             used += path.stat().st_size
             if used > max_bytes:
                 left_out += 1
             else:
                 uris[name] = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+        if links:
+            view.notes.append(
+                f"{amount(links, 'diagram')} left out: a link leads out of the run's folder."
+            )
     return uris, left_out

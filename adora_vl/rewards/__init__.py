@@ -1,4 +1,7 @@
-"""Grading answers and turning verdicts into rewards. The first answer that needs mpmath imports it."""
+"""Grading answers and turning verdicts into rewards.
+
+The first answer that needs mpmath imports it.
+"""
 
 from adora_vl.rewards.choose import ChosenRewards, choose_rewards, try_rewards
 from adora_vl.rewards.forms import canonical_gold
@@ -6,6 +9,15 @@ from adora_vl.rewards.grade import Grade, grade, grade_batch, verify_gold
 from adora_vl.rewards.presets import PRESETS, reward_function, reward_functions
 
 __all__ = [
-    "PRESETS", "ChosenRewards", "Grade", "canonical_gold", "choose_rewards", "grade", "grade_batch", "reward_function",
-    "reward_functions", "try_rewards", "verify_gold",
-]  # fmt: skip
+    "PRESETS",
+    "ChosenRewards",
+    "Grade",
+    "canonical_gold",
+    "choose_rewards",
+    "grade",
+    "grade_batch",
+    "reward_function",
+    "reward_functions",
+    "try_rewards",
+    "verify_gold",
+]

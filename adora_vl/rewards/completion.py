@@ -1,17 +1,23 @@
-"""Reads a completion: its text, its last boxed answer, its blocks of thinking, its words of reflection."""
+"""Reads a completion: its text, its last boxed answer, its blocks of thinking, its words of
+reflection.
+"""
 
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from adora_vl.rewards.thinking import THINK_TAGS, final_part, is_blank
+
 MAX_ROW = 24  # boxes that are one answer
 ROW_CHARS = 20_000  # of the end of a response, in which they stand
 MAX_JOINT = 40  # characters between two of them
 MAX_CHARS = 200_000  # of the end of a response; a character takes at most some 0.15 microseconds
-# `\{`, `\}` and `\\` are skipped as pairs so that a set `\{1,2\}` does not count as braces. A `\\` before `boxed{` is
-# not a pair: models that escape twice write `\\boxed{5}`. No groups: the search then skips what begins no token.
+# `\{`, `\}` and `\\` are skipped as pairs so that a set `\{1,2\}` does not count as braces. A `\\`
+# before `boxed{` is not a pair: models that escape twice write `\\boxed{5}`. No groups: the search
+# then skips what begins no token.
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _TOKEN = re.compile(rf"{_BOX.pattern}|\\\\(?!(?:boxed|fbox)\s*\{{)|\\[{{}}]|\{{|\}}")
+_BEGUN = re.compile(rf"{_BOX.pattern}\s*\Z")
 _SPACES = " \t\n\r"  # a form feed at the start is what is left of `\frac` in careless JSON
 ANSWER_TAGS = ("<answer>", "</answer>")
 
@@ -25,13 +31,17 @@ class _Box(NamedTuple):
 
 
 def last_boxed(response: str) -> str | None:
-    r"""The content of the last complete box, without outer spaces, or None if there is no complete box.
+    r"""The content of the last complete box of the final part, without outer spaces, or None if
+    there is no complete box.
 
-    Of nested boxes the outermost complete one counts: `\boxed{x = \boxed{5}}` gives `x = \boxed{5}`, but
-    `\boxed{\boxed{5}}` gives `5`. The time is linear in the response, of which the last `MAX_CHARS` are read. Source:
-    the grading policy, point 1.
+    A box inside a block of thinking is a draft (`final_part`). Of nested boxes the outermost
+    complete one counts: `\boxed{x = \boxed{5}}` gives `x = \boxed{5}`, but `\boxed{\boxed{5}}` gives
+    `5`. A response that was cut off as it began a box has no answer. The time is linear in the
+    response, of which the last `MAX_CHARS` are read. Source: the grading policy, point 1.
     """
-    response = response[-MAX_CHARS:]
+    response = final_part(response)[-MAX_CHARS:]
+    if response.rstrip().endswith("{") and _BEGUN.search(response):
+        return None
     complete = _complete(response)
     if not complete:
         return None
@@ -65,20 +75,28 @@ def _complete(response: str) -> list[_Box]:
     return complete
 
 
-# What may stand between two boxes that are one answer: a unit or noun, a comma, "and" or "or", the next one's name.
+# What may stand between two boxes that are one answer: a unit or noun, a comma, "and" or "or", the
+# next one's name.
 _JOINT = re.compile(
     r"(?:[\s$]|\\[()\[\]]|\\quad)*(?:[a-z]{1,12}(?<!\band)(?<!\bor)\s+(?=and\b|or\b))?"
-    r"(?:[,;]|\\text\s*\{)?\s*(?:and\b|or\b)?(?:[\s$}]|\\[()\[\]]|\\quad)*(?:[A-Za-z](?:_(?:\d|\{\d\}))?\s*=\s*)?"
+    r"(?:[,;]|\\text\s*\{)?\s*(?:and\b|or\b)?(?:[\s$}]|\\[()\[\]]|\\quad)*"
+    r"(?:(?:[A-Za-z](?:_(?:\d|\{\d\}))?|[A-Z]{2,3})\s*(?:=|\bis\b)[\s$]*)?"
+)
+# The name of the value in a box, at the end of what stands before it.
+_NAME_OF_BOX = re.compile(
+    r"(?<![A-Za-z\\])([A-Za-z](?:_(?:\d|\{\d\}))?|[A-Z]{2,3})\s*(?:=|\bis\b)(?:[\s$]|\\[(\[])*\Z"
 )
 
 
-def boxes_in_a_row(response: str, answer_tags: bool) -> list[str]:
-    r"""The contents of the last complete boxes that are joined by nothing but a comma, "and" or "or".
+def boxes_in_a_row(response: str, answer_tags: bool, named: bool = False) -> list[str]:
+    r"""The contents of the last complete boxes that are joined by nothing but a comma, "and" or
+    "or".
 
-    `\boxed{1}, no: \boxed{2} and \boxed{3}` gives `2` and `3`. With `answer_tags` those before the block, if there is
-    one, do not count.
+    `\boxed{1}, no: \boxed{2} and \boxed{3}` gives `2` and `3`. With `answer_tags` those before the
+    block, if there is one, do not count. `named`: with the names that stand before all of them, as
+    `AB = 4` for `AB is \boxed{4}`.
     """
-    response = response[-ROW_CHARS:]
+    response = final_part(response)[-ROW_CHARS:]
     if answer_tags:
         response = response[max(0, response.rfind(ANSWER_TAGS[0])) :]
     row: list[_Box] = []
@@ -89,12 +107,18 @@ def boxes_in_a_row(response: str, answer_tags: bool) -> list[str]:
         if len(between) > MAX_JOINT or not _JOINT.fullmatch(between) or len(row) > MAX_ROW:
             break
         row.append(box)
-    return [response[box.content : box.end].strip(_SPACES) for box in reversed(row)]
+    row.reverse()
+    contents = [response[box.content : box.end].strip(_SPACES) for box in row]
+    names = [_NAME_OF_BOX.search(response, max(0, box.start - MAX_JOINT), box.start) for box in row]
+    if not named or any("=" in content for content in contents) or not all(names):
+        return contents
+    pairs = zip(names, contents, strict=True)
+    return [f"{name[1]} = {content}" for name, content in pairs if name]
 
 
 def last_answer(response: str) -> str | None:
-    """As `last_boxed`, where the prompt asked for `<answer> </answer>`: the last complete block counts, or a box in it
-    or behind it. A box before the block does not.
+    """As `last_boxed`, where the prompt asked for `<answer> </answer>`: the last complete block
+    counts, or a box in it or behind it. A box before the block does not.
     """
     block = answer_block(response)
     boxed = last_boxed(response if block is None else block)
@@ -102,8 +126,10 @@ def last_answer(response: str) -> str | None:
 
 
 def answer_block(response: str) -> str | None:
-    """What the last complete `<answer>` block holds, with what follows it where a box does; None without a block."""
-    response = response[-MAX_CHARS:]
+    """What the last complete `<answer>` block of the final part holds, with what follows it where a
+    box does; None without a block.
+    """
+    response = final_part(response)[-MAX_CHARS:]
     opening, closing = ANSWER_TAGS
     begin = response.rfind(opening, 0, max(0, response.rfind(closing)))
     if begin < 0:
@@ -113,7 +139,9 @@ def answer_block(response: str) -> str | None:
 
 
 def completion_text(completion: Any) -> str:
-    """The text of a completion, or of a prompt's last message: a string, or messages with a string or parts."""
+    """The text of a completion, or of a prompt's last message: a string, or messages with a string
+    or parts.
+    """
     if isinstance(completion, str):
         return completion
     content = completion[-1]["content"] if completion else ""
@@ -122,49 +150,118 @@ def completion_text(completion: Any) -> str:
     return "".join(part.get("text") or "" for part in content or [])
 
 
-THINK_TAGS = ("<think>", "</think>")
+def response_text(completion: Any, thinking_opened: bool = False) -> str:
+    """The text of a completion with its block of thinking whole.
+
+    The opening tag is put back where the prompt has it (`thinking_opened`), and so is the block
+    where the tokenizer has parsed the reasoning out of the message.
+    """
+    text = completion_text(completion)
+    opening, closing = THINK_TAGS
+    reasoning = None
+    if completion and not isinstance(completion, str):
+        reasoning = completion[-1].get("reasoning_content")
+    if isinstance(reasoning, str) and reasoning:
+        return f"{opening}{reasoning}{closing}{text}"
+    if thinking_opened and not text.lstrip().startswith(opening):
+        return f"{opening}{text}"
+    return text
+
+
+def response_texts(
+    completions: Sequence[Any], thinking_opened: Sequence[bool] | None = None
+) -> list[str]:
+    """`response_text` of each completion. `thinking_opened`: of each one's prompt; None: of none."""
+    opened = [False] * len(completions) if thinking_opened is None else thinking_opened
+    return [response_text(*pair) for pair in zip(completions, opened, strict=True)]
 
 
 def shows_working(text: str) -> bool:
-    """Whether an equals sign stands before the last box, or anywhere if there is no box: more than a bare answer."""
+    """Whether an equals sign stands before the last box, or anywhere if there is no box: more than
+    a bare answer.
+    """
     before, box, after = text.rpartition("\\boxed")
     return "=" in (before if box else after)
 
 
 def _after_block(text: str, tags: tuple[str, str]) -> str | None:
-    """What follows the block that `text` begins with, stripped; None where there is no such block, or an empty one."""
-    begin, end = tags
-    inside, found, rest = text.removeprefix(begin).partition(end)
-    sound = text.startswith(begin) and found and inside.strip() and not _has_tag(inside)
-    return rest.strip() if sound else None
+    """What follows the block that `text` begins with, stripped; None where there is no such block,
+    or one in which nothing can be seen.
+    """
+    opening, closing = tags
+    if not text.startswith(opening):
+        return None
+    inside, tag, rest = text.removeprefix(opening).partition(closing)
+    if not tag or is_blank(inside) or _has_tag(inside):
+        return None
+    return rest.strip()
 
 
 def _has_tag(text: str) -> bool:
     return any(tag in text for tag in (*THINK_TAGS, *ANSWER_TAGS))
 
 
-def think_format_reward(completions: Sequence[Any] = (), **columns: Any) -> list[float]:
-    """TRL's reward function: 1.0 where one block of thinking, not an empty one, stands before something, else 0.0."""
-    rests = [_after_block(completion_text(completion).strip(), THINK_TAGS) for completion in completions]
-    return [float(bool(rest) and not _has_tag(rest or "")) for rest in rests]
+def think_format_reward(
+    completions: Sequence[Any] = (),
+    thinking_opened: Sequence[bool] | None = None,
+    **columns: Any,
+) -> list[float]:
+    """TRL's reward function: 1.0 where one block of thinking, not an empty one, stands before
+    something, else 0.0.
+
+    `thinking_opened`: whether the prompt of each completion has opened the block.
+    """
+    rewards: list[float] = []
+    for text in response_texts(completions, thinking_opened):
+        rest = _after_block(text.strip(), THINK_TAGS)
+        is_right = rest is not None and not is_blank(rest) and not _has_tag(rest)
+        rewards.append(float(is_right))
+    return rewards
 
 
-def think_answer_format_reward(completions: Sequence[Any] = (), **columns: Any) -> list[float]:
-    """TRL's reward function: 1.0 where thinking and answer stand in their blocks and nothing else, else 0.0."""
-    rests = [_after_block(completion_text(completion).strip(), THINK_TAGS) for completion in completions]
-    return [float(rest is not None and _after_block(rest, ANSWER_TAGS) == "") for rest in rests]
+def think_answer_format_reward(
+    completions: Sequence[Any] = (),
+    thinking_opened: Sequence[bool] | None = None,
+    **columns: Any,
+) -> list[float]:
+    """TRL's reward function: 1.0 where thinking and answer stand in their blocks and nothing else,
+    else 0.0.
+
+    `thinking_opened`: whether the prompt of each completion has opened the block.
+    """
+    rewards: list[float] = []
+    for text in response_texts(completions, thinking_opened):
+        rest = _after_block(text.strip(), THINK_TAGS)
+        is_right = rest is not None and _after_block(rest, ANSWER_TAGS) == ""
+        rewards.append(float(is_right))
+    return rewards
 
 
-# ADORA's authors watch such words grow more frequent (arXiv 2602.10019); the list is ours, and fixed, so that two runs
-# can be compared. Each word has the pattern that counts as it; an ending such as `-ing` may follow.
-_ALONE = ("wait", "verify", "reconsider", "rethink", "alternatively", "however", "mistake", "let me see", "hold on")
+# ADORA's authors watch such words grow more frequent (arXiv 2602.10019); the list is ours, and
+# fixed, so that two runs can be compared. Each word has the pattern that counts as it; an ending
+# such as `-ing` may follow.
+_ALONE = (
+    "wait",
+    "verify",
+    "reconsider",
+    "rethink",
+    "alternatively",
+    "however",
+    "mistake",
+    "let me see",
+    "hold on",
+)
 REFLECTIVE = {
     **{word: word for word in _ALONE},
-    "check": "(?<!-)(?<!double )check",  # not the end of `re-check` and `double-check`, which count as themselves
+    # not the end of `re-check` and `double-check`, which count as themselves
+    "check": "(?<!-)(?<!double )check",
     "recheck": "re-?check",
     "double-check": "double[- ]?check",
 }
-_PATTERNS = {word: re.compile(rf"(?<!\w){like}(?:s|ed|ing)?(?!\w)", re.IGNORECASE) for word, like in REFLECTIVE.items()}
+_PATTERNS = {
+    word: re.compile(rf"(?<!\w){like}(?:s|ed|ing)?(?!\w)", re.IGNORECASE)
+    for word, like in REFLECTIVE.items()
+}
 
 
 def reflective_words(text: str) -> dict[str, int]:

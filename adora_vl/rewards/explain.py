@@ -1,4 +1,5 @@
-r"""Why a response gets its reward: what was extracted, both canonical forms, the rule that decided, the rewards.
+r"""Why a response gets its reward: what was extracted, both canonical forms, the rule that decided,
+the rewards.
 
 python -m adora_vl.rewards.explain --gold '2 \sqrt { 221 }' --response 'so \boxed{\sqrt{884}}'
 python -m adora_vl.rewards.explain --reward docs/my_rewards.py:brevity --response 'so \boxed{5}'
@@ -16,7 +17,9 @@ from adora_vl.rewards.completion import last_answer, last_boxed
 from adora_vl.rewards.forms import read, working
 from adora_vl.rewards.grade import REMEDIES, answer_to, comparison, grade, verify_gold
 from adora_vl.rewards.presets import PRESETS, reward
+from adora_vl.rewards.thinking import final_part
 from adora_vl.utils.cli import Parser, exit_code_of, yaml_value
+from adora_vl.utils.cli import amount as amount_of
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import is_own
 
@@ -24,17 +27,20 @@ TRY_TIMEOUT_S = 300.0  # the default of adora_reward_timeout
 
 # What the reasons of a grade mean. A reason `gold_x` is `x`, found in the reference answer.
 RULES = {
-    "same_number": "both are numbers, or both percentages, and equal to within 1e-6 relative (integers exactly)",
+    "same_number": "both are numbers, or both percentages, and equal, or one is a long decimal for the "
+    "other",
     "same_value": "expressions with the same value at six points",
     "same_text": "no plain numbers, but the same text",
     "letter": "the letter of the right choice",
     "rounded": "the reference answer rounded to as many places as the answer has (--rounding)",
     "same_parts": "as many parts, and each one is right",
+    "same_ratio": "a ratio with the same quotients, or its quotient",
     "same_part": "one of the parts of the reference answer",
     "same_equation": "the same equation, but for moved terms and a factor that is not 0",
     "same_inequality": "the same inequality, but for moved terms and a positive factor",
     "same_solutions": "the same numbers solve both",
-    "different_form": "a list, point, interval, equation or inequality where the reference answer has another form",
+    "different_form": "a list, point, interval, equation or inequality where the reference answer has another "
+    "form",
     "different_length": "more or fewer values than the reference answer has",
     "different_part": "one part is not that of the reference answer",
     "different_label": "the value of something else",
@@ -56,7 +62,7 @@ RULES = {
     "letter_with_another_value": "a letter beside a value that is not that of its choice",
     "another_choice": "another choice has the same value, and the answer has not the text of the right one",
     "not_a_number": "a readable text or expression, but not the reference answer",
-    "unevaluated": "arithmetic that is still to be done",
+    "unevaluated": "a rational number, as arithmetic that is still to be done",
     "enumeration": "several answers, or a set, or a plus-minus",
     "interval": "an interval, a pair or a vector",
     "relation": "an inequality, an approximation or a membership",
@@ -75,29 +81,50 @@ RULES = {
 }
 
 
-def explanation(response: str, gold: str, choices: Sequence[str] | None = None, **accepted: bool) -> list[str]:
-    """The lines of the explanation. `accepted`: `rounding` and `answer_tags` of `grade`. Raises `UserError` for a
-    reference answer that cannot be graded against.
+def explanation(
+    response: str, gold: str, choices: Sequence[str] | None = None, **accepted: bool
+) -> list[str]:
+    """The lines of the explanation.
+
+    `accepted`: `rounding`, `answer_tags` and `thinking_opened` of `grade`. Raises `UserError` for a reference answer
+    that cannot be graded against.
     """
     reason = verify_gold(gold, choices)
     if reason:
         said = reason if ":" in reason else f"{reason}: {RULES.get(reason, '')}"
         raise UserError(f"--gold: {gold!r} cannot be graded against ({said})")
-    found, answer_tags = grade(response, gold, choices=choices, **accepted), accepted.get("answer_tags", False)
-    lines = [f"extracted  {_printable(found.extracted) if found.extracted is not None else '(no complete box)'}"]
+    found = grade(response, gold, choices=choices, **accepted)
+    answer_tags = accepted.get("answer_tags", False)
+    thinking_opened = accepted.pop("thinking_opened", False)
+    whole = response
+    response = final_part(whole, thinking_opened)
+    lines: list[str] = []
+    if response != whole:
+        characters = len(whole) - len(response)
+        lines.append(f"thinking   {amount_of(characters, 'character')} set aside")
+    lines += [
+        "extracted  "
+        f"{_printable(found.extracted) if found.extracted is not None else '(no complete box)'}"
+    ]
     given = last_answer(response) if answer_tags else last_boxed(response)
     if given is not None:
-        answer = answer_to(read(gold), response, given, answer_tags)
+        answer = answer_to(read(gold), response=response, given=given, answer_tags=answer_tags)
         lines.append(f"answer     {_described(read(answer.raw) if answer.raw else answer)}")
     lines.append(f"gold       {_described(read(gold))}")
     compared = comparison(response, gold, **accepted)
     for number, pair in enumerate(compared.pairs if compared else (), 1):
-        lines.append(f"part {number:<6}{_printable(pair.answer)} against {_printable(pair.reference)}: {pair.reason}")
+        lines.append(
+            f"part {number:<6}{_printable(pair.answer)} against {_printable(pair.reference)}: "
+            f"{pair.reason}"
+        )
     for letter, value in zip(ascii_uppercase, choices or (), strict=False):
         lines.append(f"choice {letter}   {_described(read(value))}")
     lines.append(f"rule       {found.reason}: {RULES.get(found.reason.removeprefix('gold_'), '')}")
     lines.append(f"verdict    {found.verdict} ({found.ms:.1f} ms)")
-    return [*lines, f"rewards    {', '.join(f'{preset} {reward(found, preset):g}' for preset in PRESETS)}"]
+    return [
+        *lines,
+        f"rewards    {', '.join(f'{preset} {reward(found, preset):g}' for preset in PRESETS)}",
+    ]
 
 
 def _described(answer: Answer) -> str:
@@ -106,7 +133,8 @@ def _described(answer: Answer) -> str:
     text = _printable(answer.whole if answer.is_form else answer.text)
     kind: str = answer.kind
     if kind == "unreadable" and (chain := working(answer.whole)):
-        answer, kind = chain[-1][1], "working"
+        answer = chain[-1][1]
+        kind = "working"
     if answer.real:
         return f"{text}  [{kind}, {float(answer.real.value):.9g}]"
     return f"{text or '-'}  [{kind}{f': {answer.reason}' if kind == 'unreadable' else ''}]"
@@ -114,11 +142,22 @@ def _described(answer: Answer) -> str:
 
 def _printable(text: str) -> str:
     """`text` with what a terminal would hide or obey spelled out."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
 
 
-def tried(entries: Sequence[Entry], response: str, columns: Mapping[str, str], answer_tags: bool = False) -> list[str]:
-    """What each reward of `entries` gives for a response, without a model. Raises `UserError` where one fails."""
+def tried(
+    entries: Sequence[Entry],
+    response: str,
+    columns: Mapping[str, str],
+    answer_tags: bool = False,
+    thinking_opened: bool = False,
+) -> list[str]:
+    """What each reward of `entries` gives for a response, without a model.
+
+    `answer_tags` and `thinking_opened` are those of `grade`. Raises `UserError` where one fails.
+    """
     chosen = choose_rewards(entries, answer_tags=answer_tags)
     chosen.check_columns(columns)
     noted: list[str] = []
@@ -126,15 +165,20 @@ def tried(entries: Sequence[Entry], response: str, columns: Mapping[str, str], a
         "prompts": [[{"role": "user", "content": columns.get("problem", "")}]],
         "completions": [[{"role": "assistant", "content": response}]],
         "completion_ids": [[0]],
+        "thinking_opened": [thinking_opened],
         **{name: [value] for name, value in columns.items()},
         "trainer_state": None,
-        "log_extra": lambda name, values: noted.append(f"logged     {name}: {_printable(str(values[0]))}"),
+        "log_extra": lambda name, values: noted.append(
+            f"logged     {name}: {_printable(str(values[0]))}"
+        ),
         "log_metric": lambda name, value: noted.append(f"logged     {name}: {value:g}"),
     }
     lines = []
     for entry, function in zip(chosen.entries, chosen.functions, strict=True):
         unscored: dict[int, str] = {}
-        (found,) = call_once(entry, function, arguments, TRY_TIMEOUT_S, unscored)
+        (found,) = call_once(
+            entry, function=function, arguments=arguments, timeout=TRY_TIMEOUT_S, unscored=unscored
+        )
         none = f"None ({unscored.get(0, 'not scored')})"
         lines.append(f"reward     {entry} {none if found is None else format(found, 'g')}")
     return [*lines, *noted]
@@ -156,29 +200,60 @@ def _columns(options: argparse.Namespace) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code: 0 done, whatever the verdict; 2 the user's input is wrong."""
-    parser = Parser(prog="python -m adora_vl.rewards.explain", description=(__doc__ or "").partition("\n")[0])
+    """The command.
+
+    Returns the exit code: 0 done, whatever the verdict; 2 the user's input is wrong.
+    """
+    parser = Parser(
+        prog="python -m adora_vl.rewards.explain", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--gold", help="the right answer, as a dataset has it")
-    parser.add_argument("--response", required=True, help="the whole response; - reads it from standard input")
+    parser.add_argument(
+        "--response", required=True, help="the whole response; - reads it from standard input"
+    )
     parser.add_argument("--choices", nargs="+", metavar="VALUE", help="the values of A, B, C, ...")
-    parser.add_argument("--rounding", action="store_true", help="also accept the reference answer rounded to a decimal")
-    parser.add_argument("--answer-tags", action="store_true", help="also accept <answer>5</answer>, without a box")
+    parser.add_argument(
+        "--rounding",
+        action="store_true",
+        help="also accept the reference answer rounded to a decimal",
+    )
+    parser.add_argument(
+        "--answer-tags", action="store_true", help="also accept <answer>5</answer>, without a box"
+    )
+    parser.add_argument("--thinking-opened", action="store_true", help="the prompt ends in <think>")
     what = "as adora_reward, with options too"
-    parser.add_argument("--reward", nargs="+", type=_entry, default=[], metavar="FILE.py:FUNCTION", help=what)
-    parser.add_argument("--column", action="append", default=[], metavar="NAME=VALUE", help="a column of the row")
+    parser.add_argument(
+        "--reward", nargs="+", type=_entry, default=[], metavar="FILE.py:FUNCTION", help=what
+    )
+    parser.add_argument(
+        "--column", action="append", default=[], metavar="NAME=VALUE", help="a column of the row"
+    )
 
     def command() -> None:
         options = parser.parse_args(arguments)
         if options.gold is None and not options.reward:
-            raise UserError("give --gold to see how the answer is graded, or --reward to try a reward")
+            raise UserError(
+                "give --gold to see how the answer is graded, or --reward to try a reward"
+            )
         response = sys.stdin.read() if options.response == "-" else options.response
         lines = []
-        if options.gold is not None and not (options.reward and all(map(is_own, names_of(options.reward)))):
-            accepted = {"rounding": options.rounding, "answer_tags": options.answer_tags}
-            lines = explanation(response, options.gold, options.choices, **accepted)
+        if options.gold is not None and not (
+            options.reward and all(map(is_own, names_of(options.reward)))
+        ):
+            accepted = {
+                "rounding": options.rounding,
+                "answer_tags": options.answer_tags,
+                "thinking_opened": options.thinking_opened,
+            }
+            lines = explanation(response, gold=options.gold, choices=options.choices, **accepted)
         if options.reward:
-            columns = _columns(options)
-            lines += tried(options.reward, response, columns, options.answer_tags)
+            lines += tried(
+                options.reward,
+                response,
+                _columns(options),
+                answer_tags=options.answer_tags,
+                thinking_opened=options.thinking_opened,
+            )
         print("\n".join(lines))
 
     return exit_code_of(command, "nothing was graded")

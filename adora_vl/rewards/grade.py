@@ -1,7 +1,8 @@
-r"""One function decides every training reward and the Geometry3K evaluation: `grade`, and `grade_batch` for many.
+r"""One function decides every training reward and the Geometry3K evaluation: `grade`, and
+`grade_batch` for many.
 
-Everything is decided in this process, by code whose cost is bounded by caps on length, nesting, digits, exponents and
-values (`canonical`, `grammar`, `numeric`).
+Everything is decided in this process, by code whose cost is bounded by caps on length, nesting,
+digits, exponents and values (`canonical`, `grammar`, `numeric`).
 """
 
 from __future__ import annotations
@@ -19,21 +20,38 @@ from adora_vl.rewards.compare import Compared, Verdict, compare, unspaced
 from adora_vl.rewards.completion import boxes_in_a_row, last_answer, last_boxed
 from adora_vl.rewards.forms import as_form, canonical_gold, read
 from adora_vl.rewards.grammar import unknowns
+from adora_vl.rewards.thinking import final_part, is_blank
 
 VERDICTS: tuple[Verdict, ...] = ("correct", "wrong", "unparseable")
 _SHOWN_CHARS = 200  # of an extracted answer; a 1 MB box must not go into every log
 
 _LETTER = re.compile(r"([A-Z])|\(([A-Z])\)")
-# Where the choices are known: also `C)`, `c`, `Option C`, and the letter before its value, as in `(C) 12` and `C. 12`.
+# Where the choices are known: also `C)`, `c`, `Option C`, and the letter before its value, as in
+# `(C) 12` and `C. 12`.
 _LABEL = re.compile(
-    r"(?:(?:[Oo]ption|[Cc]hoice)(?: |(?=\()))?(?:\(([A-Za-z])\)[.:]?|([A-Za-z])[).:]|([A-Za-z])$) ?(.*)", re.ASCII
+    r"(?:(?:[Oo]ption|[Cc]hoice)(?: |(?=\()))?(?:\(([A-Za-z])\)[.:]?|([A-Za-z])[).:]|([A-Za-z])$) "
+    r"?(.*)",
+    re.ASCII,
 )
-# Reference answers that no honest answer can meet, and what to write in their place. They run on canonical text.
+# The letter behind its value: `60 (C)` and `60, option C`.
+_LABEL_BEHIND = re.compile(
+    r"(.+?)[,;]? ?(?:(?:[Oo]ption|[Cc]hoice) ?(?:\(([A-Za-z])\)|([A-Za-z]))|\(([A-Z])\))", re.ASCII
+)
+# Reference answers that no honest answer can meet, and what to write in their place. They run on
+# canonical text.
 _COMMA = "a decimal comma, or two answers? write 3.5, or 3, 5 with a space"
 _UNMEETABLE = (
     ("decimal_comma", re.compile(r"[+-]?[0-9.]*[0-9],[0-9]+"), _COMMA),
-    ("currency", re.compile(r"-?\\?[$€£¥]-?[0-9.]+|-?[0-9.]+\\?[$€£¥]"), "write the amount alone, 5 for $5"),
-    ("prime", re.compile(r"[0-9.]+(?:['\"′″]|\^\{?\\prime).*"), "feet, or minutes? write the number alone, 5 for 5'"),
+    (
+        "currency",
+        re.compile(r"-?\\?[$€£¥]-?[0-9.]+|-?[0-9.]+\\?[$€£¥]"),
+        "write the amount alone, 5 for $5",
+    ),
+    (
+        "prime",
+        re.compile(r"[0-9.]+(?:['\"′″]|\^\{?\\prime).*"),
+        "feet, or minutes? write the number alone, 5 for 5'",
+    ),
 )
 REMEDIES = {reason: remedy for reason, _, remedy in _UNMEETABLE}
 REMEDIES["other_digits"] = "write the digits 0 to 9, 1/2 for ½, and ^4 for ⁴"
@@ -43,10 +61,10 @@ REMEDIES["other_digits"] = "write the digits 0 to 9, 1/2 for ½, and ^4 for ⁴"
 class Grade:
     """The verdict on one response.
 
-    `extracted`: what stands in the last complete box, or with `answer_tags` in an `<answer>` block (cut to 200
-    characters), None when there is neither.
-    `reason`: the rule that decided, a short stable string such as `same_number`, `enumeration` or `no_box`.
-    `ms`: the milliseconds that grading took; two grades that differ in them alone are equal.
+    `extracted`: what stands in the last complete box, or with `answer_tags` in an `<answer>` block
+    (cut to 200 characters), None when there is neither or nothing in it. `reason`: the rule that decided, a short
+    stable string such as `same_number`, `enumeration` or `no_box`. `ms`: the milliseconds that
+    grading took; two grades that differ in them alone are equal.
     """
 
     verdict: Verdict
@@ -59,45 +77,76 @@ Choices = Sequence[str] | None  # the values of A, B, C, ...
 
 
 def grade(
-    response: str, gold: str, *, choices: Choices = None, rounding: bool = False, answer_tags: bool = False
+    response: str,
+    gold: str,
+    *,
+    choices: Choices = None,
+    rounding: bool = False,
+    answer_tags: bool = False,
+    thinking_opened: bool = False,
 ) -> Grade:
-    r"""Whether the last complete `\boxed{}` of `response` holds the reference answer. Never raises, in any thread.
+    r"""Whether the last complete `\boxed{}` of `response` holds the reference answer. A box inside a
+    block of thinking does not count (`final_part`).
+
+    Never raises, in any thread.
 
     Args:
         response: the whole completion.
-        gold: the reference answer. One that cannot be used gives `wrong`, with a reason that starts with `gold_`;
+        gold: the reference answer. One that cannot be used gives `wrong`, with a reason that starts
+            with `gold_`;
             `verify_gold` finds such reference answers beforehand.
         choices: the values of A, B, C, ...
-        rounding: also accept a decimal with at least one decimal place that is the reference answer (a value, not a
-            letter) rounded to that many places.
-        answer_tags: the prompt asks for `<answer> </answer>`, and what stands there counts too (`last_answer`).
+        rounding: also accept a decimal with at least one decimal place that is the reference answer
+            (a value, not a letter) rounded to that many places.
+        answer_tags: the prompt asks for `<answer> </answer>`, and what stands there counts too
+            (`last_answer`).
+        thinking_opened: the prompt ended in `<think>`, so the response begins inside the block.
     """
     began = time.perf_counter()
+    response = final_part(response, thinking_opened)
     given = last_answer(response) if answer_tags else last_boxed(response)
     found = Compared("unparseable", "no_box")
     if given is not None:
         reference = read(gold)
-        answer = answer_to(reference, response, given, answer_tags)
-        found = _decided(answer, reference, without_letters(choices or ()), rounding)
-        if len(given) > _SHOWN_CHARS:
+        answer = answer_to(reference, response=response, given=given, answer_tags=answer_tags)
+        found = _decided(
+            answer, reference=reference, choices=without_letters(choices or ()), rounding=rounding
+        )
+        if found.reason == "empty_box" or is_blank(given):
+            given = None  # an empty box is no box, and no reward pays for it
+        elif len(given) > _SHOWN_CHARS:
             given = given[:_SHOWN_CHARS] + "…"
-    return Grade(found.verdict, given, found.reason, 1000 * (time.perf_counter() - began))
+    return Grade(
+        verdict=found.verdict,
+        extracted=given,
+        reason=found.reason,
+        ms=1000 * (time.perf_counter() - began),
+    )
 
 
 def grade_batch(
-    responses: Sequence[str], golds: Sequence[str], *, choices: Sequence[Choices] | None = None, **accepted: bool
+    responses: Sequence[str],
+    golds: Sequence[str],
+    *,
+    choices: Sequence[Choices] | None = None,
+    **accepted: bool,
 ) -> list[Grade]:
-    """As `grade`, for each response with its reference answer and choices. `accepted`: its `rounding`, `answer_tags`.
-    Raises `ValueError` for unequal lengths.
+    """As `grade`, for each response with its reference answer and choices.
+
+    `accepted`: its `rounding`, `answer_tags`, `thinking_opened`. Raises `ValueError` for unequal lengths.
     """
-    rows = zip(responses, golds, choices if choices is not None else [None] * len(responses), strict=True)
+    rows = zip(
+        responses, golds, choices if choices is not None else [None] * len(responses), strict=True
+    )
     return [grade(response, gold, choices=options, **accepted) for response, gold, options in rows]
 
 
 def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
-    """None if the reference answer, boxed, is correct against itself, as it is and in canonical form; else the reason.
+    """None if the reference answer, boxed, is correct against itself, as it is and in canonical
+    form; else the reason.
 
-    For a spelling that no honest answer can meet, such as `$5`, the reason says what to write: `currency: write ...`.
+    For a spelling that no honest answer can meet, such as `$5`, the reason says what to write:
+    `currency: write ...`.
     """
     stored = canonical_gold(gold)
     for answer, against in ((gold, gold), (gold, stored), (stored, stored)):
@@ -109,8 +158,12 @@ def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
 
 
 def _decided(answer: Answer, reference: Answer, choices: Sequence[str], rounding: bool) -> Compared:
-    """The verdict, with the letters of a multiple-choice item resolved. Source: points 3, 5 and 6."""
-    named, right = _named(answer, choices), _named(reference, choices)
+    """The verdict, with the letters of a multiple-choice item resolved.
+
+    Source: points 3, 5 and 6.
+    """
+    named = _named(answer, choices)
+    right = _named(reference, choices)
     if not choices:
         if named and right:
             same = named.letter == right.letter
@@ -120,21 +173,34 @@ def _decided(answer: Answer, reference: Answer, choices: Sequence[str], rounding
         text = reference.text
         if any(not char.isascii() and unicodedata.category(char) in {"Nd", "No"} for char in text):
             return Compared("wrong", "gold_other_digits")
-        unmeetable = next((reason for reason, pattern, _ in _UNMEETABLE if pattern.fullmatch(text)), None)
-        return Compared("wrong", f"gold_{unmeetable}") if unmeetable else compare(answer, reference, rounding)
+        unmeetable = next(
+            (reason for reason, pattern, _ in _UNMEETABLE if pattern.fullmatch(text)), None
+        )
+        return (
+            Compared("wrong", f"gold_{unmeetable}")
+            if unmeetable
+            else compare(answer, reference, rounding)
+        )
     if right:
         value = _choice(right.letter, choices)
         if value is None:
             return Compared("wrong", "gold_letter_without_choice")
         if not _is_beside(right, value):
             return Compared("wrong", "gold_letter_with_another_value")
-        reference, rounding = value, False  # the policy asks for exactly that choice's value
+        # the policy asks for exactly that choice's value
+        reference = value
+        rounding = False
     if named is None:
-        return _by_value(answer, reference, right, choices, rounding)
-    found = _by_letter(named, right, reference, choices)
-    sure = _LETTER.fullmatch(answer.text) and _choice(named.letter, choices)  # `c` may also be a value, as may `(c)5`
+        return _by_value(
+            answer, reference=reference, right=right, choices=choices, rounding=rounding
+        )
+    found = _by_letter(named, right=right, reference=reference, choices=choices)
+    # `c` may also be a value, as may `(c)5`
+    sure = _LETTER.fullmatch(answer.text) and _choice(named.letter, choices)
     if found.verdict != "correct" and not sure:
-        as_value = _by_value(answer, reference, right, choices, rounding)
+        as_value = _by_value(
+            answer, reference=reference, right=right, choices=choices, rounding=rounding
+        )
         found = as_value if as_value.verdict == "correct" else found
     return found
 
@@ -142,11 +208,16 @@ def _decided(answer: Answer, reference: Answer, choices: Sequence[str], rounding
 def _by_value(
     answer: Answer, reference: Answer, right: _Named | None, choices: Sequence[str], rounding: bool
 ) -> Compared:
-    """The verdict on a value. Where a further choice has that of the right one, as `2, 1` has that of `1, 2`, the
-    answer has to have the text of the right one. With a letter as the reference answer (`right`), that text is enough.
+    """The verdict on a value.
+
+    Where a further choice has that of the right one, as `2, 1` has that of `1, 2`, the answer has
+    to have the text of the right one. With a letter as the reference answer (`right`), that text is
+    enough.
     """
     found = compare(answer, reference, rounding)
-    if answer.text and unspaced(answer.whole.replace(", ", ",")) == unspaced(reference.whole.replace(", ", ",")):
+    if answer.text and unspaced(answer.whole.replace(", ", ",")) == unspaced(
+        reference.whole.replace(", ", ",")
+    ):
         return Compared("correct", "same_text") if right and found.verdict != "correct" else found
     rivals = map(plain, choices) if found.verdict == "correct" else ()
     for rival in rivals:
@@ -155,35 +226,64 @@ def _by_value(
     return found
 
 
-def _by_letter(named: _Named, right: _Named | None, reference: Answer, choices: Sequence[str]) -> Compared:
-    """The verdict on an answer that names a choice. `right`: the choice that the reference answer names, if it does."""
+def _by_letter(
+    named: _Named, right: _Named | None, reference: Answer, choices: Sequence[str]
+) -> Compared:
+    """The verdict on an answer that names a choice.
+
+    `right`: the choice that the reference answer names, if it does.
+    """
     value = _choice(named.letter, choices)
     if value is None:
         return Compared("wrong", "different_letter" if right else "letter_without_choice")
     if not _is_beside(named, value):
         return Compared("wrong", "letter_with_another_value")
-    same = named.letter == right.letter if right else compare(plain(value.raw), reference).verdict == "correct"
+    same = (
+        named.letter == right.letter
+        if right
+        else compare(plain(value.raw), reference).verdict == "correct"
+    )
     return Compared("correct", "letter") if same else Compared("wrong", "different_letter")
 
 
 def answer_to(reference: Answer, response: str, given: str, answer_tags: bool) -> Answer:
-    r"""What an answer says. For a reference answer of several values `\boxed{1} and \boxed{2}` are one answer."""
+    r"""What an answer says.
+
+    For a reference answer of several values `\boxed{1} and \boxed{2}` are one answer.
+    """
     answer = plain(given)
-    row = boxes_in_a_row(response, answer_tags) if reference.kind == "unordered" else []
+    row: list[str] = []
+    if reference.kind == "unordered":
+        named = any(part.label for part in reference.parts)
+        row = boxes_in_a_row(response, answer_tags, named)
     return plain(", ".join(row)) if len(row) > 1 and as_form(answer).kind != "unordered" else answer
 
 
-def comparison(response: str, gold: str, *, rounding: bool = False, answer_tags: bool = False) -> Compared | None:
-    """How the answer of a response was compared with a reference answer that is a form, part by part; else None."""
+def comparison(
+    response: str,
+    gold: str,
+    *,
+    rounding: bool = False,
+    answer_tags: bool = False,
+) -> Compared | None:
+    """How the answer of a response was compared with a reference answer that is a form, part by
+    part; else None.
+    """
     given = last_answer(response) if answer_tags else last_boxed(response)
     reference = read(gold)
     if given is None or not reference.is_form:
         return None
-    return compare(answer_to(reference, response, given, answer_tags), reference, rounding)
+    return compare(
+        answer_to(reference, response=response, given=given, answer_tags=answer_tags),
+        reference,
+        rounding,
+    )
 
 
 class _Named(NamedTuple):
-    """The choice that an answer names: its letter in upper case, and what stands beside it, `12` in `(C) 12`."""
+    """The choice that an answer names: its letter in upper case, and what stands beside it, `12` in
+    `(C) 12`.
+    """
 
     text: str
     letter: str
@@ -191,27 +291,37 @@ class _Named(NamedTuple):
 
 
 def _named(answer: Answer, choices: Sequence[str]) -> _Named | None:
-    """The choice that an answer names. Without choices only `C` and `(C)` can be a letter, and a small letter is none
-    where a choice has it as an unknown.
+    """The choice that an answer names.
+
+    Without choices only `C` and `(C)` can be a letter, and a small letter is none where a choice
+    has it as an unknown.
     """
     match = _LETTER.fullmatch(answer.text)
     if match:
         return _Named(answer.text, match[1] or match[2])
     match = _LABEL.fullmatch(answer.text) if choices else None
-    if match is None:
+    behind = _LABEL_BEHIND.fullmatch(answer.text) if choices and match is None else None
+    if match is not None:
+        letter = match[1] or match[2] or match[3]
+        beside = match[4]
+    elif behind is not None:
+        letter = behind[2] or behind[3] or behind[4]
+        beside = behind[1]
+    else:
         return None
-    letter = match[1] or match[2] or match[3]
     if _choice(letter.upper(), choices) is None:
         return None
     if letter.islower():
         trees = [plain(choice).tree for choice in choices]
         if any(tree is not None and letter in unknowns(tree) for tree in trees):
             return None
-    return _Named(answer.text, letter.upper(), match[4])
+    return _Named(answer.text, letter.upper(), beside)
 
 
 def _is_beside(named: _Named, value: Answer) -> bool:
-    """Whether nothing stands beside the letter but the value of its choice, which may have the letter in it too."""
+    """Whether nothing stands beside the letter but the value of its choice, which may have the
+    letter in it too.
+    """
     if not named.beside or named.text == value.text:
         return True
     return compare(plain(named.beside), value).verdict == "correct"

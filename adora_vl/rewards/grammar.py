@@ -1,20 +1,25 @@
-r"""The one grammar of closed forms and expressions: canonical text in, a small tree out. Nothing is computed here.
+r"""The one grammar of closed forms and expressions: canonical text in, a small tree out.
+
+Nothing is computed here.
 
 A tree is a nested tuple; no text reaches Python's or anybody else's parser:
 
-    ("num", "12.5")  ("pi",)  ("unknown", "x")  ("mixed", "7", "1", "2")
-    ("factorial", tree)  ("binomial", tree, tree)  ("sum", (1 | -1, tree), ...)  ("product", ("*" | "/", tree), ...)
-    ("frac", above, below)  ("power", base, exponent)  ("root", degree, tree)  ("call", name, tree)  ("log", base, tree)
+    ("num", "12.5")  ("pi",)  ("unknown", "x")  ("mixed", "7", "1", "2") ("factorial", tree)
+        ("binomial", tree, tree)  ("sum", (1 | -1, tree), ...)  ("product", ("*" | "/", tree), ...)
+        ("frac", above, below)  ("power", base, exponent)  ("root", degree, tree)  ("call", name,
+        tree)  ("log", base, tree)
 
-For example `2\sqrt{3}-x` is `("sum", (1, ("product", ("*", ("num", "2")), ("*", ("root", 2, ("num", "3"))))),
-(-1, ("unknown", "x")))`.
+For example `2\sqrt{3}-x` is `("sum", (1, ("product", ("*", ("num", "2")), ("*", ("root", 2, ("num",
+"3"))))), (-1, ("unknown", "x")))`.
 
-The nesting, the length, the digits of a literal and the number of functions are capped, so that nothing can hang.
-Ambiguous spellings are not read: `1/2\pi`, `2^34`, `\sqrt{3}2`, `3\frac{5}{2}`, `\sin30^2`.
+The nesting, the length, the digits of a literal and the number of functions are capped, so that
+nothing can hang. Ambiguous spellings are not read: `1/2\pi`, `2^34`, `\sqrt{3}2`, `3\frac{5}{2}`,
+`\sin30^2`.
 """
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 Tree = tuple[Any, ...]
@@ -24,23 +29,37 @@ MAX_NESTING = 16
 MAX_DIGITS = 40  # of one literal
 MAX_FUNCTIONS = 16  # roots, powers, logarithms and angles, which cost most to compute
 
-# An unknown is one lower-case letter on its own: `rhombus` is a word and `AB` a side, not products of letters.
+# An unknown is one lower-case letter on its own: `rhombus` is a word and `AB` a side, not products
+# of letters.
 _TOKEN = re.compile(
-    r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+|\\[A-Za-z]+|(?<![A-Za-z])[a-z](?![A-Za-z])|(?<=[A-Za-z]) (?=[A-Za-z])"
+    r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+|\\[A-Za-z]+|(?<![A-Za-z])[a-z](?![A-Za-z])|(?<=[A-Za-z]) "
+    r"(?=[A-Za-z])"
     r"|[-+*/^(){}\[\]_!]"
 )
+# In a formula the letters are quantities: `ab` is a product, `R_1` and the side `AB` are one each.
+_FORMULA_TOKEN = re.compile(
+    r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+|\\[A-Za-z]+|[A-Z]{2,4}(?![A-Za-z])"
+    r"|[A-Za-z](?:_(?:[0-9A-Za-z]|\{[0-9A-Za-z]{1,4}\}))?|(?<=[A-Za-z]) (?=[A-Za-z])"
+    r"|[-+*/^(){}\[\]_!]"
+)
+_LONG_WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{4,}")
 _TIMES = frozenset({r"\cdot", r"\times", "*"})
 _OVER = frozenset({"/", r"\div"})
 _GREEK = frozenset({r"\theta", r"\alpha", r"\beta", r"\gamma", r"\phi"})
-FUNCTIONS = frozenset({"sin", "cos", "tan", "sec", "csc", "cot", "arcsin", "arccos", "arctan", "ln"})
+FUNCTIONS = frozenset(
+    {"sin", "cos", "tan", "sec", "csc", "cot", "arcsin", "arccos", "arctan", "ln"}
+)
 _CALLS = frozenset({f"\\{name}" for name in FUNCTIONS} | {r"\log"})
 _COSTLY = _CALLS | {"^", r"\sqrt", "!", r"\binom", r"\exp"}
 _INVERSES = {r"\sin": "arcsin", r"\cos": "arccos", r"\tan": "arctan"}
 
 
 class NotReadError(ValueError):
-    """A text or tree says nothing here. `reason`: `not_read`; `too_large`, over one of the caps; `undefined`, such as
-    1/0; `beyond`, read, but without a value of its own, such as `x+3`; and those of `canonical`, `answer` and `forms`.
+    """A text or tree says nothing here.
+
+    `reason`: `not_read`; `too_large`, over one of the caps; `undefined`, such as 1/0; `beyond`,
+    read, but without a value of its own, such as `x+3`; and those of `canonical`, `answer` and
+    `forms`.
     """
 
     def __init__(self, reason: str = "not_read") -> None:
@@ -48,8 +67,12 @@ class NotReadError(ValueError):
         self.reason = reason
 
 
-def read_tree(text: str) -> Tree:
-    """Read a text in canonical form into a tree. Raises `NotReadError` for anything that the grammar does not have."""
+def read_tree(text: str, *, formula: bool = False) -> Tree:
+    """Read a text in canonical form into a tree.
+
+    `formula`: the letters are quantities, so that `ab` is a product and `R` an unknown. Raises
+    `NotReadError` for anything that the grammar does not have.
+    """
     if len(text) > MAX_CHARS:
         raise NotReadError("too_large")
     nesting = deepest = 0
@@ -58,12 +81,13 @@ def read_tree(text: str) -> Tree:
         deepest = max(deepest, nesting)
     if deepest > MAX_NESTING:
         raise NotReadError("too_large")
-    tokens = _TOKEN.findall(text)
+    tokens = (_FORMULA_TOKEN if formula else _TOKEN).findall(text)
     if "".join(tokens) != text:
         raise NotReadError
     if sum(symbol in _COSTLY for symbol in tokens) > MAX_FUNCTIONS:
         raise NotReadError("too_large")
-    parser = _Parser([symbol for symbol in tokens if symbol != " "])
+    symbols = [_figure(symbol) if formula else symbol for symbol in tokens if symbol != " "]
+    parser = _Parser(symbols)
     tree = parser.sum()
     if parser.peek():
         raise NotReadError
@@ -71,7 +95,9 @@ def read_tree(text: str) -> Tree:
 
 
 def unknowns(tree: Tree) -> frozenset[str]:
-    """The names of the unknowns in a tree."""
+    """The names of the unknowns in a tree, none in one without a node."""
+    if not tree:
+        return frozenset()
     return frozenset(node[1] for node in nodes(tree) if node[0] == "unknown")
 
 
@@ -90,20 +116,48 @@ def nodes(tree: Tree) -> Iterator[Tree]:
 
 
 def children(tree: Tree) -> Iterator[Tree]:
-    """The trees right inside a tree. A term of a sum or product is a pair of its sign or operator and a tree."""
+    """The trees right inside a tree.
+
+    A term of a sum or product is a pair of its sign or operator and a tree.
+    """
     for child in tree[1:]:
         if isinstance(child, tuple):
             yield child[1] if child[0] in (1, -1, "*", "/") else child
 
 
 def _is_unknown(symbol: str) -> bool:
-    r"""Whether this token can name an unknown: one letter, or a Greek one such as `\theta`."""
-    return symbol in _GREEK or (len(symbol) == 1 and symbol.isalpha())
+    r"""Whether this token can name an unknown: a letter, a Greek one such as `\theta`, and in a
+    formula also `R_1` and `AB`.
+    """
+    return symbol in _GREEK or symbol[:1].isalpha()
+
+
+def _figure(symbol: str) -> str:
+    """A token of a formula in one spelling: `AB` for `BA`, and `R_1` for `R_{1}`."""
+    if len(symbol) > 1 and symbol.isalpha():
+        return "".join(sorted(symbol))
+    return symbol.replace("{", "").replace("}", "") if symbol[:1].isalpha() else symbol
+
+
+@lru_cache(maxsize=256)
+def read_formula(text: str) -> Tree | None:
+    r"""The tree of a formula whose letters are quantities: `\pi R^2`, `\frac{1}{2}ab`, `AB+CD`.
+
+    None for a name or word by itself, and for a text with a word of four letters or more.
+    """
+    if text.isalpha() or not re.search(r"[0-9+*/^-]|\\", text) or _LONG_WORD.search(text):
+        return None
+    try:
+        return read_tree(text, formula=True)
+    except NotReadError:
+        return None
 
 
 class _Parser:
-    """A recursive-descent parser with one method per rule of the grammar. Each method reads its rule from the next
-    token on, returns its tree, and raises `NotReadError` where the tokens do not fit. `MAX_NESTING` bounds the depth.
+    """A recursive-descent parser with one method per rule of the grammar.
+
+    Each method reads its rule from the next token on, returns its tree, and raises `NotReadError`
+    where the tokens do not fit. `MAX_NESTING` bounds the depth.
     """
 
     def __init__(self, tokens: list[str]) -> None:
@@ -123,7 +177,10 @@ class _Parser:
         return symbol
 
     def sum(self) -> Tree:
-        """A sum: `[sign] term (+|- term)*`, such as `-2x+6`. A single term without a minus sign stays alone."""
+        """A sum: `[sign] term (+|- term)*`, such as `-2x+6`.
+
+        A single term without a minus sign stays alone.
+        """
         sign = -1 if self.peek() in {"+", "-"} and self._take() == "-" else 1
         terms = [(sign, self._product())]
         while self.peek() in {"+", "-"}:
@@ -134,7 +191,10 @@ class _Parser:
         return terms[0][1] if len(terms) == 1 and terms[0][0] == 1 else ("sum", *terms)
 
     def _product(self) -> Tree:
-        """A product: `factor (operator factor | factor)*`. Factors side by side are multiplied, as in `2x`."""
+        """A product: `factor (operator factor | factor)*`.
+
+        Factors side by side are multiplied, as in `2x`.
+        """
         factors = [("*", self._power())]
         divided = False
         while (symbol := self.peek()) and symbol not in {"+", "-", ")", "}", "]"}:
@@ -147,7 +207,8 @@ class _Parser:
                 self._take()
                 divided = False
             elif divided or symbol == "{" or symbol[0] in ".0123456789":
-                raise NotReadError  # `1/2\pi` can be meant in two ways; `1{2}` and `\sqrt{3}2` look like something else
+                # `1/2\pi` can be meant in two ways; `1{2}` and `\sqrt{3}2` look like something else
+                raise NotReadError
             factors.append(("*", self._power()))
         return factors[0][1] if len(factors) == 1 else ("product", *factors)
 
@@ -182,7 +243,9 @@ class _Parser:
         return self._primary()
 
     def _primary(self) -> Tree:
-        """The smallest unit: a group in brackets, a fraction, a root, a function, pi, an unknown, or a number."""
+        """The smallest unit: a group in brackets, a fraction, a root, a function, pi, an unknown,
+        or a number.
+        """
         symbol = self.peek()
         if symbol in {"(", "{"}:
             return self._group(symbol)
@@ -221,12 +284,19 @@ class _Parser:
         return ("num", symbol)
 
     def _mixed(self, whole: Tree) -> Tree:
-        r"""A whole number before a fraction: `7\frac{1}{2}` is the mixed number 7.5. With anything but whole numbers in
-        the fraction it is a product, and `whole` is returned. `3\frac{5}{2}` can be meant in both ways.
+        r"""A whole number before a fraction: `7\frac{1}{2}` is the mixed number 7.5.
+
+        With anything but whole numbers in the fraction it is a product, and `whole` is returned.
+        `3\frac{5}{2}` can be meant in both ways.
         """
         start = self._next
         window = self._tokens[start : start + 7]
-        if len(window) < 7 or not (window[2] + window[5]).isdigit() or window[3:5] != ["}", "{"] or window[6] != "}":
+        if (
+            len(window) < 7
+            or not (window[2] + window[5]).isdigit()
+            or window[3:5] != ["}", "{"]
+            or window[6] != "}"
+        ):
             return whole  # the fraction is the next factor of the product
         _, (_, above), (_, below) = self._primary()
         if int(below) == 0:
@@ -247,7 +317,8 @@ class _Parser:
         return ("root", int(degree), self._group("(" if self.peek() == "(" else "{"))
 
     def _call(self, name: str) -> Tree:
-        r"""A function of one argument: `\sin30`, `\sin(2x)`, `\cos{60}`, `\sin\frac{x}{2}`, `\log_{2}(8)`, `\log100`.
+        r"""A function of one argument: `\sin30`, `\sin(2x)`, `\cos{60}`, `\sin\frac{x}{2}`,
+        `\log_{2}(8)`, `\log100`.
 
         `\tan^{-1}(1)` is the arctangent, and `\sin^2x` the square of a sine.
         """
@@ -272,7 +343,11 @@ class _Parser:
         first = self.peek()
         if first in {"(", "{"}:
             return self._group(first)
-        argument = self._primary() if first in {r"\frac", r"\sqrt"} or _is_unknown(first) else self._literal()
+        argument = (
+            self._primary()
+            if first in {r"\frac", r"\sqrt"} or _is_unknown(first)
+            else self._literal()
+        )
         if self.peek() in {r"\pi", r"\sqrt", r"\frac", "("} or _is_unknown(self.peek()):
             raise NotReadError  # `\sin30\sqrt{3}`: where the angle ends is anybody's guess
         return argument

@@ -1,9 +1,10 @@
 r"""The values of closed forms, and of expressions at given points, with a bound on their error.
 
-Integers, decimals, fractions and their whole powers are exact `Fraction`s. Roots, `\pi`, logarithms and angles are
-computed by mpmath with `PRECISION` bits. Each value carries a bound on its absolute error, so that a comparison knows
-when cancellation has left too few digits to decide. Nothing here can hang: the length and depth of a tree, its costly
-nodes and the digits of a literal are capped (`grammar`), and so is the size of every value, before it is computed.
+Integers, decimals, fractions and their whole powers are exact `Fraction`s. Roots, `\pi`, logarithms
+and angles are computed by mpmath with `PRECISION` bits. Each value carries a bound on its absolute
+error, so that a comparison knows when cancellation has left too few digits to decide. Nothing here
+can hang: the length and depth of a tree, its costly nodes and the digits of a literal are capped
+(`grammar`), and so is the size of every value, before it is computed.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, reduce
 from typing import Any, Literal
 
 from adora_vl.rewards.grammar import NotReadError, Tree, children, in_radians, nodes, unknowns
 
-RELATIVE_TOLERANCE = Fraction(1, 10**6)  # the grading policy, point 3
-ABSOLUTE_TOLERANCE = Fraction(1, 10**12)  # where the reference answer is 0, also as a sum that cancels
+RELATIVE_TOLERANCE = Fraction(1, 10**6)  # of a decimal for a value with more digits
+MIN_DIGITS = 6  # of such a decimal: with fewer it cannot come that near but by chance
+# where the reference answer is 0, also as a sum that cancels
+ABSOLUTE_TOLERANCE = Fraction(1, 10**12)
 
 MAX_EXPONENT = 64  # of a constant
 MAX_BITS = 1000  # of a numerator or denominator; any other value is 0 or between 2^-1000 and 2^1000
@@ -28,8 +31,8 @@ PRECISION = 320  # bits, about 96 digits
 _SPARE_BITS = 16  # mpmath errs in the last bit or, in a power, in the last ten; the bound allows 16
 _LEAST_ERROR = sys.float_info.min  # so that the float of an error never becomes 0
 
-# The points at which two functions of unknowns are compared. They differ in sign and size, and no honest answer is
-# likely to be 0 at one of them.
+# The points at which two functions of unknowns are compared. They differ in sign and size, and no
+# honest answer is likely to be 0 at one of them.
 _POINTS = [Fraction(text) for text in ("37/23", "-53/31", "211/17", "7/41", "-389/29", "1009/13")]
 
 Value = Any  # a Fraction, or mpmath's mpf or mpc, which have no types
@@ -38,14 +41,17 @@ Comparison = Literal["equal", "different", "undefined", "too_large", "undecided"
 
 @dataclass(frozen=True)
 class Ball:
-    """A value and a bound on its absolute error, 0 for a fraction.
+    r"""A value and a bound on its absolute error, 0 for a fraction.
 
-    `unevaluated`: of a closed form that is arithmetic still to be done, such as `180-40` or `(180-40)/2`.
+    `unevaluated`: of a rational number that is arithmetic still to be done, such as `180-40`,
+    `(180-40)/2` or `\sqrt{3^2+4^2}`. `step`: how much the value grows with one unit in the last place of the long
+    decimal that it is written with, 0.0000001 for `1.0471976`; None without one, or with several.
     """
 
     value: Value
     error: float = 0.0
     unevaluated: bool = False
+    step: Value | None = None
 
     @property
     def exact(self) -> bool:
@@ -68,15 +74,20 @@ class Ball:
 
     def inexact(self) -> Ball:
         """The same value as one of mpmath."""
-        return _computed(_mp().mpf(self.value.numerator) / self.value.denominator) if self.exact else self
+        return (
+            _computed(_mp().mpf(self.value.numerator) / self.value.denominator)
+            if self.exact
+            else self
+        )
 
     def __neg__(self) -> Ball:
-        return Ball(-self.value, self.error)
+        return Ball(-self.value, self.error, step=self.step)
 
     def __add__(self, other: Ball) -> Ball:
         if self.exact and other.exact:
             return _fraction(self.value + other.value)
-        left, right = self.inexact(), other.inexact()
+        left = self.inexact()
+        right = other.inexact()
         return _computed(left.value + right.value, left.error + right.error)
 
     def __mul__(self, other: Ball) -> Ball:
@@ -85,7 +96,8 @@ class Ball:
             return _fraction(self.value * other.value)
         if self.value == 0 == self.error or other.value == 0 == other.error:
             return Ball(Fraction(0))
-        left, right = self.inexact(), other.inexact()
+        left = self.inexact()
+        right = other.inexact()
         error = left.size * right.error + right.size * left.error + left.error * right.error
         return _computed(left.value * right.value, error)
 
@@ -95,7 +107,8 @@ class Ball:
             raise NotReadError("undefined")
         if self.exact and other.exact:
             return _fraction(self.value / other.value)
-        above, below = self.inexact(), other.inexact()
+        above = self.inexact()
+        below = other.inexact()
         value = above.value / below.value
         return _computed(value, (above.error + Ball(value).size * below.error) / below.least)
 
@@ -104,64 +117,151 @@ _ONE = Ball(Fraction(1))
 
 
 def number_of(tree: Tree) -> Ball:
-    """The value of a tree. Raises `NotReadError`: `too_large`, `undefined`, or for one with an unknown `beyond`."""
+    """The value of a tree.
+
+    Raises `NotReadError`: `too_large`, `undefined`, or for one with an unknown `beyond`.
+    """
     ball = _of(tree, None)
-    to_do = any(map(_is_left_to_do, nodes(tree))) and not any(map(_is_closed, nodes(tree)))
-    return Ball(ball.value, ball.error, to_do)
-
-
-def _is_closed(tree: Tree) -> bool:
-    """Whether it is a function, a constant, a root, or a power that is one."""
-    if tree[0] == "power":
-        exponent = _of(tree[2], None)
-        return exponent.exact and exponent.value.denominator != 1
-    return tree[0] in {"factorial", "binomial", "pi", "root", "log", "call"}
+    if tree[0] == "num" and len(tree[1]) <= MIN_DIGITS:
+        return ball  # as most numbers are
+    every = list(nodes(tree))
+    terms = [node for node in every if node[0] in {"sum", "product"}] if ball.exact else []
+    to_do = any(map(_is_left_to_do, terms))
+    decimals = [node for node in every if node[0] == "num" and "." in node[1]]
+    step = _step(tree, ball, None) if any(map(_is_long_decimal, decimals)) else None
+    return Ball(value=ball.value, error=ball.error, unevaluated=to_do, step=step)
 
 
 def _is_left_to_do(tree: Tree) -> bool:
-    """Whether it adds, subtracts or multiplies bare integers and decimals."""
-    if tree[0] not in {"sum", "product"} or len(tree) < 3 or tree[2][0] == "/":
+    r"""Whether it adds, subtracts or multiplies two rational numbers: `180-40`, `5\cdot7`,
+    `\frac{1}{2}\cdot3\cdot4`, and the sum in `\sqrt{3^2+4^2}`.
+
+    One fraction, in a line too, one power, a mixed number, also as `3+\frac{1}{2}`, and
+    `1.5\cdot10^3` are ways to write a number.
+    """
+    if tree[0] == "sum":
+        if len(tree) == 3 and _is_mixed(tree[1], tree[2]):
+            return False
+        return sum(_is_rational(term) for _, term in tree[1:]) > 1
+    if tree[0] != "product":
         return False
-    return _is_bare(tree[1][1]) and _is_bare(tree[2][1])
+    factors = tree[1:]
+    if len(factors) > 1 and _is_scientific(factors[0][1], factors[1]):
+        factors = factors[1:]
+    signs = [sign for sign, factor in factors if _is_rational(factor)]
+    return signs.count("*") > 1 or signs.count("/") > 1
 
 
-def _is_bare(tree: Tree) -> bool:
-    """Whether it is made from integers and decimals by addition, subtraction, multiplication and powers alone."""
-    if tree[0] not in {"num", "sum", "product", "power"}:
+def _is_mixed(whole: tuple[int, Tree], part: tuple[int, Tree]) -> bool:
+    """Whether two terms are an integer and a fraction below 1 of the same sign."""
+    fraction = part[1]
+    if part[0] != whole[0] or whole[1][0] != "num" or fraction[0] != "frac":
         return False
-    divides = tree[0] == "product" and any(operator == "/" for operator, _ in tree[1:])
-    return tree[0] == "num" or (not divides and all(map(_is_bare, children(tree))))
+    numbers = (whole[1], fraction[1], fraction[2])
+    integers = all(number[0] == "num" and number[1].isdigit() for number in numbers)
+    return integers and int(fraction[1][1]) < int(fraction[2][1])
+
+
+def _is_rational(tree: Tree) -> bool:
+    """Whether it is made from integers and decimals by arithmetic and whole powers alone."""
+    if tree[0] == "power" and not _is_whole(tree[2]):
+        return False
+    return tree[0] in {"num", "mixed"} or (
+        tree[0] in {"frac", "sum", "product", "power"} and all(map(_is_rational, children(tree)))
+    )
+
+
+def _is_whole(exponent: Tree) -> bool:
+    return _is_rational(exponent) and bool(_of(exponent, None).value.denominator == 1)
+
+
+def _is_scientific(first: Tree, second: tuple[str, Tree]) -> bool:
+    """Whether `first` times `second` is a number from 1 to 10 times a power of ten."""
+    sign, factor = second
+    powers = sign == "*" and factor[0] == "power" and factor[1] == ("num", "10")
+    return powers and first[0] == "num" and 1 <= Fraction(first[1]) < 10
+
+
+@lru_cache(maxsize=256)
+def _one_place_on(tree: Tree) -> Tree | None:
+    """The tree with its long decimal, one of `MIN_DIGITS` digits or more, greater by one in the
+    last place; None where it has none, or several.
+    """
+    decimals = [node for node in nodes(tree) if _is_long_decimal(node)]
+    if len(decimals) != 1:
+        return None
+    places = len(decimals[0][1].partition(".")[2])
+    raised = Fraction(decimals[0][1]) + Fraction(1, 10**places)
+    digits = str(raised * 10**places).zfill(places + 1)
+    return _with(tree, decimals[0], ("num", f"{digits[:-places]}.{digits[-places:]}"))
+
+
+def _is_long_decimal(node: Tree) -> bool:
+    if node[0] != "num" or "." not in node[1] or len(node[1]) <= MIN_DIGITS:
+        return False
+    whole, _, behind = node[1].partition(".")
+    return behind.strip("0") != "" and len((whole + behind).lstrip("0")) >= MIN_DIGITS
+
+
+def _with(tree: Tree, old: Tree, new: Tree) -> Tree:
+    """The tree with `new` in the place of `old`."""
+    if tree == old:
+        return new
+    return tuple(_with(child, old, new) if isinstance(child, tuple) else child for child in tree)
+
+
+def _step(tree: Tree, ball: Ball, at: Mapping[str, Fraction] | None) -> Value | None:
+    """`Ball.step` of a tree, whose value `ball` is."""
+    raised = _one_place_on(tree)
+    if raised is None:
+        return None
+    try:
+        return (_of(raised, at) + -ball).value
+    except NotReadError:
+        return None
 
 
 def same_number(answer: Ball, reference: Ball) -> bool | None:
-    r"""Equal, or within 1e-6 relative unless both are integers: 1000001 is not 1000000.
+    r"""Equal, or one is a long decimal for the other, which has more digits: `0.3333333` is
+    `\frac{1}{3}`, while 1000000.5 is not 1000000, and `\frac{355}{113}` is not `\pi`.
 
-    None where the errors leave it open: `10^{60}\cdot10^{60}+\pi-10^{60}\cdot10^{60}` has no digit of pi left.
+    Such a decimal has to be the value rounded or cut at its last place, and within 1e-6 relative.
+    Two long decimals have to be equal.
+
+    None where the errors leave it open: `10^{60}\cdot10^{60}+\pi-10^{60}\cdot10^{60}` has no digit
+    of pi left.
     """
+    step = None
+    if answer.step is None or reference.step is None:
+        step = reference.step if answer.step is None else answer.step
     if answer.exact and reference.exact:
-        if answer.value.denominator == reference.value.denominator == 1:
-            return bool(answer.value == reference.value)
-        limit = RELATIVE_TOLERANCE * abs(reference.value) or ABSOLUTE_TOLERANCE
-        return bool(abs(answer.value - reference.value) <= limit)
-    left, right = answer.inexact(), reference.inexact()
+        same = bool(answer.value == reference.value)
+        if same or step is None:
+            return same
+        gap = abs(answer.value - reference.value)
+        return bool(gap < abs(step) and gap <= RELATIVE_TOLERANCE * abs(reference.value))
+    left = answer.inexact()
+    right = reference.inexact()
     bound = float(RELATIVE_TOLERANCE) * right.size if right.least > 0 else float(ABSOLUTE_TOLERANCE)
-    margin = bound - Ball(left.value - right.value).size
-    error = left.error + right.error + 2.0**-40 * bound  # the last is that of the bound, which is a float
-    if abs(margin) > error:
-        return margin > 0
-    return True if 1000 * error < bound else None  # as near to the bound as can be known
+    distance = Ball(left.value - right.value).size
+    error = left.error + right.error
+    if distance > error:
+        # A step is not less than itself, whatever its float is.
+        return step is not None and distance < min(bound, Ball(step).size * (1 - 2.0**-40))
+    return True if 1000 * error < bound else None  # where they may be equal, and not only near
 
 
 def same_function(answer: Tree, reference: Tree) -> Comparison:
-    """Whether two trees with the same unknowns have the same value, complex ones included, at six points: `different`
-    where only one has a value. A point where both are over the caps is left out; where one is, or no point is left, it
-    is `too_large`. Without a value anywhere it is `undefined`.
+    """Whether two trees with the same unknowns have the same value, complex ones included, at six
+    points: `different` where only one has a value. A point where both are over the caps is left
+    out; where one is, or no point is left, it is `too_large`. Without a value anywhere it is
+    `undefined`.
     """
     compared = 0
     nothing: Comparison = "undefined"
     names = unknowns(answer) | unknowns(reference)
     for at, right in zip(_places(names), _values(reference, names), strict=True):
-        left = _value_at(answer, at)
+        left = _stepped_at(answer, at)
         if isinstance(left, Ball) and isinstance(right, Ball):
             same = same_number(left, right)
             if not same:
@@ -175,7 +275,9 @@ def same_function(answer: Tree, reference: Tree) -> Comparison:
 
 
 def factor_between(answer: Tree, reference: Tree) -> int:
-    """The sign of the factor, not 0, by which the answer is the reference at six points; 0 where there is none."""
+    """The sign of the factor, not 0, by which the answer is the reference at six points; 0 where
+    there is none.
+    """
     base: tuple[Ball, Ball] | None = None
     zeros = []
     names = unknowns(answer) | unknowns(reference)
@@ -185,13 +287,15 @@ def factor_between(answer: Tree, reference: Tree) -> int:
             if left != right:
                 return 0
         elif base is not None:
-            if not _same_product(left, base[1], base[0], right):
+            if not _same_product(left, b=base[1], c=base[0], d=right):
                 return 0
         elif all(ball.real and ball.least > 0 for ball in (left, right)):
             base = left, right
         else:
             zeros.append((left, right))
-    if base is None or not all(_same_product(left, base[1], base[0], right) for left, right in zeros):
+    if base is None or not all(
+        _same_product(left, b=base[1], c=base[0], d=right) for left, right in zeros
+    ):
         return 0
     return 1 if (base[0].value > 0) == (base[1].value > 0) else -1
 
@@ -202,15 +306,29 @@ def is_constant(tree: Tree) -> bool:
     for at in _places(unknowns(tree)):
         value = _value_at(tree, at)
         if isinstance(value, Ball):
-            if first is not None and not _same_product(value, _ONE, first, _ONE):
+            if first is not None and not _same_product(value, b=_ONE, c=first, d=_ONE):
                 return False
             first = value
     return True
 
 
 def zero_of(tree: Tree) -> tuple[Ball, int] | None:
-    """Where a tree that is linear in its one unknown is 0, and the sign of its slope; None for any other tree."""
+    """Where a tree that is linear in its one unknown is 0, and the sign of its slope; None for any
+    other tree.
+    """
     (name,) = unknowns(tree)
+    found = _zero_and_slope(tree, name)
+    if found is None:
+        return None
+    zero, slope = found
+    raised = _one_place_on(tree)
+    moved = _zero_and_slope(raised, name) if raised else None
+    if moved is not None:
+        zero = replace(zero, step=(moved[0] + -zero).value)
+    return zero, 1 if slope.value > 0 else -1
+
+
+def _zero_and_slope(tree: Tree, name: str) -> tuple[Ball, Ball] | None:
     at_0, at_1 = (_value_at(tree, {name: Fraction(point)}) for point in (0, 1))
     if not (isinstance(at_0, Ball) and isinstance(at_1, Ball) and at_0.real and at_1.real):
         return None
@@ -219,17 +337,20 @@ def zero_of(tree: Tree) -> tuple[Ball, int] | None:
         zero = -at_0 / slope
         for point in _POINTS:
             ball = _value_at(tree, {name: point})
-            if not isinstance(ball, Ball) or not _same_product(ball + -at_0, _ONE, slope, Ball(point)):
+            if not isinstance(ball, Ball) or not _same_product(
+                ball + -at_0, b=_ONE, c=slope, d=Ball(point)
+            ):
                 return None
     except NotReadError:
         return None
-    return zero, 1 if slope.value > 0 else -1
+    return zero, slope
 
 
 def _same_product(a: Ball, b: Ball, c: Ball, d: Ball) -> bool:
     """Whether `ab` is `cd`, exactly or but for an error that is small beside them."""
     try:
-        left, right = a * b, c * d
+        left = a * b
+        right = c * d
         difference = left + -right
     except NotReadError:
         return False
@@ -246,9 +367,17 @@ def _places(names: Iterable[str]) -> Iterator[dict[str, Fraction]]:
 
 
 @lru_cache(maxsize=256)
-def _values(reference: Tree, names: frozenset[str]) -> tuple[Ball | Literal["too_large", "undefined"], ...]:
+def _values(
+    reference: Tree, names: frozenset[str]
+) -> tuple[Ball | Literal["too_large", "undefined"], ...]:
     """The values of a reference answer at the six points, which the rollouts of a group share."""
-    return tuple(_value_at(reference, at) for at in _places(names))
+    return tuple(_stepped_at(reference, at) for at in _places(names))
+
+
+def _stepped_at(tree: Tree, at: Mapping[str, Fraction]) -> Ball | Literal["too_large", "undefined"]:
+    """As `_value_at`, with the step of the value."""
+    ball = _value_at(tree, at)
+    return replace(ball, step=_step(tree, ball, at)) if isinstance(ball, Ball) else ball
 
 
 def _value_at(tree: Tree, at: Mapping[str, Fraction]) -> Ball | Literal["too_large", "undefined"]:
@@ -260,7 +389,9 @@ def _value_at(tree: Tree, at: Mapping[str, Fraction]) -> Ball | Literal["too_lar
 
 
 def _of(tree: Tree, at: Mapping[str, Fraction] | None) -> Ball:
-    """The value of a tree. `at`: that of its unknowns; without them it has to be real in all its parts. Raises
+    """The value of a tree.
+
+    `at`: that of its unknowns; without them it has to be real in all its parts. Raises
     `NotReadError`.
     """
     kind = tree[0]
@@ -282,7 +413,8 @@ def _of(tree: Tree, at: Mapping[str, Fraction] | None) -> Ball:
     elif kind == "mixed":
         ball = Ball(int(tree[1]) + Fraction(int(tree[2]), int(tree[3])))
     elif kind == "power":
-        exponent = _of(tree[2], at)  # capped before the base is evaluated, which may be an unknown: `x^{999}`
+        # capped before the base is evaluated, which may be an unknown: `x^{999}`
+        exponent = _of(tree[2], at)
         if at is None and exponent.exact and abs(exponent.value) > MAX_EXPONENT:
             raise NotReadError("too_large")
         ball = _raised(_of(tree[1], at), exponent)
@@ -291,8 +423,14 @@ def _of(tree: Tree, at: Mapping[str, Fraction] | None) -> Ball:
     elif kind == "pi":
         ball = _pi()
     elif kind == "root":
-        radicand = _of(tree[2], at)  # of a negative constant the real root, at a point the principal one
-        negative = tree[1] % 2 and (at is None or not unknowns(tree[2])) and radicand.real and radicand.value < 0
+        # of a negative constant the real root, at a point the principal one
+        radicand = _of(tree[2], at)
+        negative = (
+            tree[1] % 2
+            and (at is None or not unknowns(tree[2]))
+            and radicand.real
+            and radicand.value < 0
+        )
         ball = -_rooted(-radicand, tree[1]) if negative else _rooted(radicand, tree[1])
     elif kind == "log":
         ball = _log(_of(tree[2], at)) / _log(_of(tree[1], at))
@@ -307,9 +445,9 @@ _made: dict[str, Any] = {}
 
 
 def _mp() -> Any:
-    """mpmath with a context of our own, made when the first value needs it; all threads get the same one. It is not
-    safe for threads while it computes digits of its constants, so as many as any argument can ask for are computed
-    here.
+    """mpmath with a context of our own, made when the first value needs it; all threads get the
+    same one. It is not safe for threads while it computes digits of its constants, so as many as
+    any argument can ask for are computed here.
     """
     if "context" in _made:
         return _made["context"]
@@ -332,9 +470,11 @@ def _bits(value: Fraction) -> int:
 
 
 def _computed(value: Value, error: float = 0.0) -> Ball:
-    """A value of mpmath with the error that its operands bring, to which that of the operation is added.
+    """A value of mpmath with the error that its operands bring, to which that of the operation is
+    added.
 
-    Raises `NotReadError("too_large")` over the caps. An imaginary part within the error counts as 0.
+    Raises `NotReadError("too_large")` over the caps. An imaginary part within the error counts as
+    0.
     """
     size = Ball(value).size
     error += size * 2.0 ** (_SPARE_BITS - PRECISION) + _LEAST_ERROR
@@ -350,7 +490,9 @@ def _pi() -> Ball:
 
 
 def _exp(ball: Ball) -> Ball:
-    """Raises `NotReadError("too_large")` where the result would be too large or small, or little is known of it."""
+    """Raises `NotReadError("too_large")` where the result would be too large or small, or little is
+    known of it.
+    """
     ball = ball.inexact()
     if abs(float(ball.value.real)) > MAX_BITS or ball.error > 1:
         raise NotReadError("too_large")
@@ -367,7 +509,10 @@ def _log(ball: Ball) -> Ball:
 
 
 def _raised(base: Ball, exponent: Ball) -> Ball:
-    """`base ** exponent`, the principal value. The size of the result is bounded before it is computed."""
+    """`base ** exponent`, the principal value.
+
+    The size of the result is bounded before it is computed.
+    """
     power = exponent.value
     if base.least <= 0:  # 0, but for its error
         if not exponent.real or power - exponent.error <= 0:
@@ -376,7 +521,9 @@ def _raised(base: Ball, exponent: Ball) -> Ball:
             return Ball(Fraction(0))
         ends = float(power) - exponent.error, float(power) + exponent.error
         try:
-            return _computed(_mp().mpf(0), 2 * max(math.pow(base.size + base.error, end) for end in ends))
+            return _computed(
+                _mp().mpf(0), 2 * max(math.pow(base.size + base.error, end) for end in ends)
+            )
         except OverflowError:
             raise NotReadError("too_large") from None
     if not exponent.exact:
@@ -386,36 +533,55 @@ def _raised(base: Ball, exponent: Ball) -> Ball:
     base = base.inexact()
     steps = abs(float(power))
     spread = steps * base.error / base.least
-    bits = steps * (abs(math.log2(base.size)) + 2.0**-50)  # of the result, and what the logarithm may be off
+    # of the result, and what the logarithm may be off
+    bits = steps * (abs(math.log2(base.size)) + 2.0**-50)
     if bits > 2 * MAX_BITS or spread > 1:
         raise NotReadError("too_large")
-    value = base.value ** (int(power) if power.denominator == 1 else _mp().mpf(power.numerator) / power.denominator)
+    value = base.value ** (
+        int(power) if power.denominator == 1 else _mp().mpf(power.numerator) / power.denominator
+    )
     return _computed(value, 2 * Ball(value).size * spread)
 
 
 def _rooted(radicand: Ball, degree: int) -> Ball:
-    """The principal root. It is exact if the radicand is a perfect power, as in the square root of 4/9."""
+    """The principal root.
+
+    It is exact if the radicand is a perfect power, as in the square root of 4/9.
+    """
     value = radicand.value
     if radicand.exact and value >= 0:
-        exact = Fraction(round(float(value.numerator) ** (1 / degree)), round(float(value.denominator) ** (1 / degree)))
+        exact = Fraction(
+            round(float(value.numerator) ** (1 / degree)),
+            round(float(value.denominator) ** (1 / degree)),
+        )
         if exact**degree == value:
             return Ball(exact)
     return _raised(radicand, Ball(Fraction(1, degree)))
 
 
 def _counted(whole: Ball, chosen: Ball | None = None) -> Ball:
-    """A factorial, or with `chosen` a binomial. Raises `NotReadError` over `MAX_COUNTED`, and where there is none."""
+    """A factorial, or with `chosen` a binomial.
+
+    Raises `NotReadError` over `MAX_COUNTED`, and where there is none.
+    """
     for ball in (whole, chosen or whole):
         if not ball.exact or ball.value.denominator != 1 or ball.value < 0:
             raise NotReadError("undefined")
         if ball.value > MAX_COUNTED:
             raise NotReadError("too_large")
-    count = math.comb(int(whole.value), int(chosen.value)) if chosen else math.factorial(int(whole.value))
+    count = (
+        math.comb(int(whole.value), int(chosen.value))
+        if chosen
+        else math.factorial(int(whole.value))
+    )
     return _fraction(Fraction(count))
 
 
 def _called(name: str, argument: Ball, radians: bool) -> Ball:
-    """A function's value. Angles are in degrees, since the sign is stripped, unless they are given in `radians`."""
+    """A function's value.
+
+    Angles are in degrees, since the sign is stripped, unless they are given in `radians`.
+    """
     half_turn = Ball(Fraction(180))
     if name == "ln":
         return _log(argument)
@@ -431,15 +597,21 @@ def _called(name: str, argument: Ball, radians: bool) -> Ball:
     error = math.exp(height + 1) * angle.error  # within 1 of the angle, neither function is steeper
     cosine, sine = (_computed(value, error) for value in _mp().cos_sin(angle.value))
     above, below = {
-        "sin": (sine, _ONE), "cos": (cosine, _ONE), "tan": (sine, cosine), "sec": (_ONE, cosine), "csc": (_ONE, sine),
+        "sin": (sine, _ONE),
+        "cos": (cosine, _ONE),
+        "tan": (sine, cosine),
+        "sec": (_ONE, cosine),
+        "csc": (_ONE, sine),
         "cot": (cosine, sine),
-    }[name]  # fmt: skip
+    }[name]
     return above / below
 
 
 def _inverse(name: str, sine: Ball) -> Ball:
-    """The inverse of a sine, cosine or tangent, in radians. Its error follows from its slope, 1/sqrt(1 - z^2) or
-    1/(1 + z^2); at an end, where a sine is 1, an error of d in the sine is one of about sqrt(2d) in the angle.
+    """The inverse of a sine, cosine or tangent, in radians.
+
+    Its error follows from its slope, 1/sqrt(1 - z^2) or 1/(1 + z^2); at an end, where a sine is 1,
+    an error of d in the sine is one of about sqrt(2d) in the angle.
     """
     squared = sine * sine
     if name == "arctan":
@@ -448,5 +620,9 @@ def _inverse(name: str, sine: Ball) -> Ball:
             raise NotReadError("undefined")
         return _computed(_mp().atan(sine.value), sine.error / steepness.least)
     steepness = _ONE + -squared
-    error = sine.error / math.sqrt(steepness.least) if steepness.least > 0 else 8 * math.sqrt(sine.error)
+    error = (
+        sine.error / math.sqrt(steepness.least)
+        if steepness.least > 0
+        else 8 * math.sqrt(sine.error)
+    )
     return _computed((_mp().asin if name == "arcsin" else _mp().acos)(sine.value), error)

@@ -1,11 +1,20 @@
-"""Reward functions in TRL's form, by name. A completion is graded once however many of them there are."""
+"""Reward functions in TRL's form, by name.
+
+A completion is graded once however many of them there are.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from adora_vl.rewards.completion import completion_text, shows_working, think_answer_format_reward, think_format_reward
+from adora_vl.rewards.completion import (
+    response_texts,
+    shows_working,
+    think_answer_format_reward,
+    think_format_reward,
+)
 from adora_vl.rewards.grade import VERDICTS, Grade, grade_batch, verify_gold
 from adora_vl.rewards.knights import knights_logic_rl_reward, knights_reward
+from adora_vl.rewards.thinking import final_part
 from adora_vl.utils.cli import quantile
 from adora_vl.utils.errors import UserError, did_you_mean
 
@@ -14,12 +23,17 @@ _References = list[tuple[str, tuple[str, ...] | None]]
 
 # Rewards for (a correct answer, a complete box that is not correct, no complete box).
 #   adora: the paper's, source: the grading policy, point 7.
-#   easyr1: 0.9 x accuracy + 0.1 x format, the weights of EasyR1's examples/reward_function/math.py. There the format is
-#     a <think> block and a box; here it is a complete box, since our prompt asks for no block. So it equals `adora`.
+#   easyr1: 0.9 x accuracy + 0.1 x format, the weights of EasyR1's examples/reward_function/math.py.
+#   There the format is
+#     a <think> block and a box; here it is a complete box, since our prompt asks for no block. So
+#     it equals `adora`.
 #   accuracy: the verdict alone. format: a complete box alone, to be weighed against another one.
 PRESETS: Mapping[str, tuple[float, float, float]] = {
-    "adora": (1.0, 0.1, 0.0), "easyr1": (0.9 + 0.1, 0.1, 0.0), "accuracy": (1.0, 0.0, 0.0), "format": (1.0, 1.0, 0.0),
-}  # fmt: skip
+    "adora": (1.0, 0.1, 0.0),
+    "easyr1": (0.9 + 0.1, 0.1, 0.0),
+    "accuracy": (1.0, 0.0, 0.0),
+    "format": (1.0, 1.0, 0.0),
+}
 OTHERS: Mapping[str, RewardFunction] = {  # these are not about one mathematical answer
     "knights": knights_reward,
     "knights_logic_rl": knights_logic_rl_reward,
@@ -34,7 +48,9 @@ def reward(grade: Grade, preset: str) -> float:
     return correct if grade.verdict == "correct" else none if grade.extracted is None else boxed
 
 
-def reward_function(preset: str, rounding: bool = False, answer_tags: bool = False) -> RewardFunction:
+def reward_function(
+    preset: str, rounding: bool = False, answer_tags: bool = False
+) -> RewardFunction:
     """The TRL reward function of one preset; see `reward_functions`."""
     return reward_functions([preset], [preset] if rounding else [], answer_tags)[0]
 
@@ -44,13 +60,15 @@ def reward_functions(
 ) -> list[RewardFunction]:
     """The TRL reward functions of some presets, named `<preset>_reward`.
 
-    Each reads the columns `answer` (the canonical reference answer) and, where there is one, `choices` (a list of
-    strings or None), and returns one float per completion. The first adds `verdict`, `extracted` and `reason` to TRL's
-    completions table, and logs the shares of the verdicts and milliseconds per completion. `rounded`: the presets with
-    `rounding`, which is that of `grade`, as is `answer_tags`.
+    Each reads the columns `answer` (the canonical reference answer) and, where there is one,
+    `choices` (a list of strings or None), and returns one float per completion. The first adds
+    `verdict`, `extracted` and `reason` to TRL's completions table, and logs the shares of the
+    verdicts and milliseconds per completion. `rounded`: the presets with `rounding`, which is that
+    of `grade`, as is `answer_tags`.
 
-    Raises `UserError` for an unknown preset, none, or one given twice; the functions raise it for a missing or unusable
-    reference answer, since a reward of zero for every answer to a problem would never be noticed.
+    Raises `UserError` for an unknown preset, none, or one given twice; the functions raise it for a
+    missing or unusable reference answer, since a reward of zero for every answer to a problem would
+    never be noticed.
     """
     names = [*PRESETS, *OTHERS]
     known = ", ".join(names)
@@ -58,16 +76,26 @@ def reward_functions(
         raise UserError(f"adora_reward: [] names no reward preset, use one or more of {known}")
     for index, preset in enumerate(presets):
         if preset not in names:
-            raise UserError(f"adora_reward: unknown preset '{preset}', use one of {known}{did_you_mean(preset, names)}")
+            raise UserError(
+                f"adora_reward: unknown preset '{preset}', use one of "
+                f"{known}{did_you_mean(preset, names)}"
+            )
         if preset in presets[:index]:
-            raise UserError(f"adora_reward: '{preset}' is given twice; weigh it with reward_weights instead")
+            raise UserError(
+                f"adora_reward: '{preset}' is given twice; weigh it with reward_weights instead"
+            )
     graders = {rounding: _Grader(rounding, answer_tags) for rounding in (False, True)}
     first = presets[0]
-    return [OTHERS.get(one) or _reward_function(one, graders[one in rounded], logs=one == first) for one in presets]
+    return [
+        OTHERS.get(one) or _reward_function(one, graders[one in rounded], logs=one == first)
+        for one in presets
+    ]
 
 
 class _Grader:
-    """Grades a batch, and remembers the last one for the functions that ask for the same batch next."""
+    """Grades a batch, and remembers the last one for the functions that ask for the same batch
+    next.
+    """
 
     def __init__(self, rounding: bool, answer_tags: bool) -> None:
         self._accepted = {"rounding": rounding, "answer_tags": answer_tags}
@@ -76,28 +104,35 @@ class _Grader:
 
     def __call__(self, texts: list[str], references: _References) -> list[Grade]:
         if (texts, references) != self._last:
-            answers, choices = [gold for gold, _ in references], [options for _, options in references]
-            self._grades = grade_batch(texts, answers, choices=choices, **self._accepted)
+            answers = [gold for gold, _ in references]
+            choices = [options for _, options in references]
+            self._grades = grade_batch(texts, golds=answers, choices=choices, **self._accepted)
             self._last = (texts, references)
         return self._grades
 
 
 def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunction:
     def function(
-        completions: Sequence[Any] = (), *, answer: Sequence[str] | None = None,
+        completions: Sequence[Any] = (),
+        *,
+        answer: Sequence[str] | None = None,
         choices: Sequence[Sequence[str] | None] | None = None,
+        thinking_opened: Sequence[bool] | None = None,
         log_extra: Callable[[str, list[Any]], None] | None = None,
-        log_metric: Callable[[str, float], None] | None = None, **columns: Any,
-    ) -> list[float]:  # fmt: skip
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
+    ) -> list[float]:
         references = _references(answer, choices, len(completions))
-        texts = [completion_text(completion) for completion in completions]
-        grades = grader(texts, references)
+        texts = response_texts(completions, thinking_opened)
+        answers = [final_part(text) for text in texts]
+        grades = grader(answers, references)
         if logs and log_extra:
             log_extra("verdict", [one.verdict for one in grades])
             log_extra("extracted", [one.extracted for one in grades])
             log_extra("reason", [one.reason for one in grades])
         if logs and log_metric and grades:
-            verdicts, times_ms = [one.verdict for one in grades], [one.ms for one in grades]
+            verdicts = [one.verdict for one in grades]
+            times_ms = [one.ms for one in grades]
             for verdict in VERDICTS:
                 log_metric(f"grading/{verdict}", verdicts.count(verdict) / len(grades))
             log_metric("grading/ms_median", quantile(times_ms, 0.5))
@@ -109,12 +144,21 @@ def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunct
     return function
 
 
-def _references(answer: Sequence[str] | None, choices: Sequence[Any] | None, count: int) -> _References:
-    """One (reference answer, choices) per completion. Raises `UserError` for one that is missing or unusable."""
+def _references(
+    answer: Sequence[str] | None, choices: Sequence[Any] | None, count: int
+) -> _References:
+    """One (reference answer, choices) per completion.
+
+    Raises `UserError` for one that is missing or unusable.
+    """
     if answer is None:
-        raise UserError("the dataset has no column 'answer': the reward needs the reference answer of every row")
+        raise UserError(
+            "the dataset has no column 'answer': the reward needs the reference answer of every row"
+        )
     if len(answer) != count or (choices is not None and len(choices) != count):
-        raise UserError(f"'answer' and 'choices' need one value for each of the {count} completions")
+        raise UserError(
+            f"'answer' and 'choices' need one value for each of the {count} completions"
+        )
     references: _References = []
     usable: set[tuple[str, tuple[str, ...] | None]] = set()  # the G rollouts of a prompt share one
     for row, reference in enumerate(answer):

@@ -1,10 +1,12 @@
-r"""The solutions of inequalities in one unknown: which numbers solve them, and whether two have the same ones.
+r"""The solutions of inequalities in one unknown: which numbers solve them, and whether two have the
+same ones.
 
     ("is", "<=", n)     the unknown is at most n, a `Ball`; also with <, >, >=, != and =
     ("and", one, ...)   all of them hold
     ("or", one, ...)    at least one of them holds
 
-Two are compared by trying them at all their ends, and between and beyond them. Nothing is simplified.
+Two are compared by trying them at all their ends, and between and beyond them. Nothing is
+simplified.
 """
 
 import operator
@@ -15,22 +17,35 @@ from adora_vl.rewards.numeric import Ball, same_number
 
 Solution = tuple[Any, ...]
 REVERSED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "!=": "!="}
-_HOLDS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "!=": operator.ne, "=": operator.eq}
+_HOLDS = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "!=": operator.ne,
+    "=": operator.eq,
+}
 
 
 def of_absolute(atom: Solution) -> Solution | None:
-    """What `|x| < 5` says of x, given what it says of `|x|`; None where that is everything, nothing or one number."""
+    """What `|x| < 5` says of x, given what it says of `|x|`; None where that is everything, nothing
+    or one number.
+    """
     _, sign, at = atom
     if float(at.value) <= 0 or sign == "!=":
         return None
-    below = Ball(-at.value, at.error)
+    below = -at
     return ("and" if "<" in sign else "or", atom, ("is", REVERSED[sign], below))
 
 
 def between(low: Ball | str | None, high: Ball | str | None, brackets: str) -> Solution | None:
-    """What lies between two ends, also `-infinity` and `infinity`; None where that is nothing, all or not known."""
+    """What lies between two ends, also `-infinity` and `infinity`; None where that is nothing, all
+    or not known.
+    """
     atoms = []
-    for end, sign, infinite, bracket in zip((low, high), "><", ("-infinity", "infinity"), brackets, strict=True):
+    for end, sign, infinite, bracket in zip(
+        (low, high), "><", ("-infinity", "infinity"), brackets, strict=True
+    ):
         if end == infinite and bracket in "()":
             continue
         if not isinstance(end, Ball):
@@ -54,7 +69,9 @@ def decides(solution: Solution) -> bool:
 
 
 def same_solutions(answer: Solution, reference: Solution) -> bool:
-    """Whether the same numbers solve both: they agree at all ends of both, and between any two of them."""
+    """Whether the same numbers solve both: they agree at all ends of both, and between any two of
+    them.
+    """
     ends = _ends(answer, reference)
     return _truths(answer, ends) == _truths(reference, ends)
 

@@ -1,7 +1,8 @@
-r"""Units of measurement: which stands behind a value, of what dimension it is, and how it compares with another.
+r"""Units of measurement: which stands behind a value, of what dimension it is, and how it compares
+with another.
 
-A dimension is its base quantities with their powers, `length2` or `length/time`. A unit without a factor, as in
-`12 square units`, compares with any of its dimension.
+A dimension is its base quantities with their powers, `length2` or `length/time`. A unit without a
+factor, as in `12 square units`, compares with any of its dimension.
 """
 
 import re
@@ -17,38 +18,75 @@ class Unit(NamedTuple):
     factor: Fraction | None
 
 
+RADIANS = "radians"  # a dimension
 # Each dimension's units: how they are written, and how much of the first one they are.
 _DIMENSIONS = {
     "length": """m|met(?:er|re)s?|米 1, mm|millimet(?:er|re)s?|毫米 0.001, cm|centimet(?:er|re)s?|厘米 0.01,
         dm|decimet(?:er|re)s?|分米 0.1,
         km|kilomet(?:er|re)s?|千米|公里 1000, in|inch(?:es)? 0.0254, ft|foot|feet 0.3048,
-        yd|yards? 0.9144, mi|miles? 1609.344, units? 0""",
-    "length3": "ml|mL|millilit(?:er|re)s?|毫升 0.000001, lit(?:er|re)s?|升 0.001",
-    "time": "secs?|seconds?|秒 1, mins?|minutes?|分钟 60, hrs?|hours?|小时 3600, days?|天 86400, weeks?|周 604800",
+        yd|yards? 0.9144, mi|miles? 1609.344, units?|单位 0, nm|nanomet(?:er|re)s?|纳米 0.000000001,
+        [uμµ]m|micromet(?:er|re)s?|微米 0.000001""",
+    "length2": "hectares?|公顷 10000, acres?|英亩 4046.8564224",
+    "length3": """ml|mL|millilit(?:er|re)s?|毫升 0.000001, lit(?:er|re)s?|升 0.001,
+        gallons? 0.003785411784, cc 0.000001""",
+    "length/time": "mph 0.44704, kph|kmh|kmph 5/18, knots? 463/900",
+    "time": "secs?|seconds?|秒 1, mins?|minutes?|分钟 60, hrs?|hours?|小时 3600, days?|天 86400, weeks?|周 "
+    "604800",
     "months": "months?|个月 1, years?|yrs?|年 12",
     "mass": """grams?|克 1, mg|milligrams? 0.001, kg|kilograms?|千克|公斤 1000, lbs? 453.59237,
         oz|ounces? 28.349523125""",
-    "energy": "joules? 1, kJ|kilojoules? 1000, cal|calories? 4.184, kcal|kilocalories? 4184, kWh 3600000",
+    "force": "newtons?|牛顿?|(?<=[\\s~])N 1, kN|kilonewtons? 1000",
+    "power": "watts?|瓦 1, kW|kilowatts? 1000",
+    "pressure": "pascals?|Pa 1, kPa|kilopascals? 1000",
+    "frequency": "hertz|Hz 1, kHz 1000",
+    RADIANS: "rad|radians?|弧度 1",
+    "temperature": "°C 1, °F 1",
+    "count": """people|persons?|students?|times|ways|sides|faces|edges|vertices|diagonals|triangles|squares
+        |rectangles|angles|lines|points|个|人|条|种|次|名|只 1""",
+    "energy": "joules?|(?<=[\\s~])J 1, kJ|kilojoules? 1000, cal|calories? 4.184, kcal|kilocalories? 4184, kWh "
+    "3600000",
     "angle": "deg(?:rees?)?|度 1",
     "dollars": "dollars?|USD 1, cents? 0.01",
     "euros": "euros?|EUR 1",
     "yuan": "yuan|元 1",
 }
 _NAMES = {
-    name: (dimension, Fraction(factor) or None)
+    re.sub(r"\s", "", name): (dimension, Fraction(factor) or None)
     for dimension, names in _DIMENSIONS.items()
-    for name, factor in (one.split() for one in names.split(","))
+    for name, factor in (one.rsplit(None, 1) for one in names.split(","))
 }
 DEGREE = r"^\circ"
 _ONE = "|".join(f"(?:{name})" for name in _NAMES)
 _POWER = r"\s*(?:\^\s*(?:[23]|\{\s*[23]\s*\})|squared|cubed)"
-_WORD = rf"(?:(?:(?:sq|cu)\.?\s*|(?:square|cubic)\s+|平方|立方)?(?:{_ONE})\.?(?:{_POWER})?|sq|square)"
-# A value and its unit: `12 cm`, `12 cm^2`, `12 square feet`, `5\pi in.`, `60 km/h`.
-MEASURED = re.compile(rf"(.*(?:[\d}})$!]|\\pi))\s*({_WORD}(?:\s*(?:/|per\s)\s*(?:{_WORD}|h|s))?)", re.DOTALL)
+_WORD = (
+    rf"(?:(?:(?:sq|cu)\.?\s*|(?:square|cubic)\s+|平方|立方)?(?:{_ONE})\.?(?:{_POWER})?|sq|square)"
+)
+_INVERSE = r"\^\s*\{?\s*-\s*([123])\s*\}?"
+# A value and its unit: `12 cm`, `12 cm^2`, `12 square feet`, `5\pi in.`, `60 km/h`, `5 m s^{-1}`.
+MEASURED = re.compile(
+    rf"(.*(?:[\d}})$!]|\\pi))\s*({_WORD}(?:\s*(?:/|per\s)\s*(?:{_WORD}|[hs](?:{_POWER})?)"
+    rf"|\s*(?:\\cdot\s*)?(?:{_ONE}|[hs])\s*\^\s*\{{?\s*-\s*[123]\s*\}}?)?)",
+    re.DOTALL,
+)
+# A temperature, and what scale it is on.
+TEMPERATURE = re.compile(
+    r"(.*\d)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))\s*(?:\{\s*)?([CF])(?:\s*\})?", re.DOTALL
+)
 # Upright letters, which would be unknowns if they were not.
-_UPRIGHT = re.compile(r"\\(?:text|mathrm)\s*\{\s*([shgLl])\s*\}\s*(?=[.$]*\s*$)")
-_POWERS = re.compile(r"^(?:(?:sq|cu)\b\.? ?|(?:square|cubic) |平方|立方)|\.?(?:\^[23]| ?squared| ?cubed)?\.?$")
-_LETTERS = {"s": "sec", "h": "hr", "g": "gram", "L": "liter", "l": "liter"}
+_UPRIGHT = re.compile(r"\\(?:text|mathrm)\s*\{\s*([shgLlNJW])\s*\}\s*(?=[.$]*\s*$)")
+_POWERS = re.compile(
+    r"^(?:(?:sq|cu)\b\.? ?|(?:square|cubic) |平方|立方)|\.?(?:\^[23]| ?squared| ?cubed)?\.?$"
+)
+_LETTERS = {
+    "s": "sec",
+    "h": "hr",
+    "g": "gram",
+    "L": "liter",
+    "l": "liter",
+    "N": "newton",
+    "J": "joule",
+    "W": "watt",
+}
 
 
 def upright(text: str) -> str:
@@ -60,15 +98,19 @@ def unit_of(text: str) -> Unit:
     """The unit in what `MEASURED` found, or in `DEGREE`."""
     if text == DEGREE:
         return Unit(text, "angle", Fraction(1))
+    text = re.sub(rf"\s*(?:\\cdot\s*)?(\w+)\s*{_INVERSE}", r"/\1^\2", text).replace("^1", "")
     text = re.sub(r"\s+", " ", re.sub(r"\s*\^\s*\{?\s*([23])\s*\}?", r"^\1", text)).strip()
     factor: Fraction | None = Fraction(1)
     dimensions = []
     for sign, one in zip((1, -1), re.split(r" ?(?:/|\bper ) ?", text), strict=False):
-        cubed, squared = re.search(r"\^3|cubed|\bcu|立方", one), re.search(r"\^2|squared|\bsq|平方", one)
+        cubed = re.search(r"\^3|cubed|\bcu|立方", one)
+        squared = re.search(r"\^2|squared|\bsq|平方", one)
         power = 3 if cubed else 2 if squared else 1
         name = _POWERS.sub("", one)
         name = _LETTERS.get(name, name)
-        dimension, size = next((found for key, found in _NAMES.items() if re.fullmatch(key, name)), ("length", None))
+        dimension, size = next(
+            (found for key, found in _NAMES.items() if re.fullmatch(key, name)), ("length", None)
+        )
         factor = factor and size and factor * size ** (sign * power)
         dimensions.append(f"{dimension}{power if power > 1 else ''}")
     return Unit(text, "/".join(dimensions), factor)

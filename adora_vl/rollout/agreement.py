@@ -1,4 +1,7 @@
-"""Do engine and trainer agree? A few real prompts through both, and the bounds of what is rounding."""
+"""Whether engine and trainer agree, by a few real prompts through both.
+
+The bounds say what is rounding.
+"""
 
 import random
 from collections.abc import Callable, Sequence
@@ -17,15 +20,15 @@ from trl.models.utils import disable_gradient_checkpointing
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.loading import unreadable_rows
 from adora_vl.data.prompt_lengths import served_length
-from adora_vl.dedup.images import DistinctImages
-from adora_vl.dedup.policy_pass import evaluating, generation_logps
-from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.models.precision import HasModels, dtype_name
+from adora_vl.packing.images import DistinctImages
+from adora_vl.packing.policy_pass import generation_logps
+from adora_vl.packing.prompts import PromptBatch
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import training_dtype
 from adora_vl.rollout.importance import Drift, drift_sums, merge_drift
 from adora_vl.rollout.prompt_tokens import PromptMismatchError, never_sampled_ids
-from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk
+from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
 from adora_vl.types import Batch
 from adora_vl.utils.checks import Check, Status, failed, is_healthy, passed, skipped
 from adora_vl.utils.errors import RolloutError
@@ -33,23 +36,26 @@ from adora_vl.utils.seeding import kept_random_state, rollout_seed
 
 TOKENS = 24  # of a probing rollout
 KINDS = "mm_token_type_ids"
-CHECK_ROWS, CHECK_TOKENS = 2, 8  # of each rank, and of each rollout
+# of each rank, and of each rollout
+CHECK_ROWS = 2
+CHECK_TOKENS = 8
 # Names of checks, and below them what to do where one fails.
 PROMPTS = "engine reads the trainer's prompts"
 COLD = "agreement, cold"
 DISTANT = "agreement, far from the start"
 
 PIXELS = (
-    "give both sides the same limits: min_pixels and max_pixels in the config, not in a processor of your own, and the "
-    "tokenizer and chat template of the model folder"
+    "give both sides the same limits: min_pixels and max_pixels in the config, not in a processor "
+    "of your own, and the tokenizer and chat template of the model folder"
 )
 DTYPE = (
-    "set adora_vllm_dtype: auto (or the policy's own dtype); then compare tokenizer, template and pixel limits in the "
-    "model folder with the trainer's"
+    "set adora_vllm_dtype: auto (or the policy's own dtype); then compare tokenizer, template and "
+    "pixel limits in the model folder with the trainer's"
 )
 POSITIONS = (
-    "the rotary angles of engine and trainer differ, by more with each token: compare rope_parameters in the model "
-    "folder with the trainer's and look for a cast of buffers in code of your own; report it with this table"
+    "the rotary angles of engine and trainer differ, by more with each token: compare "
+    "rope_parameters in the model folder with the trainer's and look for a cast of buffers in "
+    "code of your own; report it with this table"
 )
 
 
@@ -99,7 +105,8 @@ class Rollouts:
 
 def own_rows(trainer: HasEngine, count: int) -> list[Any]:
     """The first rows of the data set, other ones on each rank."""
-    data, first = trainer.train_dataset, trainer.accelerator.process_index * count
+    data = trainer.train_dataset
+    first = trainer.accelerator.process_index * count
     return [data[(first + number) % len(data)] for number in range(count)]
 
 
@@ -109,36 +116,54 @@ def read_prompts(trainer: HasEngine, rows: Sequence[Any]) -> Prompts:
     return Prompts(**vars(trainer.images.read(rows)), names=names)
 
 
-def sample(trainer: HasEngine, prompts: Prompts, *, tokens: int, where: str, **further: Any) -> Rollouts:
-    """Rollouts of at most `tokens` tokens, each with its own seed. `further`: vLLM's parameters beside the run's.
+def sample(
+    trainer: HasEngine, prompts: Prompts, *, tokens: int, where: str, **further: Any
+) -> Rollouts:
+    """Rollouts of at most `tokens` tokens, each with its own seed.
+
+    `further`: vLLM's parameters beside the run's.
 
     Raises `PromptMismatchError` where the engine reads another prompt.
     """
     with kept_random_state():
         settings = {**trainer.vllm_generation.sampling, **further}
-        answers = trainer.sampler.sample(_asks(trainer, prompts, where, tokens), settings=settings)
+        answers = trainer.sampler.sample(
+            _asks(trainer, prompts=prompts, where=where, tokens=tokens), settings=settings
+        )
         return _rollouts(trainer, prompts, answers)
 
 
-def _asks(trainer: HasEngine, prompts: Prompts, where: str, tokens: int) -> list[RolloutAsk]:
-    first, seed = trainer.accelerator.process_index * len(prompts.ids), (trainer.args.seed, f"check/{where}")
+def _asks(trainer: HasEngine, prompts: Prompts, where: str, tokens: int) -> list[SamplingRequest]:
+    first = trainer.accelerator.process_index * len(prompts.ids)
+    seed = (trainer.args.seed, f"check/{where}")
     rows = zip(prompts.ids, prompts.images or [None] * len(prompts.ids), strict=True)
     return [
-        RolloutAsk(ids, list(shown or ()), number, rollout_seed(*seed, number, 0), tokens)
+        SamplingRequest(
+            ids=ids,
+            images=list(shown or ()),
+            together=number,
+            seed=rollout_seed(*seed, number, 0),
+            limit=tokens,
+        )
         for number, (ids, shown) in enumerate(rows, first)
     ]
 
 
-def _rollouts(trainer: HasEngine, prompts: Prompts, answers: Sequence[RolloutAnswer]) -> Rollouts:
-    tokens, logps = [answer.tokens for answer in answers], [answer.logps for answer in answers]
-    batch = trainer.pool.judge.collated(prompts, tokens, logps, [True] * len(tokens))
+def _rollouts(trainer: HasEngine, prompts: Prompts, answers: Sequence[SamplingResult]) -> Rollouts:
+    tokens = [answer.tokens for answer in answers]
+    logps = [answer.logps for answer in answers]
+    batch = trainer.pool.judge.collated(
+        prompts, completions=tokens, logps=logps, counted=[True] * len(tokens)
+    )
     return Rollouts(tokens, batch)
 
 
 def score(trainer: HasEngine, rollouts: Rollouts) -> Tensor:
     """The policy's log-probabilities of the sampled tokens, (B, C), by the pass that the loss uses."""
     policy = partial(trainer._get_per_token_logps_and_entropies, trainer.model)
-    checkpointing = disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs)
+    checkpointing = disable_gradient_checkpointing(
+        trainer.model, trainer.args.gradient_checkpointing_kwargs
+    )
     with kept_random_state(), checkpointing:
         return generation_logps(rollouts.batch, policy, trainer.args.per_device_train_batch_size)
 
@@ -148,12 +173,15 @@ def difference(trainer: HasEngine, one_BC: Tensor, other_BC: Tensor, mask_BC: Te
     return merge_drift(trainer.accelerator.gather(drift_sums(one_BC, other_BC, mask_BC)[None]))
 
 
-# Nats a token on average. float32 was measured at 1e-6 here; bfloat16 is said to give 0.01 to 0.05 (adora_max_drift).
+# Nats a token on average. float32 was measured at 1e-6 here; bfloat16 is said to give 0.01 to 0.05
+# (adora_max_drift).
 BOUNDS = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.3}
 
 
 def agreement_bound(trainer: HasEngine) -> float:
-    """What engine and trainer may differ by: the coarser one's rounding decides, never more than adora_max_drift."""
+    """What engine and trainer may differ by: the coarser one's rounding decides, never more than
+    adora_max_drift.
+    """
     own = dtype_name(trainer.model.dtype)
     engine = trainer.vllm_generation.settings.dtype or own
     args = trainer.args
@@ -162,16 +190,22 @@ def agreement_bound(trainer: HasEngine) -> float:
     if args.adora_max_drift is None:
         return rounding
     filtered = (
-        args.temperature != 1.0 or args.top_p != 1.0 or args.top_k > 0 or args.min_p or args.repetition_penalty != 1.0
+        args.temperature != 1.0
+        or args.top_p != 1.0
+        or args.top_k > 0
+        or args.min_p
+        or args.repetition_penalty != 1.0
     )
     return float(args.adora_max_drift) if filtered else min(rounding, float(args.adora_max_drift))
 
 
 def distant_bound(trainer: HasEngine) -> float:
-    """The bound for answers that begin at about position 2,000: a tenth of `agreement_bound` in float32, else the same.
+    """The bound for answers that begin at about position 2,000: a tenth of `agreement_bound` in
+    float32, else the same.
 
-    Rounded rotary frequencies moved the tiny model's answers by 0.01 nats there, and two right float32 passes agree to
-    1e-6. In bfloat16 two right passes differ by as much, so a smaller bound would prove nothing.
+    Rounded rotary frequencies moved the tiny model's answers by 0.01 nats there, and two right
+    float32 passes agree to 1e-6. In bfloat16 two right passes differ by as much, so a smaller bound
+    would prove nothing.
     """
     bound = agreement_bound(trainer)
     return bound / 10 if bound <= BOUNDS["float32"] else bound
@@ -182,8 +216,9 @@ ROWS = 2  # prompts, of each rank
 
 
 def far_prompts(trainer: HasEngine, prompts: Prompts, tokens: int) -> Prompts | None:
-    """Some of `prompts`, each after tokens of its own text in random order: as many as leave room for `tokens` that are
-    sampled, up to `POSITION` in all, and equally many on all ranks. None where there is no room.
+    """Some of `prompts`, each after tokens of its own text in random order: as many as leave room
+    for `tokens` that are sampled, up to `POSITION` in all, and equally many on all ranks. None
+    where there is no room.
     """
     near = head(prompts, ROWS)
     longest = trainer.model.config.get_text_config().max_position_embeddings
@@ -191,40 +226,57 @@ def far_prompts(trainer: HasEngine, prompts: Prompts, tokens: int) -> Prompts | 
         engine = served_length(trainer.args) or longest
     else:
         engine = trainer.vllm_generation.llm.llm_engine.model_config.max_model_len
-    by = min(gather_object([min(POSITION, min(longest, engine) - tokens) - max(map(len, near.ids))]))
+    by = min(
+        gather_object([min(POSITION, min(longest, engine) - tokens) - max(map(len, near.ids))])
+    )
     if by <= 0:
         return None
     special = {*trainer._tokenizer.all_special_ids, *never_sampled_ids(trainer._tokenizer)}
     draw = random.Random(trainer.args.seed)  # one of its own: the run's random state stays
-    ids = [[*draw.choices([token for token in row if token not in special], k=by), *row] for row in near.ids]
-    types = {name: [[0] * by + row for row in near.fields[name]] for name in near.fields if name == KINDS}
+    ids = [
+        [*draw.choices([token for token in row if token not in special], k=by), *row]
+        for row in near.ids
+    ]
+    types = {
+        name: [[0] * by + row for row in near.fields[name]] for name in near.fields if name == KINDS
+    }
     return replace(near, ids=ids, fields={**near.fields, **types})
 
 
 def head(prompts: Prompts, rows: int) -> Prompts:
     """The first prompts alone, with the fields of their own images."""
-    counts, fields = prompts.num_images[:rows], dict(prompts.fields)
+    counts = prompts.num_images[:rows]
+    fields = dict(prompts.fields)
     if prompts.images is not None:
         fields["image_grid_thw"] = grids = fields["image_grid_thw"][: sum(counts)]
         fields["pixel_values"] = fields["pixel_values"][: int(grids.prod(dim=-1).sum())]
         fields[KINDS] = fields[KINDS][:rows]
     images = prompts.images and prompts.images[:rows]
-    return Prompts(prompts.messages[:rows], prompts.ids[:rows], images, fields, prompts.names[:rows])
+    return Prompts(
+        prompts.messages[:rows], prompts.ids[:rows], images, fields, prompts.names[:rows]
+    )
 
 
 def drift_measured(
-    trainer: HasEngine, check: Callable[[Tensor, Tensor, Tensor, int], None], rows: Sequence[Any], step: int
+    trainer: HasEngine,
+    check: Callable[[Tensor, Tensor, Tensor, int], None],
+    rows: Sequence[Any],
+    step: int,
 ) -> Callable[[], None]:
-    """Ask servers that have the present weights for short rollouts of the first of these rows. Returns what scores them
-    and has them checked: the policy's log-probabilities, the engine's, the mask, (B, C), and the step.
+    """Ask servers that have the present weights for short rollouts of the first of these rows.
+
+    Returns what scores them and has them checked: the policy's log-probabilities, the engine's, the
+    mask, (B, C), and the step.
     """
     prompts = read_prompts(trainer, rows[:CHECK_ROWS])
-    ticket = trainer.sampler.begin(_asks(trainer, prompts, f"drift/{step}", CHECK_TOKENS))
+    ticket = trainer.sampler.begin(
+        _asks(trainer, prompts=prompts, where=f"drift/{step}", tokens=CHECK_TOKENS)
+    )
 
     def judged() -> None:
         rollouts = _rollouts(trainer, prompts, ticket.join())
         # a rank may have an image among them where another one has none
-        with trainer.images.vision.unshared(), evaluating(trainer.model):
+        with trainer.images.vision.unshared():
             check(score(trainer, rollouts), rollouts.logps_BC, rollouts.mask_BC, step)
 
     return judged
@@ -242,7 +294,9 @@ def judge(name: str, drift: Drift, bound: float, remedy: str, more: str = "") ->
 
 @dataclass
 class EngineProbe:
-    """One trainer with its engine, and the prompts that both are compared on; on all ranks together."""
+    """One trainer with its engine, and the prompts that both are compared on; on all ranks
+    together.
+    """
 
     trainer: HasEngine
     prompts: Prompts
@@ -255,12 +309,17 @@ class EngineProbe:
     def sampled(
         self, where: str, tokens: int | None = None, prompts: Prompts | None = None, **further: Any
     ) -> Rollouts:
-        """Rollouts of `prompts` (None: the probe's), as `sample`. An error of one rank is raised on all: none waits."""
+        """Rollouts of `prompts` (None: the probe's), as `sample`.
+
+        An error of one rank is raised on all: none waits.
+        """
         problem: Exception | None = None
         rollouts: Rollouts | None = None
         try:
             tokens = tokens or self.tokens
-            rollouts = sample(self.trainer, prompts or self.prompts, tokens=tokens, where=where, **further)
+            rollouts = sample(
+                self.trainer, prompts or self.prompts, tokens=tokens, where=where, **further
+            )
         except Exception as error:
             problem = error
         said = "" if problem is None else str(problem) or type(problem).__name__
@@ -273,10 +332,16 @@ class EngineProbe:
         return rollouts
 
     def drift(self, where: str, prompts: Prompts | None = None) -> tuple[Drift, Rollouts, Tensor]:
-        """How far the engine is from the policy on `prompts`, rollouts of them, and what the policy thinks of these."""
+        """How far the engine is from the policy on `prompts`, rollouts of them, and what the policy
+        thinks of these.
+        """
         rollouts = self.sampled(where, prompts=prompts)
         logps_BC = score(self.trainer, rollouts)
-        return difference(self.trainer, logps_BC, rollouts.logps_BC, rollouts.mask_BC), rollouts, logps_BC
+        return (
+            difference(self.trainer, logps_BC, rollouts.logps_BC, rollouts.mask_BC),
+            rollouts,
+            logps_BC,
+        )
 
     def cold(self) -> list[Check]:
         """Prompts and log-probabilities with the weights as they are."""
@@ -284,7 +349,10 @@ class EngineProbe:
         try:
             drift, _, _ = self.drift("cold")
         except OtherRankError as error:
-            return [skipped(PROMPTS, f"on another rank: {error}"), skipped(COLD, "the prompts differ")]
+            return [
+                skipped(PROMPTS, f"on another rank: {error}"),
+                skipped(COLD, "the prompts differ"),
+            ]
         except PromptMismatchError as error:
             where = f"{self.prompts.names[error.row]}: {error}"
             why = f"image tokens are expanded twice, or limits differ; {PIXELS}"
@@ -299,16 +367,25 @@ class EngineProbe:
         return [*checks, *worst_of_all_ranks([self.distant()])] if is_healthy(checks) else checks
 
     def distant(self) -> Check:
-        """As `cold`, without a sync, with some prompts moved back to about position 2,000, or as far as there is room.
+        """As `cold`, without a sync, with some prompts moved back to about position 2,000, or as
+        far as there is room.
 
         Where the same weights agree near the start and not there, the positions differ.
         """
         far = far_prompts(self.trainer, self.prompts, self.tokens)
         if far is None:
-            return skipped(DISTANT, "model and engine take no longer prompts (vllm_max_model_length)")
+            return skipped(
+                DISTANT, "model and engine take no longer prompts (vllm_max_model_length)"
+            )
         drift, _, _ = self.drift("far", far)
         begin = min(gather_object([len(ids) for ids in far.ids]))
-        return judge(DISTANT, drift, distant_bound(self.trainer), POSITIONS, f", answers from position {begin} on")
+        return judge(
+            DISTANT,
+            drift,
+            distant_bound(self.trainer),
+            POSITIONS,
+            f", answers from position {begin} on",
+        )
 
 
 def worst_of_all_ranks(checks: list[Check]) -> list[Check]:
@@ -319,26 +396,34 @@ def worst_of_all_ranks(checks: list[Check]) -> list[Check]:
 
 
 class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Refuses to train where vLLM, here or on servers, and trainer disagree. Changes nothing of the run: no random
-    state, no figure. Rollouts of `transformers` are the policy's own.
+    """Refuses to train where vLLM, here or on servers, and trainer disagree.
+
+    Changes nothing of the run: no random state, no figure. Rollouts of `transformers` are the
+    policy's own.
     """
 
     def __init__(self, trainer: HasEngine) -> None:
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The model is wrapped and a checkpoint is loaded by now; raises `RolloutError` on all ranks alike."""
+        """The model is wrapped and a checkpoint is loaded by now; raises `RolloutError` on all
+        ranks alike.
+        """
         trainer = self.trainer
         if not trainer.use_vllm:
             return
         rows = own_rows(trainer, CHECK_ROWS)
-        if gather_object(unreadable_rows(rows)):  # the step that draws the row says so, on all ranks
+        # the step that draws the row says so, on all ranks
+        if gather_object(unreadable_rows(rows)):
             return
-        checks = EngineProbe(trainer, read_prompts(trainer, rows), tokens=CHECK_TOKENS).cold_on_all_ranks()
+        checks = EngineProbe(
+            trainer, read_prompts(trainer, rows), tokens=CHECK_TOKENS
+        ).cold_on_all_ranks()
         if trainer.accelerator.is_main_process:
             for agreement in checks:
                 if agreement.name in (COLD, DISTANT) and agreement.status is Status.PASSED:
-                    tqdm.write(f"Self-check: engine and trainer differ by {agreement.detail}")  # above the progress bar
+                    # above the progress bar
+                    tqdm.write(f"Self-check: engine and trainer differ by {agreement.detail}")
         problems = [check for check in checks if check.status is Status.FAILED]
         if problems:
             raise RolloutError(refusal(problems))
@@ -346,9 +431,12 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
 
 def refusal(problems: list[Check]) -> str:
     """Why the run does not start, and how it would all the same."""
-    lines = [f"{check.name}: {check.detail}. {check.remedy[0].upper()}{check.remedy[1:]}." for check in problems]
+    lines = [
+        f"{check.name}: {check.detail}. {check.remedy[0].upper()}{check.remedy[1:]}."
+        for check in problems
+    ]
     return (
         f"before the first step: {' '.join(lines)} Nothing would be learned from such rollouts. "
-        "`python -m adora_vl.doctor` with the same arguments looks closer; --adora_self_check false trains all the "
-        "same."
+        "`python -m adora_vl.doctor` with the same arguments looks closer; --adora_self_check "
+        "false trains all the same."
     )

@@ -1,4 +1,6 @@
-"""TRL's generation class for vLLM, with corrected prompts, weight sync, caches and settings for models with images."""
+"""TRL's generation class for vLLM, with corrected prompts, weight sync, caches and settings for
+models with images.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -11,11 +13,11 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from adora_vl.config.checks import engine_scores_raw
-from adora_vl.dedup.image_store import ImageCache
 from adora_vl.models.families import component_of, trainable_components
 from adora_vl.models.four_bit import FrozenBase
 from adora_vl.models.load import pixel_limits
 from adora_vl.models.precision import dtype_name
+from adora_vl.packing.image_store import ImageCache
 from adora_vl.rollout.engine_settings import (
     EngineSettings,
     engine_runs_on_cpu,
@@ -23,9 +25,9 @@ from adora_vl.rollout.engine_settings import (
     refuse_on_cpu,
 )
 from adora_vl.rollout.prompt_tokens import check_prompts, never_sampled_ids
-from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk
-from adora_vl.rollout.served import Served
-from adora_vl.rollout.servers import Client, Servers, connect
+from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
+from adora_vl.rollout.server_group import ServerGroup
+from adora_vl.rollout.servers import Client, ServerPool, connect
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.rollout.weight_sync import (
     adapter_tensors,
@@ -52,31 +54,41 @@ def _biases(asked: Any) -> dict[int, float]:
         return {int(token): float(bias) for token, bias in asked.items()}
     except (AttributeError, TypeError, ValueError) as error:
         raise UserError(
-            f'generation_kwargs: logit_bias: {asked!r} is no mapping of token ids to biases; give {{"50": -1.0}}'
+            f"generation_kwargs: logit_bias: {asked!r} is no mapping of token ids to biases; give "
+            '{"50": -1.0}'
         ) from error
 
 
 class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyped to mypy
     """`trl.generation.VLLMGeneration`, corrected where it is wrong for Qwen2.5-VL with vLLM 0.31."""
 
-    lora: Mapping[str, Any] | None = None  # vLLM's settings where it gets the adapter alone; None: merged tensors
+    # vLLM's settings where it gets the adapter alone; None: merged tensors
+    lora: Mapping[str, Any] | None = None
 
-    def __init__(self, *args: Any, settings: EngineSettings, timed: Timed = nullcontext, **kwargs: Any) -> None:
-        """`timed`: makes the context in which a `sync`, `wake` or `sleep` runs, which counts its seconds.
+    def __init__(
+        self, *args: Any, settings: EngineSettings, timed: Timed = nullcontext, **kwargs: Any
+    ) -> None:
+        """`timed`: makes the context in which a `sync`, `wake` or `sleep` runs, which counts its
+        seconds.
 
         Raises `UserError` for a `repetition_detection` or a `logit_bias` that vLLM does not take.
         """
         processing_class = kwargs["processing_class"]
-        self.settings, self._timed = settings, timed
+        self.settings = settings
+        self._timed = timed
         self.image_token_id: int | None = getattr(processing_class, "image_token_id", None)
-        self._engine_is_complete = False  # nothing but the checkpoint on disk has reached the engine yet
+        # nothing but the checkpoint on disk has reached the engine yet
+        self._engine_is_complete = False
         self.tensors_sent = self.bytes_sent = 0  # by the last sync
         generation_kwargs = dict(kwargs.get("generation_kwargs") or {})
         self._asked = dict(generation_kwargs)
-        banned = dict.fromkeys(never_sampled_ids(getattr(processing_class, "tokenizer", processing_class)), -100.0)
+        banned = dict.fromkeys(
+            never_sampled_ids(getattr(processing_class, "tokenizer", processing_class)), -100.0
+        )
         if biases := _biases(generation_kwargs.get("logit_bias") or {}) | banned:
             generation_kwargs["logit_bias"] = biases
-        # TRL reads the token ids alone. Strings to stop at are looked for in the text, so with them text is made.
+        # TRL reads the token ids alone. Strings to stop at are looked for in the text, so with them
+        # text is made.
         colocated = kwargs.get("mode", "colocate") == "colocate"
         if colocated and not generation_kwargs.get("stop"):
             generation_kwargs.setdefault("detokenize", False)
@@ -88,12 +100,16 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
     @property
     def four_bit(self) -> bool:
-        """Whether the base is in 4 bits: then the engine has it from the same folder, and gets the adapter alone."""
+        """Whether the base is in 4 bits: then the engine has it from the same folder, and gets the
+        adapter alone.
+        """
         return bool(getattr(self.model, "is_loaded_in_4bit", False))
 
     def _init_vllm(self) -> None:
-        """Stock TRL builds the `LLM` without a dtype or pixel limits; ours adds them. Of servers it knows one, with an
-        NCCL group; ours knows several, which get weights by file. Raises `UserError` for what the CPU engine cannot do.
+        """Stock TRL builds the `LLM` without a dtype or pixel limits; ours adds them.
+
+        Of servers it knows one, with an NCCL group; ours knows several, which get weights by file.
+        Raises `UserError` for what the CPU engine cannot do.
         """
         folder = self.settings.weight_folder
         if self.mode == "colocate" or folder is not None:
@@ -110,23 +126,39 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self.llm.timed = self._timed
         elif self.mode == "server":
             speaks = self.accelerator.is_main_process
-            servers = Servers([self.vllm_client], self.server_timeout, self.settings.answer_s) if speaks else None
-            self.served = Served(self.accelerator, self._place_features, servers)
+            servers = None
+            if speaks:
+                servers = ServerPool(
+                    [self.vllm_client],
+                    patience_s=self.server_timeout,
+                    answer_s=self.settings.answer_s,
+                    vocabulary=self._vocabulary,
+                )
+            self.served = ServerGroup(self.accelerator, self._place_features, servers)
 
     def _connect(self, folder: Path) -> None:
         """Find the servers, which get their weights from files in `folder`."""
-        self.served = Served(self.accelerator, self._place_features, None)
+        self.served = ServerGroup(self.accelerator, self._place_features, None)
         if self.accelerator.is_main_process:
-            addresses = (self.server_base_url or f"http://{self.server_host}:{self.server_port}").split(",")
+            addresses = (
+                self.server_base_url or f"http://{self.server_host}:{self.server_port}"
+            ).split(",")
             patience_s = self.server_timeout
             clients = connect([one.strip() for one in addresses], self.group_port, patience_s)
             self.vllm_client: Any = clients[0]  # TRL asks it how log-probabilities are made
-            self.served.servers = Servers(clients, patience_s, self.settings.answer_s, self._logprobs_mode())
+            self.served.servers = ServerPool(
+                clients,
+                patience_s=patience_s,
+                answer_s=self.settings.answer_s,
+                vocabulary=self._vocabulary,
+                logprobs_mode=self._logprobs_mode(),
+            )
             self.served.files = WeightFiles(folder, Path(self.settings.output_dir))
-        if self.served.first_rank(Servers.have_lora) or self.four_bit:
+        if self.served.first_rank(ServerPool.have_lora) or self.four_bit:
             self.lora = lora_settings(self.model)
         if self.lora is not None:
-            base, four_bit = self.model.name_or_path, self.four_bit
+            base = self.model.name_or_path
+            four_bit = self.four_bit
             self.served.first_rank(lambda servers: servers.take_adapter(self.lora, base, four_bit))
             if self.served.files is not None:
                 self.served.files.rank = self.lora["max_lora_rank"]
@@ -139,16 +171,22 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
         settings = self.settings
         kwargs["dtype"] = settings.dtype or dtype_name(self.model.dtype)
-        longest = kwargs.get("max_model_len") or self.model.config.get_text_config().max_position_embeddings
+        longest = (
+            kwargs.get("max_model_len")
+            or self.model.config.get_text_config().max_position_embeddings
+        )
         kwargs |= machine_options(longest, settings.max_num_batched_tokens, settings.enforce_eager)
         kwargs["logprobs_mode"] = self._logprobs_mode()
         kwargs["revision"] = settings.revision
-        # TRL puts it to sleep at once, which discards the weights. But vLLM gives a tied head weights of its own where
-        # the checkpoint has a copy of them, until it has read both and found them equal.
-        base, later = None, self.enable_sleep_mode and not has_copied_head(self.model, kwargs["revision"])
+        # TRL puts it to sleep at once, which discards the weights. But vLLM gives a tied head
+        # weights of its own where the checkpoint has a copy of them, until it has read both and
+        # found them equal.
+        base = None
+        later = self.enable_sleep_mode and not has_copied_head(self.model, kwargs["revision"])
         if self.four_bit:
             # It reads the folder that the policy was loaded from, and nothing else sends the base.
-            later, kwargs["dtype"] = False, "bfloat16"
+            later = False
+            kwargs["dtype"] = "bfloat16"
             self.lora = lora_settings(self.model)
             assert self.lora is not None  # `check_four_bit` takes nothing else
             kwargs |= {"max_loras": 1, **self.lora}
@@ -158,37 +196,50 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         if later:
             kwargs["load_format"] = LATER
         if self.tensor_parallel_size > 1 and segments_expand():
-            # vLLM's own all-reduce shares memory by handles that growing segments lack, and ends the process (vllm
-            # 42609).
+            # vLLM's own all-reduce shares memory by handles that growing segments lack, and ends
+            # the process (vllm 42609).
             kwargs["disable_custom_all_reduce"] = True
         if self.image_token_id is not None:
-            # vLLM reads the limits of the model's folder. With the trainer's own the two prompts agree.
-            kwargs["mm_processor_kwargs"] = pixel_limits(getattr(self.processing_class, "image_processor", None))
-            kwargs["limit_mm_per_prompt"] = {"video": 0}  # otherwise vLLM reserves memory for a video
+            # vLLM reads the limits of the model's folder. With the trainer's own the two prompts
+            # agree.
+            kwargs["mm_processor_kwargs"] = pixel_limits(
+                getattr(self.processing_class, "image_processor", None)
+            )
+            # otherwise vLLM reserves memory for a video
+            kwargs["limit_mm_per_prompt"] = {"video": 0}
             if not settings.keeps_images:  # the trainer's cache has them already
                 kwargs["mm_processor_cache_gb"] = 0
         divided_on_cpu = self.tensor_parallel_size > 1 and engine_runs_on_cpu()
         with own_shared_memory() if divided_on_cpu else nullcontext():
             llm = PolicyLLM(**kwargs)
         if self.four_bit:
-            llm.adapter, llm.base = LoRARequest("policy", 1, "in memory"), base
+            llm.adapter = LoRARequest("policy", 1, "in memory")
+            llm.base = base
         return llm
 
+    @property
+    def _vocabulary(self) -> int:
+        """How many token ids the policy has."""
+        return int(self.model.config.get_text_config().vocab_size)
+
     def _logprobs_mode(self) -> str:
-        """Stock TRL asks for log-probabilities after temperature, filters and bans, of which the trainer applies only
-        the temperature. Where that is 1, ours asks for those before filters and bans, which are the trainer's own: else
-        each token's ratio would lack the probability that was cut off.
+        """Stock TRL asks for log-probabilities after temperature, filters and bans, of which the
+        trainer applies only the temperature. Where that is 1, ours asks for those before filters
+        and bans, which are the trainer's own: else each token's ratio would lack the probability
+        that was cut off.
         """
         raw = engine_scores_raw(self.temperature, self.repetition_penalty, self._asked)
         return "raw_logprobs" if raw else "processed_logprobs"
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Stock TRL yields every parameter, and merges LoRA in place and back out, which wears bfloat16 weights down.
+        """Stock TRL yields every parameter, and merges LoRA in place and back out, which wears
+        bfloat16 weights down.
 
-        Ours leaves out the parts that cannot have changed, and merges a copy of one tensor at a time. The first sync
-        sends everything, and so does each with sleep mode, whose level 2 discards the weights, and by NCCL, since TRL
-        announces the tensors of the first pass every time. A server would leave a layer that came in part with
-        uninitialised memory: so it gets whole parts.
+        Ours leaves out the parts that cannot have changed, and merges a copy of one tensor at a
+        time. The first sync sends everything, and so does each with sleep mode, whose level 2
+        discards the weights, and by NCCL, since TRL announces the tensors of the first pass every
+        time. A server would leave a layer that came in part with uninitialised memory: so it gets
+        whole parts.
         """
         trainable = trainable_components(self.model)
         by_nccl = self.mode == "server" and self.settings.weight_folder is None
@@ -200,11 +251,18 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         if is_peft_model(self.model) and not self._dist.is_fsdp:
             # A CPU engine, too, needs all tensors of a layer together.
             changed_only = not everything and self.mode == "colocate" and not engine_runs_on_cpu()
-            for name, tensor in merged_parameters(self.model, self._dist.gather_params, wanted, changed_only):
+            for name, tensor in merged_parameters(
+                self.model,
+                gather=self._dist.gather_params,
+                wanted=wanted,
+                changed_only=changed_only,
+            ):
                 yield self._fix_param_name_to_vllm(name), tensor
             return
         if self._dist.is_fsdp:
-            yield from ((name, tensor) for name, tensor in super()._iter_named_params() if wanted(name))
+            yield from (
+                (name, tensor) for name, tensor in super()._iter_named_params() if wanted(name)
+            )
             return
         for name, parameter in self.model.named_parameters():
             if wanted(name):
@@ -212,8 +270,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
                     yield self._fix_param_name_to_vllm(name), parameter.data
 
     def sync_weights(self) -> None:
-        """Stock TRL loads tensor by tensor, which the CPU engine's repacked layers refuse, and resets the prefix
-        cache alone, which leaves image features of the old vision tower in the encoder cache.
+        """Stock TRL loads tensor by tensor, which the CPU engine's repacked layers refuse, and
+        resets the prefix cache alone, which leaves image features of the old vision tower in the
+        encoder cache.
 
         Raises `EngineError` where the engine fails.
         """
@@ -225,9 +284,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             if self.settings.weight_folder is None:
                 self.bytes_sent = 0
                 super().sync_weights()
-                self.served.first_rank(Servers.forget)
+                self.served.first_rank(ServerPool.forget)
             else:
-                # everything where a server has not got the last sync: at the first one, or where it was started again
+                # everything where a server has not got the last sync: at the first one, or where it
+                # was started again
                 everything = bool(self.served.first_rank(lambda servers: servers.find()))
                 with self.served.weights_written(self._for_servers(everything)) as folder:
                     self.served.first_rank(lambda servers: servers.read_weights(folder))
@@ -248,10 +308,14 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
     @contextmanager
     def weights_written(self, *, everything: bool) -> Iterator[Path]:
-        """Inside, the policy's present weights are in this folder: `everything`, or what can change."""
+        """Inside, the policy's present weights are in this folder: `everything`, or what can
+        change.
+        """
         with ExitStack() as until:
             with self._timed("sync"), engine_call("the weight sync"):
-                folder = until.enter_context(self.served.weights_written(self._for_servers(everything)))
+                folder = until.enter_context(
+                    self.served.weights_written(self._for_servers(everything))
+                )
             self._engine_is_complete = True
             yield folder
 
@@ -276,14 +340,17 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         return runner_version(self.llm) if self.mode == "colocate" else None
 
     def put_to_sleep(self) -> None:
-        """Free the engine's memory, as TRL does after a generation. The next sync sends all weights again."""
+        """Free the engine's memory, as TRL does after a generation.
+
+        The next sync sends all weights again.
+        """
         self.llm.sleep(level=2)
         self._llm_weights_sleeping = True
 
     @contextmanager
     def staying_awake(self) -> Iterator[None]:
-        """Inside, a colocated engine does not sleep between generations of one policy, so the weights are synced once
-        for all of them. It sleeps at the end. All ranks enter together.
+        """Inside, a colocated engine does not sleep between generations of one policy, so the
+        weights are synced once for all of them. It sleeps at the end. All ranks enter together.
         """
         if self.mode != "colocate" or not self.enable_sleep_mode or self.llm.stays_awake:
             yield
@@ -295,31 +362,45 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self.put_to_sleep()
 
     def take_images_from(self, cache: ImageCache | None) -> None:
-        """Have a colocated engine's image processor ask the trainer's cache first. It is the engine's own object."""
+        """Have a colocated engine's image processor ask the trainer's cache first.
+
+        It is the engine's own object.
+        """
         if cache is not None and self.image_token_id is not None and self.mode == "colocate":
             processor = self.llm.renderer.get_mm_processor().info.get_hf_processor().image_processor
             compat.IMAGE_PROCESSING.install(cache.preprocess(processor), on=processor)
 
-    def _place_features(self, features: dict[str, Any] | None, prompt_ids: list[int]) -> dict[str, Any] | None:
-        """Stock TRL moves a server's image features to the trainer's image tokens without comparing their numbers.
+    def _place_features(
+        self, features: dict[str, Any] | None, prompt_ids: list[int]
+    ) -> dict[str, Any] | None:
+        """Stock TRL moves a server's image features to the trainer's image tokens without comparing
+        their numbers.
 
         Raises `RolloutError` where they differ: the server was started with other pixel limits.
         """
         placed: dict[str, Any] | None = super()._place_features(features, prompt_ids)
         if features is not None and placed is not None:
-            theirs, ours = ([p["length"] for p in f["mm_placeholders"]["image"]] for f in (features, placed))
+            theirs, ours = (
+                [p["length"] for p in f["mm_placeholders"]["image"]] for f in (features, placed)
+            )
             if theirs != ours:
                 raise RolloutError(
-                    f"the server made {theirs} features for the images of a prompt with {ours} image tokens; start it "
-                    "with the min_pixels and max_pixels of the training config (--mm-processor-kwargs)"
+                    f"the server made {theirs} features for the images of a prompt with {ours} "
+                    "image tokens; start it with the min_pixels and max_pixels of the training "
+                    "config (--mm-processor-kwargs)"
                 )
         return placed
 
-    def sample(self, asks: Sequence[RolloutAsk], settings: Mapping[str, Any] | None = None) -> list[RolloutAnswer]:
-        """What engine or servers sample now, by the weights of the last sync. All ranks call it together; each may ask
-        for a number of its own. `settings`: vLLM's parameters, by default those of the run.
+    def sample(
+        self, asks: Sequence[SamplingRequest], settings: Mapping[str, Any] | None = None
+    ) -> list[SamplingResult]:
+        """What engine or servers sample now, by the weights of the last sync.
 
-        Raises `PromptMismatchError` for the first ask whose prompt the engine has read otherwise, else `EngineError`.
+        All ranks call it together; each may ask for a number of its own. `settings`: vLLM's
+        parameters, by default those of the run.
+
+        Raises `PromptMismatchError` for the first ask whose prompt the engine has read otherwise,
+        else `EngineError`.
         """
         settings = dict(self.sampling if settings is None else settings)
         if self.mode == "server":
@@ -330,11 +411,16 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         with engine_call("generate"):
             answers = self._sampled(asks, settings)
         if self.image_token_id is not None:
-            check_prompts([ask.ids for ask in asks], [answer.read for answer in answers], self.image_token_id)
+            check_prompts(
+                [ask.ids for ask in asks], [answer.read for answer in answers], self.image_token_id
+            )
         return answers
 
-    def _sampled(self, asks: Sequence[RolloutAsk], settings: dict[str, Any]) -> list[RolloutAnswer]:
-        everyone, first = list(asks), 0
+    def _sampled(
+        self, asks: Sequence[SamplingRequest], settings: dict[str, Any]
+    ) -> list[SamplingResult]:
+        everyone = list(asks)
+        first = 0
         if self.tensor_parallel_size > 1:  # the ranks of an engine ask for the same
             parts: list[Any] = [None] * self.tensor_parallel_size
             distributed.all_gather_object(parts, everyone, group=self.tp_group)
@@ -345,7 +431,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         if is_peft_model(self.model) and self.tensor_parallel_size > 1:
             # else vLLM's collective calls can meet the end of the adapter's (TRL issue 3671)
             distributed.barrier(device_ids=[self.accelerator.local_process_index])
-        answers: list[RolloutAnswer] = self.llm.sample(everyone, settings, self.image_token_id)
+        answers: list[SamplingResult] = self.llm.sample(everyone, settings, self.image_token_id)
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
             self._llm_weights_sleeping = not self.llm.stays_awake
@@ -355,18 +441,29 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     def sampling(self) -> dict[str, Any]:
         """vLLM's parameters of the run, as stock TRL puts them together from its keys."""
         settings = {
-            "repetition_penalty": self.repetition_penalty, "temperature": self.temperature, "top_p": self.top_p,
-            "top_k": self.top_k, "min_p": self.min_p or 0.0, "max_tokens": self.max_completion_length,
-            "logprobs": self.logprobs, **self.generation_kwargs,
-        }  # fmt: skip
+            "repetition_penalty": self.repetition_penalty,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p or 0.0,
+            "max_tokens": self.max_completion_length,
+            "logprobs": self.logprobs,
+            **self.generation_kwargs,
+        }
         if self.structured_outputs_regex is not None:
             settings["structured_outputs"] = {"regex": self.structured_outputs_regex}
         return settings
 
     @property
     def greedy(self) -> dict[str, Any]:
-        """vLLM's parameters of an evaluation: the likeliest tokens, whatever the run says of its rollouts."""
+        """vLLM's parameters of an evaluation: the likeliest tokens, whatever the run says of its
+        rollouts.
+        """
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-        made: dict[str, Any] = {"temperature": 0.0, "logprobs": 0, "max_tokens": self.max_completion_length}
+        made: dict[str, Any] = {
+            "temperature": 0.0,
+            "logprobs": 0,
+            "max_tokens": self.max_completion_length,
+        }
         made["logit_bias"] = dict.fromkeys(never_sampled_ids(tokenizer), -100.0)
         return made | ({"detokenize": False} if self.mode == "colocate" else {})

@@ -13,7 +13,8 @@ class EngineSettings:
     """Settings of the engine that TRL has no field for."""
 
     dtype: str | None = None  # None: the policy's own
-    revision: str | None = None  # TRL loads the policy at a revision, but the engine always at the newest
+    # TRL loads the policy at a revision, but the engine always at the newest
+    revision: str | None = None
     enforce_eager: bool | None = None  # without torch.compile and CUDA graphs; None: on a CPU
     max_num_batched_tokens: int = 4096
     keeps_images: bool = True  # vLLM's own store of processed images
@@ -23,14 +24,19 @@ class EngineSettings:
 
 
 def training_dtype(args: AdoraGRPOConfig) -> str | None:
-    """The dtype of mixed precision; None without it, when the trainer computes in the policy's own dtype."""
+    """The dtype of mixed precision; None without it, when the trainer computes in the policy's own
+    dtype.
+    """
     return "bfloat16" if args.bf16 else "float16" if args.fp16 else None
 
 
 def engine_dtype(args: AdoraGRPOConfig) -> str | None:
-    """The engine's dtype. With `adora_vllm_dtype: auto` it is that of the trainer; None is the policy's own dtype.
+    """The engine's dtype.
 
-    vLLM's own `auto` turns a float32 checkpoint into bfloat16, which costs 0.04 nats per token on average.
+    With `adora_vllm_dtype: auto` it is that of the trainer; None is the policy's own dtype.
+
+    vLLM's own `auto` turns a float32 checkpoint into bfloat16, which costs 0.04 nats per token on
+    average.
     """
     return training_dtype(args) if args.adora_vllm_dtype == "auto" else args.adora_vllm_dtype
 
@@ -46,7 +52,8 @@ def engine_settings(args: AdoraGRPOConfig, revision: str | None) -> EngineSettin
         max_num_batched_tokens=args.adora_vllm_max_num_batched_tokens,
         keeps_images=not args.own("cache_images"),
         weight_folder=files.get(folder, folder),
-        answer_s=args.ddp_timeout / 2,  # as long again remains to ask another, while the other ranks wait
+        answer_s=args.ddp_timeout
+        / 2,  # as long again remains to ask another, while the other ranks wait
         output_dir=args.output_dir,
     )
 
@@ -59,28 +66,41 @@ def engine_runs_on_cpu() -> bool:
 
 
 def machine_options(longest: int | None, budget: int, eager: bool | None = None) -> dict[str, Any]:
-    """The arguments of `LLM` that depend on the machine. `longest`: tokens of a sequence. `budget`: tokens that are
-    processed at once. `eager`: without torch.compile and CUDA graphs; None: on a CPU.
+    """The arguments of `LLM` that depend on the machine.
 
-    There vLLM 0.31 compiles anew at every start ("Compiling model again due to a load failure"), longer than
-    it saves. And a prompt with a seed that is processed in two parts rewinds a random generator, as only CUDA's can be
-    ("CPU Generator does not use offset"), so it is processed whole.
+    `longest`: tokens of a sequence. `budget`: tokens that are processed at once. `eager`: without
+    torch.compile and CUDA graphs; None: on a CPU.
+
+    There vLLM 0.31 compiles anew at every start ("Compiling model again due to a load failure"),
+    longer than it saves. And a prompt with a seed that is processed in two parts rewinds a random
+    generator, as only CUDA's can be ("CPU Generator does not use offset"), so it is processed
+    whole.
     """
     on_cpu = engine_runs_on_cpu()
-    options: dict[str, Any] = {"enforce_eager": on_cpu if eager is None else eager, "max_num_batched_tokens": budget}
+    options: dict[str, Any] = {
+        "enforce_eager": on_cpu if eager is None else eager,
+        "max_num_batched_tokens": budget,
+    }
     if on_cpu:
-        options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(budget, longest or 0)}
+        options |= {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(budget, longest or 0),
+        }
     return options
 
 
 def refuse_on_cpu(config: Any, sleep_mode: bool) -> None:
-    """Raise `UserError` for what vLLM on a CPU cannot keep in sync. `config` is a Transformers model config."""
+    """Raise `UserError` for what vLLM on a CPU cannot keep in sync.
+
+    `config` is a Transformers model config.
+    """
     if not engine_runs_on_cpu():
         return
     if config.tie_word_embeddings:
         raise UserError(
-            "tie_word_embeddings: true, but vLLM on a CPU refreshes only one of the two uses of a tied embedding when "
-            "weights are synced, so rollouts would drift from the policy; use an untied model, a GPU or use_vllm: false"
+            "tie_word_embeddings: true, but vLLM on a CPU refreshes only one of the two uses of a "
+            "tied embedding when weights are synced, so rollouts would drift from the policy; use "
+            "an untied model, a GPU or use_vllm: false"
         )
     if sleep_mode:
         raise UserError("vllm_enable_sleep_mode: true needs a GPU; set it to false on a CPU")

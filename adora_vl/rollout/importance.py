@@ -1,4 +1,6 @@
-"""How far the engine is from the policy: the drift of its log-probabilities, and the ratio that corrects for it."""
+"""How far the engine is from the policy: the drift of its log-probabilities, and the ratio that
+corrects for it.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,15 +31,18 @@ class Drift:
 
 
 def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor:
-    """`[sum, count, largest]` of |difference| over the masked tokens that the engine scored. (3,), float64.
+    """`[sum, count, largest]` of |difference| over the masked tokens that the engine was asked for.
 
-    Sums are returned instead of a mean, so that a rank with few tokens does not count as much as one with many. A
-    token that the engine could not score (NaN) is left out. If the policy's values are NaN, or the engine scored no
-    token at all, the difference is infinite.
+    (3,), float64.
+
+    Sums are returned instead of a mean, so that a rank with few tokens does not count as much as
+    one with many. A token that the engine was not asked for (NaN) is left out. The difference is
+    infinite where the engine or the policy gave no finite number, and where the engine was asked
+    for no token at all.
     """
     sampled_BC = mask_BC.bool()
     scored_BC = sampled_BC & ~torch.isnan(engine_BC)
-    gaps_BC = (trainer_BC - engine_BC).abs().double().nan_to_num(nan=torch.inf)
+    gaps_BC = (trainer_BC - engine_BC).abs().double().nan_to_num(nan=torch.inf, posinf=torch.inf)
     counted_BC = torch.where(scored_BC, gaps_BC, 0.0)  # a mask as an index would make the host wait
     count = scored_BC.sum()
     nothing = torch.where(sampled_BC.any() & (count == 0), torch.inf, 0.0)
@@ -45,7 +50,9 @@ def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor
 
 
 def rollout_drift(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor:
-    """Mean |difference| of each rollout over the tokens that the engine scored, (B,); NaN where it scored none."""
+    """Mean |difference| of each rollout over the tokens that the engine was asked for, (B,); NaN
+    where it was asked for none.
+    """
     scored_BC = mask_BC.bool() & ~torch.isnan(engine_BC)
     gaps_BC = torch.where(scored_BC, (trainer_BC - engine_BC).abs(), 0.0)
     return gaps_BC.sum(dim=1) / scored_BC.sum(dim=1)
@@ -54,35 +61,50 @@ def rollout_drift(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Ten
 def merge_drift(sums_R3: Tensor) -> Drift:
     """One `Drift` from the sums of all ranks, (ranks, 3)."""
     totals, counts, largest = zip(*sums_R3.tolist(), strict=True)
-    return Drift(mean=sum(totals) / max(sum(counts), 1), largest=max(largest), tokens=int(sum(counts)))
+    return Drift(
+        mean=sum(totals) / max(sum(counts), 1), largest=max(largest), tokens=int(sum(counts))
+    )
 
 
 def drift_message(drift: Drift, bound: float, step: int, checkpoint: str) -> str:
-    """The message of a run that stops because of drift: the figures, the likely causes and the checkpoint."""
+    """The message of a run that stops because of drift: the figures, the likely causes and the
+    checkpoint.
+    """
     causes = "\n".join(f"  - {cause}" for cause in CAUSES)
     return (
-        f"step {step}: the engine's log-probabilities are {drift.mean:.3g} nats per token from the trainer's on "
-        f"average (largest {drift.largest:.3g}); adora_max_drift is {bound:g}. Importance ratios would hide this while "
-        f"nothing is learned, so the run stops before the step. Checkpoint: {checkpoint}. Likely causes:\n{causes}"
+        f"step {step}: the engine's log-probabilities are {drift.mean:.3g} nats per token from "
+        f"the trainer's on average (largest {drift.largest:.3g}); adora_max_drift is {bound:g}. "
+        "Importance ratios would hide this while nothing is learned, so the run stops before the "
+        f"step. Checkpoint: {checkpoint}. Likely causes:\n{causes}"
     )
 
 
 def importance_ratio(
-    logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor, *, mode: str, clip_min: float | None,
+    logps_BC: Tensor,
+    sampling_BC: Tensor,
+    mask_BC: Tensor,
+    *,
+    mode: str,
+    clip_min: float | None,
     clip_max: float | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """exp(policy - engine), cut off: (B, C) for `token_*` modes, (B, 1) for `sequence_*`.
 
-    `*_truncate` clamps the ratio to the bounds, `*_mask` sets what lies outside to 0. Where the engine gave no
-    log-probability (NaN), the ratio is 1. The definitions are TRL's (`vllm_importance_sampling_mode`), after Yao et
-    al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
+    `*_truncate` clamps the ratio to the bounds, `*_mask` sets what lies outside to 0. Where the
+    engine was not asked for a log-probability (NaN), the ratio is 1. The definitions are TRL's
+    (`vllm_importance_sampling_mode`), after Yao et al., "Your Efficient RL Framework Secretly
+    Brings You Off-Policy RL Training" (2025).
     """
     difference = torch.nan_to_num((logps_BC - sampling_BC) * mask_BC, nan=0.0)
     if mode.startswith("sequence"):
         difference = difference.sum(dim=-1, keepdim=True)
     ratio = torch.exp(difference)
     if mode.endswith("truncate"):
-        return ratio.clamp(min=clip_min, max=clip_max) if (clip_min, clip_max) != (None, None) else ratio
+        return (
+            ratio.clamp(min=clip_min, max=clip_max)
+            if (clip_min, clip_max) != (None, None)
+            else ratio
+        )
     low = -math.inf if clip_min is None else clip_min
     high = math.inf if clip_max is None else clip_max
     return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
@@ -98,14 +120,22 @@ _FIGURES: dict[str, Callable[[Sequence[float]], float]] = {
 }
 
 
-def ratio_figures(ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor, same_B: Tensor) -> Tensor:
-    """This rank's values of `_FIGURES`, (5,), over the rows `same_B` (bool); 0 where they have no token.
+def ratio_figures(ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor) -> Tensor:
+    """This rank's values of `_FIGURES`, (5,); 0 where there is nothing to count.
+
+    Counted are the rows that have a log-probability of the engine for at least one token, with
+    all of their tokens; a token without one has the ratio 1, as in TRL.
 
     No mask is used as an index, for which the host would wait.
     """
-    counted_BC = mask_BC.bool() & same_B[:, None]
+    answered_BC = mask_BC.bool()
+    scored_B1 = (answered_BC & ~sampling_BC.isnan()).any(dim=1, keepdim=True)
+    # The engine was asked for no token of an answer to other images than the policy's. A row
+    # without any token to learn from has the ratio 1 and counts, as in TRL.
+    counted_rows_B1 = scored_B1 | ~answered_BC.any(dim=1, keepdim=True)
+    counted_BC = answered_BC & counted_rows_B1
     gaps_BC = torch.where(counted_BC, (logps_BC - sampling_BC).abs(), torch.nan)
-    seen = torch.where(counted_BC if ratio.size(1) > 1 else same_B[:, None], ratio, torch.nan)
+    seen = torch.where(counted_BC if ratio.size(1) > 1 else counted_rows_B1, ratio, torch.nan)
     least = seen.nan_to_num(nan=torch.inf, posinf=torch.inf).amin()
     values = [
         gaps_BC.nanmean(),
@@ -121,23 +151,31 @@ class ImportanceRatio:
     """Computes the ratio in the policy's own pass. Stock TRL makes a separate pass for it."""
 
     def __init__(self, context: StepContext) -> None:
-        self.accelerator, self.config = context.accelerator, context.config
+        self.accelerator = context.accelerator
+        self.config = context.config
 
     def is_due(self, micro: Batch) -> bool:
         """Whether the batch has the engine's log-probabilities but no ratio yet."""
         return "importance_sampling_ratio" not in micro and "sampling_per_token_logps" in micro
 
     def complete(self, micro: Batch, logps_BC: Tensor) -> dict[str, float]:
-        """Put the ratio into the batch. Returns its figures for the log under TRL's names, of all ranks."""
-        mask_BC, sampling_BC, config = loss_mask(micro), micro["sampling_per_token_logps"], self.config
+        """Put the ratio into the batch.
+
+        Returns its figures for the log under TRL's names, of all ranks.
+        """
+        mask_BC = loss_mask(micro)
+        sampling_BC = micro["sampling_per_token_logps"]
+        config = self.config
         ratio = importance_ratio(
-            logps_BC, sampling_BC, mask_BC, mode=config.vllm_importance_sampling_mode,
-            clip_min=config.vllm_importance_sampling_clip_min, clip_max=config.vllm_importance_sampling_clip_max,
-        )  # fmt: skip
+            logps_BC,
+            sampling_BC=sampling_BC,
+            mask_BC=mask_BC,
+            mode=config.vllm_importance_sampling_mode,
+            clip_min=config.vllm_importance_sampling_clip_min,
+            clip_max=config.vllm_importance_sampling_clip_max,
+        )
         micro["importance_sampling_ratio"] = ratio
-        everything_B = torch.ones(len(ratio), dtype=torch.bool, device=ratio.device)
-        same_B = ~micro["distorted"] if "distorted" in micro else everything_B  # of the others the ratio is 1
-        own_5 = ratio_figures(ratio, logps_BC, sampling_BC, mask_BC, same_B)
+        own_5 = ratio_figures(ratio, logps_BC=logps_BC, sampling_BC=sampling_BC, mask_BC=mask_BC)
         ranks = self.accelerator.gather(own_5[None]).tolist()
         columns = zip(_FIGURES.items(), zip(*ranks, strict=True), strict=True)
         return {name: combined(values) for (name, combined), values in columns}

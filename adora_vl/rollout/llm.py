@@ -1,6 +1,7 @@
-"""vLLM's `LLM`: one request per prompt for its whole group, images processed already, weights that come later."""
+"""vLLM's `LLM`: one request per prompt for its whole group, images processed already, weights that
+come later.
+"""
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,10 +21,11 @@ from vllm.multimodal.media import MediaWithBytes
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 from vllm.transformers_utils.config import checkpoint_has_lm_head
 
-from adora_vl.data.dataloader import KeptImage
+from adora_vl.data.images import KeptImage
 from adora_vl.models.four_bit import FrozenBase
+from adora_vl.rollout.engine_logps import engine_logp
 from adora_vl.rollout.prompt_tokens import collapse_image_runs
-from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk, plan_requests
+from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult, plan_requests
 from adora_vl.utils import compat
 from adora_vl.utils.errors import UserError, in_one_line
 
@@ -32,10 +34,12 @@ LATER = "adora_later"
 
 @register_model_loader(LATER)
 class LoadLater(DummyModelLoader):  # type: ignore[misc]  # vLLM is untyped to mypy
-    """`load_format: adora_later`: no checkpoint is read, since the first weight sync sends every parameter.
+    """`load_format: adora_later`: no checkpoint is read, since the first weight sync sends every
+    parameter.
 
-    Stock vLLM's `dummy` also gives random values to buffers that no checkpoint has and no sync sends: those with which
-    the vision tower normalises pixels (`visual.input_norm`). Ours leaves all buffers as the model has computed them.
+    Stock vLLM's `dummy` also gives random values to buffers that no checkpoint has and no sync
+    sends: those with which the vision tower normalises pixels (`visual.input_norm`). Ours leaves
+    all buffers as the model has computed them.
     """
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
@@ -46,7 +50,9 @@ class LoadLater(DummyModelLoader):  # type: ignore[misc]  # vLLM is untyped to m
 
 
 def has_copied_head(model: Any, revision: str | None) -> bool:
-    """Whether the checkpoint of a model with tied embeddings has a tensor for its head too, as some tools leave it."""
+    """Whether the checkpoint of a model with tied embeddings has a tensor for its head too, as some
+    tools leave it.
+    """
     if not getattr(model.config, "tie_word_embeddings", False):
         return False
     return bool(checkpoint_has_lm_head(model.name_or_path, revision=revision))
@@ -56,7 +62,8 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux shows names that 
 
 
 def stopping_of_loops(asked: Mapping[str, Any]) -> RepetitionDetectionParams:
-    """vLLM's `repetition_detection` from what a config says of it: vLLM takes a mapping too, and fails when it uses it.
+    """vLLM's `repetition_detection` from what a config says of it: vLLM takes a mapping too, and
+    fails when it uses it.
 
     Raises `UserError`.
     """
@@ -74,10 +81,12 @@ def stopping_of_loops(asked: Mapping[str, Any]) -> RepetitionDetectionParams:
 
 @contextmanager
 def own_shared_memory() -> Iterator[None]:
-    """Inside, the processes that share a CPU engine give their shared memory a name that no other run has.
+    """Inside, the processes that share a CPU engine give their shared memory a name that no other
+    run has.
 
-    The number of the launcher's process is in it, so all ranks make the same. After the block all of them have mapped
-    the memory, and the name is removed: what is mapped stays until the last process ends, however it ends.
+    The number of the launcher's process is in it, so all ranks make the same. After the block all
+    of them have mapped the memory, and the name is removed: what is mapped stays until the last
+    process ends, however it ends.
     """
     ours = f"adora-{os.getppid()}"
     shared = cpu_communicator._CPUSHMDistributed
@@ -95,10 +104,12 @@ def own_shared_memory() -> Iterator[None]:
 
 
 def with_known_images(prompt: dict[str, Any]) -> dict[str, Any]:
-    """The prompt as vLLM takes it without copying and hashing its images: each inside vLLM's own wrapper, which its
-    parser hands on as it is, with the digest that is known already as its identity (`multi_modal_uuids`).
+    """The prompt as vLLM takes it without copying and hashing its images: each inside vLLM's own
+    wrapper, which its parser hands on as it is, with the digest that is known already as its
+    identity (`multi_modal_uuids`).
 
-    For images that are kept (`adora_vl.data.dataloader`). Others stay as they are: they may yet be drawn on.
+    For images that are kept (`adora_vl.data.dataloader`). Others stay as they are: they may yet be
+    drawn on.
     """
     images = prompt.get("multi_modal_data", {}).get("image", [])
     images = images if isinstance(images, list) else [images]
@@ -111,24 +122,32 @@ def with_known_images(prompt: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def answer_of(rollout: Any, ask: RolloutAsk, read: Sequence[int], room: int) -> RolloutAnswer:
-    """What vLLM has sampled for `ask`. `read`: the prompt's ids as it has read them. `room`: tokens of a sequence."""
-    tokens, given = list(rollout.token_ids), rollout.logprobs
+def answer_of(rollout: Any, ask: SamplingRequest, read: Sequence[int], room: int) -> SamplingResult:
+    """What vLLM has sampled for `ask`.
+
+    `read`: the prompt's ids as it has read them. `room`: tokens of a sequence.
+    """
+    tokens = list(rollout.token_ids)
+    given = rollout.logprobs
     logps: list[float | None] = [None] * len(tokens)
     if given is not None:  # by the token's id: the first of several is the likeliest
-        scored = [one[token].logprob for one, token in zip(given, tokens, strict=True)]
-        logps = [None if math.isnan(logp) else logp for logp in scored]
+        scored = zip(given, tokens, strict=True)
+        logps = [engine_logp(by_token[token].logprob) for by_token, token in scored]
     full = len(read) + len(tokens) >= room
     reason = "stop" if rollout.finish_reason != "length" else "room" if full else "length"
-    return RolloutAnswer(tokens, logps, reason, list(read))  # type: ignore[arg-type]
+    return SamplingResult(tokens=tokens, logps=logps, reason=reason, read=list(read))  # type: ignore[arg-type]
 
 
 class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
-    """Like `vllm.LLM`. It also takes asks; sleeping and waking are timed, and it can be kept awake."""
+    """Like `vllm.LLM`.
+
+    It also takes asks; sleeping and waking are timed, and it can be kept awake.
+    """
 
     stays_awake = False
     adapter: LoRARequest | None = None  # the policy's, where the engine gets its adapter alone
-    base: FrozenBase | None = None  # of the trainer, which leaves the card while the engine is awake
+    # of the trainer, which leaves the card while the engine is awake
+    base: FrozenBase | None = None
     timed: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
     @contextmanager
@@ -146,7 +165,10 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         return super().generate(*args, **{**adapter, **kwargs})
 
     def sleep(self, level: int = 1, **kwargs: Any) -> None:
-        """Stock vLLM is not timed. With an adapter weights stay on the host: no sync brings the base back."""
+        """Stock vLLM is not timed.
+
+        With an adapter weights stay on the host: no sync brings the base back.
+        """
         if self.stays_awake:
             return
         with self.timed("sleep"):
@@ -162,11 +184,16 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
             super().wake_up(*args, **kwargs)
 
     def sample(
-        self, asks: Sequence[RolloutAsk], settings: Mapping[str, Any], image_token_id: int | None
-    ) -> list[RolloutAnswer]:
-        """Neighbours that ask for the same are one request, whose rollouts get its seed, the seed + 1, and so on.
+        self,
+        asks: Sequence[SamplingRequest],
+        settings: Mapping[str, Any],
+        image_token_id: int | None,
+    ) -> list[SamplingResult]:
+        """Neighbours that ask for the same are one request, whose rollouts get its seed, the seed +
+        1, and so on.
 
-        `settings`: of `SamplingParams`. `image_token_id`: vLLM makes as many of one as the image has patches.
+        `settings`: of `SamplingParams`. `image_token_id`: vLLM makes as many of one as the image
+        has patches.
         """
         given = dict(settings)
         # vLLM's greedy ones are alone
@@ -175,16 +202,22 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
             given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
         prompts, parameters = [], []
         for ask, *more in requests:
-            ids = ask.ids if image_token_id is None else collapse_image_runs(ask.ids, image_token_id)
+            ids = (
+                ask.ids if image_token_id is None else collapse_image_runs(ask.ids, image_token_id)
+            )
             shown = {"multi_modal_data": {"image": ask.images}} if ask.images else {}
             prompts.append(with_known_images({"prompt_token_ids": ids, **shown}))
             own = {"seed": ask.seed, "max_tokens": ask.limit}
             own = {name: value for name, value in own.items() if value is not None}
             parameters.append(SamplingParams(**{**given, **own, "n": 1 + len(more)}))
         room = self.model_config.max_model_len
-        outputs = self.generate(prompts, sampling_params=parameters, use_tqdm=False) if prompts else []
+        outputs = (
+            self.generate(prompts, sampling_params=parameters, use_tqdm=False) if prompts else []
+        )
         return [
             answer_of(rollout, ask, output.prompt_token_ids, room)
             for output, request in zip(outputs, requests, strict=True)
-            for rollout, ask in zip(sorted(output.outputs, key=lambda one: one.index), request, strict=True)
+            for rollout, ask in zip(
+                sorted(output.outputs, key=lambda one: one.index), request, strict=True
+            )
         ]

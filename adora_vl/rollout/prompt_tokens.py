@@ -1,4 +1,6 @@
-"""Image tokens: collapsed in prompts for the engine, checked in what the engine read, and never sampled."""
+"""Image tokens: collapsed in prompts for the engine, checked in what the engine read, and never
+sampled.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -7,10 +9,12 @@ from typing import Any
 from datasets import Dataset
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from adora_vl.data.prompts import PICTURE_TOKENS
 from adora_vl.utils.errors import RolloutError, UserError
 
-# If one of these is sampled, there is no image for it, and the training's forward pass raises (trl issue 3847).
-NEVER_SAMPLED = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
+# If one of these is sampled, there is no image for it, and the training's forward pass raises (trl
+# issue 3847).
+NEVER_SAMPLED = PICTURE_TOKENS
 
 
 class PromptMismatchError(RolloutError):
@@ -24,15 +28,17 @@ class PromptMismatchError(RolloutError):
 def refuse_prefill(dataset: Any) -> None:
     """Raise `UserError` for the first row whose prompt ends with a turn of the assistant.
 
-    TRL closes that turn for the engine and begins another, but beside an image continues it for the policy.
+    TRL closes that turn for the engine and begins another, but beside an image continues it for the
+    policy.
     """
     if not isinstance(dataset, Dataset) or "prompt" not in dataset.column_names:
         return
     for number, prompt in enumerate(dataset.select_columns("prompt").with_format(None)["prompt"]):
         if isinstance(prompt, list) and prompt and prompt[-1]["role"] == "assistant":
             raise UserError(
-                f"prompt: row {number} ends with a turn of the assistant, and an answer that is begun cannot be "
-                "continued here; end it with the user's turn, and ask there how the answer is to begin"
+                f"prompt: row {number} ends with a turn of the assistant, and an answer that is "
+                "begun cannot be continued here; end it with the user's turn, and ask there how "
+                "the answer is to begin"
             )
 
 
@@ -43,8 +49,9 @@ def never_sampled_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def never_sample(ids: Sequence[int], settings: dict[str, Any], config: GenerationConfig) -> None:
-    """Ban these tokens where `transformers` generates, in both places that TRL reads: its `generation_kwargs`
-    (`settings`) and its generation config. Stock TRL bans the image token alone; the others have no features either.
+    """Ban these tokens where `transformers` generates, in both places that TRL reads: its
+    `generation_kwargs` (`settings`) and its generation config. Stock TRL bans the image token
+    alone; the others have no features either.
     """
     banned = sorted({*(settings.get("suppress_tokens") or []), *ids})
     if banned:
@@ -54,9 +61,13 @@ def never_sample(ids: Sequence[int], settings: dict[str, Any], config: Generatio
 
 @contextmanager
 def folder_settings_left_out(model: Any) -> Iterator[None]:
-    """Inside, `transformers` fills in nothing from the model's `generation_config.json`. It stays what is saved."""
+    """Inside, `transformers` fills in nothing from the model's `generation_config.json`.
+
+    It stays what is saved.
+    """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    kept, base.generation_config = base.generation_config, GenerationConfig()
+    kept = base.generation_config
+    base.generation_config = GenerationConfig()
     try:
         yield
     finally:
@@ -66,7 +77,8 @@ def folder_settings_left_out(model: Any) -> Iterator[None]:
 def collapse_image_runs(ids: Sequence[int], image_token_id: int) -> list[int]:
     """Replaces each run of image tokens by one image token, which the engine expands itself.
 
-    The runs of two images never touch, because each stands between a vision-start and a vision-end token.
+    The runs of two images never touch, because each stands between a vision-start and a vision-end
+    token.
     """
     return [
         token
@@ -75,19 +87,27 @@ def collapse_image_runs(ids: Sequence[int], image_token_id: int) -> list[int]:
     ]
 
 
-def check_prompts(expected: Sequence[Sequence[int]], engine: Sequence[Sequence[int]], image_token_id: int) -> None:
-    """Raise `PromptMismatchError` for the first row where the engine read other token ids than the trainer sent."""
+def check_prompts(
+    expected: Sequence[Sequence[int]], engine: Sequence[Sequence[int]], image_token_id: int
+) -> None:
+    """Raise `PromptMismatchError` for the first row where the engine read other token ids than the
+    trainer sent.
+    """
     for row, (ours, theirs) in enumerate(zip(expected, engine, strict=True)):
         if list(ours) == list(theirs):
             continue
         counts = [sum(token == image_token_id for token in ids) for ids in (ours, theirs)]
         if counts[0] != counts[1]:
             why = (
-                f"image tokens: trainer {counts[0]}, engine {counts[1]}. Give both the same limits: set min_pixels and "
-                "max_pixels in the config rather than in one processor"
+                f"image tokens: trainer {counts[0]}, engine {counts[1]}. Give both the same "
+                "limits: set min_pixels and max_pixels in the config rather than in one "
+                "processor"
             )
         else:
-            why = "the text differs: is the tokenizer in the model folder the one that the trainer uses?"
+            why = (
+                "the text differs: is the tokenizer in the model folder the one that the trainer "
+                "uses?"
+            )
         raise PromptMismatchError(
             row, f"the engine's prompt has {len(theirs)} tokens, the trainer's {len(ours)}; {why}"
         )
@@ -95,7 +115,10 @@ def check_prompts(expected: Sequence[Sequence[int]], engine: Sequence[Sequence[i
 
 @contextmanager
 def mismatch_named(rows: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """A `PromptMismatchError` inside the block becomes a `RolloutError` that names the row. `rows`: the local batch."""
+    """A `PromptMismatchError` inside the block becomes a `RolloutError` that names the row.
+
+    `rows`: the local batch.
+    """
     try:
         yield
     except PromptMismatchError as error:

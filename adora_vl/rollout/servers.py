@@ -1,6 +1,8 @@
-"""vLLM servers that sample for the trainer: asked group by group, given weights, left out where they fail.
+"""vLLM servers that sample for the trainer: asked group by group, given weights, left out where
+they fail.
 
-Everything here is HTTP, and runs on the first rank alone. What all ranks do together is in `served.py`.
+Everything here is HTTP, and runs on the first rank alone. What all ranks do together is in
+`served.py`.
 """
 
 import socket
@@ -23,18 +25,23 @@ from urllib3.connection import HTTPConnection
 from urllib3.exceptions import ReadTimeoutError
 from urllib3.util.retry import Retry
 
+from adora_vl.rollout.engine_logps import engine_logp
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, SpokenError, in_one_line
-from adora_vl.utils.hidden import without_login
 from adora_vl.utils.openai_client import is_here
+from adora_vl.utils.secrets import without_login
 
 DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1"
 _CONNECT_S = 10.0
-_LIVING_S, _GONE_S = (_CONNECT_S, 60.0), (1.0, 10.0)  # to connect, and to answer a short question
+# to connect, and to answer a short question
+_LIVING_S = (_CONNECT_S, 60.0)
+_GONE_S = (1.0, 10.0)
 _BETWEEN_LOOKS_S = 2.0
 _LORA_BY_REQUEST = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _REFUSED = "Request failed: 4"  # TRL's words for an HTTP status of the 400s
-_AT_A_TIME = 256  # requests that a server has at a time: vLLM's own limit, beyond which one would wait there
-# A machine that has lost its power closes no connection: after 2 minutes of silence the kernel does.
+# requests that a server has at a time: vLLM's own limit, beyond which one would wait there
+_AT_A_TIME = 256
+# A machine that has lost its power closes no connection: after 2 minutes of silence the kernel
+# does.
 _ALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
@@ -42,7 +49,8 @@ _ALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
 ]
 _T = TypeVar("_T")
-Sampled = list[tuple[list[int], list[float | None]]]  # tokens and log-probabilities of a request's rollouts
+# tokens and log-probabilities of a request's rollouts
+Sampled = list[tuple[list[int], list[float]]]
 Features = dict[tuple[int, ...], Future[Any]]  # of images that a server has read
 PlaceFeatures = Callable[[dict[str, Any] | None, list[int]], dict[str, Any] | None]
 
@@ -51,7 +59,9 @@ class UnusableServerError(SpokenError, RuntimeError):
     """A server does not do what it is asked for; others may."""
 
 
-_STARTED_AGAIN = UnusableServerError("it was started again, and gets all weights with the next ones")
+_STARTED_AGAIN = UnusableServerError(
+    "it was started again, and gets all weights with the next ones"
+)
 
 
 @dataclass(frozen=True)
@@ -64,12 +74,31 @@ class GroupRequest:
     settings: dict[str, Any]  # vLLM's parameters
 
 
-def of_sampled(tokens: Any, logps: Any, ids: Any) -> list[list[float | None]]:
-    """The log-probability of each sampled token, by its id: the first of several is the likeliest token's."""
+def of_sampled(tokens: Any, logps: Any, ids: Any) -> list[list[float]]:
+    """The log-probability of each sampled token, by its id: the first of several is the likeliest
+    token's.
+    """
     return [
-        [given[known.index(token)] for token, given, known in zip(*row, strict=True)]
+        [engine_logp(scores[known.index(token)]) for token, scores, known in zip(*row, strict=True)]
         for row in zip(tokens, logps, ids, strict=True)
     ]
+
+
+def refuse_impossible(tokens: Sequence[Sequence[int]], most: int, vocabulary: int) -> None:
+    """Raise `UnusableServerError` for an answer that the policy cannot have given.
+
+    `tokens`: of each rollout. `most`: how many a rollout may have. `vocabulary`: how many ids the
+    policy's embedding has; any other one would end the run in its first pass.
+    """
+    longest = max(map(len, tokens))
+    if longest > most:
+        raise UnusableServerError(f"asked for at most {most} tokens it gave {longest}")
+    unknown = next((token for row in tokens for token in row if not 0 <= token < vocabulary), None)
+    if unknown is not None:
+        raise UnusableServerError(
+            f"it gave the token {unknown}, but the policy's vocabulary has {vocabulary}; start it "
+            "with the policy's model"
+        )
 
 
 class _Retry(Retry):
@@ -83,12 +112,20 @@ class _Retry(Retry):
 
 
 class _Adapter(HTTPAdapter):
-    """Gives up soon on what does not answer at all. TRL's own waits for a minute, and for ever where nobody listens."""
+    """Gives up soon on what does not answer at all.
+
+    TRL's own waits for a minute, and for ever where nobody listens.
+    """
 
     def __init__(self, answer_s: float) -> None:
         """`answer_s`: how long an answer may take where the request does not say it."""
         self._answer_s = answer_s
-        retry = _Retry(total=3, backoff_factor=0.2, status_forcelist=[502, 503], allowed_methods=["GET", "POST"])
+        retry = _Retry(
+            total=3,
+            backoff_factor=0.2,
+            status_forcelist=[502, 503],
+            allowed_methods=["GET", "POST"],
+        )
         super().__init__(max_retries=retry, pool_maxsize=_AT_A_TIME)
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
@@ -103,74 +140,112 @@ class _Adapter(HTTPAdapter):
 class Server:
     """One vLLM server. Its methods raise `UnusableServerError`, or what `requests` raises."""
 
-    def __init__(self, client: VLLMClient, answer_s: float) -> None:
-        """`answer_s`: how long it may take to sample what is one request, or to read all weights."""
+    def __init__(self, client: VLLMClient, answer_s: float, vocabulary: int) -> None:
+        """`answer_s`: how long it may take to sample what is one request, or to read all weights.
+
+        `vocabulary`: how many token ids the policy has.
+        """
         for scheme in ("http://", "https://"):
             client.session.mount(scheme, _Adapter(answer_s))
-        self.client, self._answer_s = client, answer_s
+        self.client = client
+        self._answer_s = answer_s
+        self._vocabulary = vocabulary
         self.address: str = client.base_url
         self.life = ""  # which start of the server answers now
         self.synced_life = ""  # which one has the weights of the last sync
         self.logprobs_mode = ""  # vLLM's name for the log-probabilities that it gives
-        self.lora: dict[str, Any] = {}  # vLLM's settings of it; none where it was not started with it
+        self.lora: dict[
+            str, Any
+        ] = {}  # vLLM's settings of it; none where it was not started with it
         self.serves = ("", False)  # its model, and whether that is in 4 bits
 
     def look(self, timeout: tuple[float, float] = _LIVING_S) -> None:
-        """See whether it answers, and which start of it does. `timeout`: seconds to connect, and to answer."""
+        """See whether it answers, and which start of it does.
+
+        `timeout`: seconds to connect, and to answer.
+        """
         found = self._json("GET", "server_info?config_format=json", timeout=timeout)
-        config, model = found["vllm_config"], found["vllm_config"]["model_config"]
-        self.life, self.logprobs_mode = str(config["instance_id"]), str(model["logprobs_mode"])
+        config = found["vllm_config"]
+        model = found["vllm_config"]["model_config"]
+        self.life = str(config["instance_id"])
+        self.logprobs_mode = str(model["logprobs_mode"])
         lora = config.get("lora_config")
         self.lora = {"enable_lora": True, **lora, **found["vllm_env"]} if lora else {}
         self.serves = str(model.get("model")), model.get("quantization") == "bitsandbytes"
 
     def check_lora(self, needs: Mapping[str, Any], base: str, four_bit: bool) -> None:
-        """Raise `UnusableServerError` where it was not started for an adapter on `base`. `needs`: vLLM's settings."""
+        """Raise `UnusableServerError` where it was not started for an adapter on `base`.
+
+        `needs`: vLLM's settings.
+        """
         served, in_four_bit = self.serves
         lacks = [
             f"--{name.replace('_', '-')}{'' if value is True else f' {value}'}"
             for name, value in needs.items()
             if self.lora.get(name, 0) < value
         ]
-        lacks += [] if self.lora.get(_LORA_BY_REQUEST) else [f"{_LORA_BY_REQUEST}=1 in its environment"]
-        lacks += ["no --lora-target-modules"] if self.lora.get("target_modules") else []  # it passes the others over
+        lacks += (
+            [] if self.lora.get(_LORA_BY_REQUEST) else [f"{_LORA_BY_REQUEST}=1 in its environment"]
+        )
+        # it passes the others over
+        lacks += ["no --lora-target-modules"] if self.lora.get("target_modules") else []
         if lacks:
-            raise UnusableServerError(f"it has no room for the policy's adapter; start it with {' and '.join(lacks)}")
+            raise UnusableServerError(
+                f"it has no room for the policy's adapter; start it with {' and '.join(lacks)}"
+            )
         if in_four_bit != four_bit:
-            raise UnusableServerError(f"it serves {served}; start it with {base}, which the policy is trained on")
+            raise UnusableServerError(
+                f"it serves {served}; start it with {base}, which the policy is trained on"
+            )
 
     def check_weights(self) -> None:
-        """Raise `UnusableServerError` where it was started again since it read the weights: it has its checkpoint's."""
+        """Raise `UnusableServerError` where it was started again since it read the weights: it has
+        its checkpoint's.
+        """
         if not self.synced_life:  # weights do not travel by file
             return
         self.look()
         if self.life != self.synced_life:
-            raise UnusableServerError("it was started again, and has not the policy's weights until the next sync")
+            raise UnusableServerError(
+                "it was started again, and has not the policy's weights until the next sync"
+            )
 
     def answer(self, ask: GroupRequest, place: PlaceFeatures, features_of: Features) -> Sampled:
-        """Sample. `place` points image features at the image tokens of the prompt. `features_of`: those that it has
-        read in this call, each once, also for rollouts that go on: each of them is a request.
+        """Sample.
+
+        `place` points image features at the image tokens of the prompt. `features_of`: those that
+        it has read in this call, each once, also for rollouts that go on: each of them is a
+        request.
         """
         features = None
         try:
             if ask.images:
-                mine, names = Future[Any](), tuple(map(id, ask.images))
+                mine = Future[Any]()
+                names = tuple(map(id, ask.images))
                 found = features_of.setdefault(names, mine)
                 if found is mine:
                     _settle(mine, partial(self.client.image_features, [ask.images]))
                 features = [place(found.result()[0], ask.prompt_ids)]
-            given = self.client.generate([ask.prompt_ids], features, ask.rollouts, generation_kwargs=ask.settings)
+            given = self.client.generate(
+                [ask.prompt_ids], features, ask.rollouts, generation_kwargs=ask.settings
+            )
         except requests.ReadTimeout as error:
-            raise UnusableServerError(f"it gave no answer in {self._answer_s:g} s, half of ddp_timeout") from error
+            raise UnusableServerError(
+                f"it gave no answer in {self._answer_s:g} s, half of ddp_timeout"
+            ) from error
         except Exception as error:
-            if str(error).startswith(_REFUSED):  # as one does that was started again and has no such adapter
+            # as one does that was started again and has no such adapter
+            if str(error).startswith(_REFUSED):
                 self.check_weights()
             raise
-        tokens, logps = given["completion_ids"], given["logprobs"]
-        lengths, known = [len(row) for row in tokens], [len(row) for row in logps or ()]
+        tokens = given["completion_ids"]
+        logps = given["logprobs"]
+        lengths = [len(row) for row in tokens]
+        known = [len(row) for row in logps or ()]
         if len(lengths) != ask.rollouts or not all(lengths) or known != lengths:
             gave = f"{lengths} tokens, {known} of them scored"
             raise UnusableServerError(f"asked for {ask.rollouts} rollouts it gave {gave}")
+        refuse_impossible(tokens, ask.settings["max_tokens"], self._vocabulary)
         if given["prompt_ids"] != [ask.prompt_ids]:
             raise UnusableServerError("it read another prompt than the trainer's")
         return [*zip(tokens, of_sampled(tokens, logps, given["logprob_token_ids"]), strict=True)]
@@ -183,11 +258,18 @@ class Server:
         self.synced_life = self.life
 
     def read_adapter(self, folder: Path) -> None:
-        """Have it read the adapter in `folder` in the place of the one before. Requests name it as the folder, as no
-        other one is named: a server that has another one refuses them.
+        """Have it read the adapter in `folder` in the place of the one before.
+
+        Requests name it as the folder, as no other one is named: a server that has another one
+        refuses them.
         """
-        old, self.client.model = self.client.model, folder.name
-        self._ask("POST", "v1/load_lora_adapter", json={"lora_name": folder.name, "lora_path": str(folder)})
+        old = self.client.model
+        self.client.model = folder.name
+        self._ask(
+            "POST",
+            "v1/load_lora_adapter",
+            json={"lora_name": folder.name, "lora_path": str(folder)},
+        )
         if self.synced_life == self.life:
             self._ask("POST", "v1/unload_lora_adapter", json={"lora_name": old})
         self.forget()
@@ -196,15 +278,21 @@ class Server:
     def forget(self) -> None:
         """Empty the caches of prefixes and image features."""
         if not self._json("POST", "reset_prefix_cache", timeout=_LIVING_S).get("success", True):
-            raise UnusableServerError("it did not reset its prefix cache: requests of others are running")
+            raise UnusableServerError(
+                "it did not reset its prefix cache: requests of others are running"
+            )
         self._ask("POST", "reset_encoder_cache", timeout=_LIVING_S)
 
     def _ask(self, method: str, path: str, **kwargs: Any) -> requests.Response:
-        response: requests.Response = self.client.session.request(method, f"{self.address}/{path}", **kwargs)
+        response: requests.Response = self.client.session.request(
+            method, f"{self.address}/{path}", **kwargs
+        )
         if response.status_code == 404:
             raise UnusableServerError(f"it has no /{path.partition('?')[0]}; {DEV_MODE}")
         if response.status_code != 200:
-            raise UnusableServerError(f"it answered {response.status_code} to /{path}: {response.text[:200]}")
+            raise UnusableServerError(
+                f"it answered {response.status_code} to /{path}: {response.text[:200]}"
+            )
         return response
 
     def _json(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
@@ -212,18 +300,26 @@ class Server:
         return found
 
 
-class Servers:
+class ServerPool:
     """All servers of a run, those that fail left out until they are back."""
 
     def __init__(
-        self, clients: Sequence[VLLMClient], patience_s: float, answer_s: float, logprobs_mode: str = ""
+        self,
+        clients: Sequence[VLLMClient],
+        patience_s: float,
+        answer_s: float,
+        vocabulary: int,
+        logprobs_mode: str = "",
     ) -> None:
-        """`patience_s`: how long a sync waits for a first server to be there. `answer_s`: how long one may sample.
+        """`patience_s`: how long a sync waits for a first server to be there.
+
+        `answer_s`: how long one may sample. `vocabulary`: token ids of the policy.
         `logprobs_mode`: the trainer's; one that gives others is named at its first sync.
         """
-        self._all = [Server(client, answer_s) for client in clients]
+        self._all = [Server(client, answer_s, vocabulary) for client in clients]
         self.living = list(self._all)
-        self._patience_s, self._logprobs_mode = patience_s, logprobs_mode
+        self._patience_s = patience_s
+        self._logprobs_mode = logprobs_mode
         self._adapter: tuple[Any, ...] = ()  # what `Server.check_lora` is given
 
     def have_lora(self) -> bool:
@@ -233,7 +329,10 @@ class Servers:
         return all(server.lora for server in self._all)
 
     def take_adapter(self, needs: Any, base: str, four_bit: bool) -> None:
-        """They get the adapter alone from now on. `needs`: as of `Server.check_lora`. Raises `EngineError`."""
+        """They get the adapter alone from now on.
+
+        `needs`: as of `Server.check_lora`. Raises `EngineError`.
+        """
         self._adapter = needs, base, four_bit
         for server in self._all:
             try:
@@ -242,11 +341,16 @@ class Servers:
                 raise EngineError(f"vllm_server_base_url: {server.address}: {error}") from None
             if server.serves[0] != base:
                 named = f"Server {server.address} serves {server.serves[0]}"
-                tqdm.write(f"{named}, to which the adapter goes alone; it has to be {base}, the policy's base.")
+                tqdm.write(
+                    f"{named}, to which the adapter goes alone; it has to be {base}, the policy's "
+                    "base."
+                )
 
     def find(self, *, in_part: bool = False) -> bool:
-        """See which servers are there, for a sync. Returns whether one of them has not the weights of the last one;
-        where only a part of the weights is written (`in_part`), it is left out until the next sync.
+        """See which servers are there, for a sync.
+
+        Returns whether one of them has not the weights of the last one; where only a part of the
+        weights is written (`in_part`), it is left out until the next sync.
 
         Raises `NoServerError` where none answers in time.
         """
@@ -263,7 +367,10 @@ class Servers:
                 new = [server for server in self.living if server.synced_life != server.life]
                 for server in new:
                     if server.logprobs_mode != self._logprobs_mode:
-                        started = f"Server {server.address} was started with --logprobs-mode {server.logprobs_mode}"
+                        started = (
+                            f"Server {server.address} was started with --logprobs-mode "
+                            f"{server.logprobs_mode}"
+                        )
                         tqdm.write(f"{started}; {self._logprobs_mode} is the trainer's.")
                     if in_part and not self._adapter:
                         self._leave_out(server, _STARTED_AGAIN)
@@ -281,7 +388,10 @@ class Servers:
             server.check_lora(*self._adapter)
 
     def read_weights(self, folder: Path) -> None:
-        """Give all of them the tensors in `folder`. Raises `NoServerError` where none takes them."""
+        """Give all of them the tensors in `folder`.
+
+        Raises `NoServerError` where none takes them.
+        """
         read = Server.read_adapter if self._adapter else Server.read_weights
         self._all_do(lambda server: read(server, folder), f"Does it see {str(folder.parent)!r}? ")
 
@@ -290,9 +400,11 @@ class Servers:
         self._all_do(Server.forget)
 
     def sample(self, asks: Sequence[GroupRequest], place: PlaceFeatures) -> list[Sampled]:
-        """An answer to each request; others are asked where one does not answer, or turns out to have lost the weights.
+        """An answer to each request; others are asked where one does not answer, or turns out to
+        have lost the weights.
 
-        Raises `NoServerError` where none is left, and `RolloutError` for what no server would answer.
+        Raises `NoServerError` where none is left, and `RolloutError` for what no server would
+        answer.
         """
         answers: dict[int, Sampled] = {}
         last: Exception | None = None
@@ -303,23 +415,32 @@ class Servers:
             turns = {number: servers[turn % len(servers)] for turn, number in enumerate(left)}
             failed = set[Server]()
             features: dict[Server, Features] = {server: {} for server in servers}
-            work = [partial(_answer, turns[one], asks[one], place, features[turns[one]], failed) for one in left]
+            work = [
+                partial(_answer, turns[one], asks[one], place, features[turns[one]], failed)
+                for one in left
+            ]
             found: dict[int, Sampled] = {}
-            for number, future in zip(left, _on_threads(work, _AT_A_TIME * len(servers)), strict=True):
+            for number, future in zip(
+                left, _on_threads(work, _AT_A_TIME * len(servers)), strict=True
+            ):
                 problem = future.exception()
                 if problem is None:
                     found[number] = future.result()
                 elif isinstance(problem, RolloutError) or not isinstance(problem, Exception):
                     raise problem
                 elif str(problem).startswith(_REFUSED):  # every server would
-                    raise RolloutError(f"a vLLM server refuses what it is asked: {problem}"[:400]) from problem
+                    raise RolloutError(
+                        f"a vLLM server refuses what it is asked: {problem}"[:400]
+                    ) from problem
                 elif turns[number] in self.living:
                     self._leave_out(turns[number], last := problem)
             asked = [server for server in self.living if server in turns.values()]
             for server, doubt in _together(asked, Server.check_weights).items():
                 if doubt is not None:
                     self._leave_out(server, last := doubt)
-            answers |= {number: answer for number, answer in found.items() if turns[number] in self.living}
+            answers |= {
+                number: answer for number, answer in found.items() if turns[number] in self.living
+            }
         return [answers[number] for number in range(len(asks))]
 
     def _all_do(self, do: Callable[[Server], None], hint: str = "") -> None:
@@ -333,7 +454,11 @@ class Servers:
     def _leave_out(self, server: Server, problem: Exception, more: str = "") -> None:
         self.living.remove(server)
         server.synced_life = ""  # it may have died while it read
-        others = f"{len(self.living)} of {len(self._all)} servers go on" if self.living else "no server is left"
+        others = (
+            f"{len(self.living)} of {len(self._all)} servers go on"
+            if self.living
+            else "no server is left"
+        )
         reason = in_one_line(problem)[:300]
         tqdm.write(f"Server {server.address} is left out ({others}): {reason}. {more}".rstrip())
 
@@ -341,7 +466,9 @@ class Servers:
 def _answer(
     server: Server, ask: GroupRequest, place: PlaceFeatures, features: Features, failed: set[Server]
 ) -> Sampled:
-    """Its answer, unless it is one of those that have `failed`: the deadline of a server that hangs passes once."""
+    """Its answer, unless it is one of those that have `failed`: the deadline of a server that hangs
+    passes once.
+    """
     if server in failed:
         raise UnusableServerError("it did not answer another request")
     try:
@@ -351,7 +478,9 @@ def _answer(
         raise
 
 
-def _together(servers: Sequence[Server], do: Callable[[Server], None]) -> dict[Server, Exception | None]:
+def _together(
+    servers: Sequence[Server], do: Callable[[Server], None]
+) -> dict[Server, Exception | None]:
     """What went wrong with each, all at the same time."""
 
     def tried(server: Server) -> Exception | None:
@@ -373,7 +502,10 @@ def _settle(future: Future[_T], do: Callable[[], _T]) -> None:
 
 
 def _on_threads(work: Sequence[Callable[[], _T]], at_a_time: int) -> list[Future[_T]]:
-    """The result of each, or what it raised. The threads are daemons: an ending process waits for no server."""
+    """The result of each, or what it raised.
+
+    The threads are daemons: an ending process waits for no server.
+    """
     futures = [Future[_T]() for _ in work]
     left = deque(zip(work, futures, strict=True))
 
@@ -383,7 +515,10 @@ def _on_threads(work: Sequence[Callable[[], _T]], at_a_time: int) -> list[Future
                 do, future = left.popleft()
                 _settle(future, do)
 
-    threads = [Thread(target=run, name="vllm-servers", daemon=True) for _ in range(min(at_a_time, len(work)))]
+    threads = [
+        Thread(target=run, name="vllm-servers", daemon=True)
+        for _ in range(min(at_a_time, len(work)))
+    ]
     for thread in threads:
         thread.start()
     try:
@@ -400,7 +535,9 @@ def _none_left(problem: BaseException | None) -> str:
 
 
 class _Session(requests.Session):
-    """What a server is asked by: its login in a header instead of in its address, and no proxy to this machine."""
+    """What a server is asked by: its login in a header instead of in its address, and no proxy to
+    this machine.
+    """
 
     def __init__(self, address: str, login: tuple[str, str] | None) -> None:
         super().__init__()
@@ -417,8 +554,9 @@ class Client(VLLMClient):  # type: ignore[misc]  # TRL is untyped to mypy
     host: str
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Stock TRL asks without a time limit, also a proxy, and for ever where it gets another status than 200; what
-        it says has the address with its login. Ours raises `ConnectionError` once the time is over.
+        """Stock TRL asks without a time limit, also a proxy, and for ever where it gets another
+        status than 200; what it says has the address with its login. Ours raises `ConnectionError`
+        once the time is over.
         """
         self.base_url, login = without_login(self.base_url)
         self.session = _Session(self.base_url, login)
@@ -438,7 +576,10 @@ class Client(VLLMClient):  # type: ignore[misc]  # TRL is untyped to mypy
 
 
 def connect(addresses: Sequence[str], group_port: int, patience_s: float) -> list[VLLMClient]:
-    """TRL's clients of the servers, which answer within `patience_s`. Raises `EngineError` where one does not."""
+    """TRL's clients of the servers, which answer within `patience_s`.
+
+    Raises `EngineError` where one does not.
+    """
 
     def client(address: str) -> VLLMClient:
         try:
@@ -446,7 +587,12 @@ def connect(addresses: Sequence[str], group_port: int, patience_s: float) -> lis
             found.get_server_info()
         except Exception as error:  # TRL raises `Exception` for a status that it does not expect
             shown = without_login(address)[0]
-            raise EngineError(f"vllm_server_base_url: {shown} cannot be used ({in_one_line(error)})") from error
+            raise EngineError(
+                f"vllm_server_base_url: {shown} cannot be used ({in_one_line(error)})"
+            ) from error
         return found
 
-    return [future.result() for future in _on_threads([partial(client, one) for one in addresses], len(addresses))]
+    return [
+        future.result()
+        for future in _on_threads([partial(client, one) for one in addresses], len(addresses))
+    ]

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from adora_vl.checkpoint.library_state import save_tensors
+from adora_vl.checkpoint.trl_state import save_tensors
 from adora_vl.models.load import ADAPTER
 from adora_vl.utils.files import abandoned, locked_folder, replace_file, unwritable
 
@@ -24,24 +24,29 @@ _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 class WeightFiles:
-    """Folders `adora-weights-RUN-RANDOM`, each there only while it is written and read; servers are told its name.
-    One with an adapter stays until the next one was read: vLLM reads it again where another adapter took its place, and
-    a server that does not find it dies.
+    """Folders `adora-weights-RUN-RANDOM`, each there only while it is written and read; servers are
+    told its name. One with an adapter stays until the next one was read: vLLM reads it again where
+    another adapter took its place, and a server that does not find it dies.
 
-    One process of a run writes. Other runs may have their weights in the same folder, which stay, also those of a
-    container whose machine and `output_dir` have the same names. Servers read a folder as they read a checkpoint, so
-    any network and any number of them will do.
+    One process of a run writes. Other runs may have their weights in the same folder, which stay,
+    also those of a container whose machine and `output_dir` have the same names. Servers read a
+    folder as they read a checkpoint, so any network and any number of them will do.
     """
 
     def __init__(self, folder: Path, output_dir: Path) -> None:
-        """`folder`: made when it is written to. What this run, known by its `output_dir`, has left there when it was
-        killed is removed now: nobody holds its lock.
+        """`folder`: made when it is written to.
+
+        What this run, known by its `output_dir`, has left there when it was killed is removed now:
+        nobody holds its lock.
         """
         self.folder = folder.absolute()
-        run = f"{socket.gethostname()}:{output_dir.resolve()}"  # two machines may each have a disk with such a path
+        # two machines may each have a disk with such a path
+        run = f"{socket.gethostname()}:{output_dir.resolve()}"
         self._name = f"adora-weights-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
-        self._was_there = self.folder.exists()  # with the rights that its owner gave it, so it stays
-        self.rank: int | None = None  # of the adapter that is written, as PEFT writes one; None: whole tensors
+        # with the rights that its owner gave it, so it stays
+        self._was_there = self.folder.exists()
+        # of the adapter that is written, as PEFT writes one; None: whole tensors
+        self.rank: int | None = None
         self._kept = ExitStack()  # removes the adapter that servers have
         finalize(self, self._kept.close)
         for path in abandoned(self.folder.glob(f"{self._name}-*")):
@@ -49,9 +54,11 @@ class WeightFiles:
 
     @contextmanager
     def written(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Path]:
-        """Writes named tensors, which are copied one by one, and yields their folder, in which servers read them.
+        """Writes named tensors, which are copied one by one, and yields their folder, in which
+        servers read them.
 
-        All of `tensors` is gone through, as other ranks take part in each. Raises `UserError` where the disk refuses.
+        All of `tensors` is gone through, as other ranks take part in each. Raises `UserError` where
+        the disk refuses.
         """
         rest = iter(tensors)
         with ExitStack() as until:
@@ -64,7 +71,10 @@ class WeightFiles:
                 if self.rank is None:
                     save_tensors(rest, path)
                 else:
-                    save_file({name: tensor.to("cpu").contiguous() for name, tensor in rest}, path / _ADAPTER_WEIGHTS)
+                    save_file(
+                        {name: tensor.to("cpu").contiguous() for name, tensor in rest},
+                        path / _ADAPTER_WEIGHTS,
+                    )
                     config = {"r": self.rank, "lora_alpha": self.rank, "target_modules": []}
                     replace_file(path / ADAPTER, json.dumps(config))
                 for file in path.iterdir():
@@ -91,5 +101,7 @@ def _remove(path: Path, lock: int | None, last: bool) -> None:
 
 
 def _rights_in(folder: Path) -> int:
-    """Those of a run's folder: for the trainer's user alone, unless `folder` was opened to its group alone."""
+    """Those of a run's folder: for the trainer's user alone, unless `folder` was opened to its
+    group alone.
+    """
     return 0o750 if folder.stat().st_mode & 0o057 == 0o050 else 0o700

@@ -1,7 +1,8 @@
 """How a call is written, read and answered, in Hermes' form as Qwen's models know it.
 
-A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` in the policy's turn; the answer is a turn of the
-user's with `<tool_response>...</tool_response>`. What is wrong with a call is its answer, in one line.
+A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` in the policy's turn; the
+answer is a turn of the user's with `<tool_response>...</tool_response>`. What is wrong with a call
+is its answer, in one line.
 """
 
 import inspect
@@ -9,7 +10,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
@@ -25,29 +26,40 @@ from adora_vl.utils.own_files import back_in, backstop, deadline, in_one_process
 from adora_vl.utils.seeding import kept_random_state, number_at
 
 HIDDEN = ("images", "view")  # parameters that the model knows nothing of
-_MOST, _DEPTH = 4000, 8  # characters and nesting of a call
+# characters and nesting of a call
+_MOST = 4000
+_DEPTH = 8
 _LINE = 200  # characters of an error
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _PATH = re.compile(r"(?<![\w<])(?:~|\.{1,2})?/(?:[\w.~+-]+/)*")
 _TYPES: dict[str, tuple[type, ...]] = {
-    "integer": (int,), "number": (int, float), "string": (str,), "boolean": (bool,), "array": (list,),
-    "object": (dict,), "null": (type(None),),
-}  # fmt: skip
+    "integer": (int,),
+    "number": (int, float),
+    "string": (str,),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
 
 
 class CallError(Exception):
     """What is wrong with a call, for the model."""
 
 
-def schema_of(entry: str, function: Callable[..., Any], words: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What a model is told of a tool, as Transformers makes it of type hints and a Google docstring, without `HIDDEN`.
+def schema_of(
+    entry: str, function: Callable[..., Any], words: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """What a model is told of a tool, as Transformers makes it of type hints and a Google
+    docstring, without `HIDDEN`.
 
     `words`: in the docstring's braces. Raises `UserError` for a function of which none can be made.
     """
     if inspect.iscoroutinefunction(function):
         raise UserError(f"tools: {entry!r} is async; write a plain function")
     try:
-        hints, signature = get_type_hints(function), inspect.signature(function)
+        hints = get_type_hints(function)
+        signature = inspect.signature(function)
         shown = [one for one in signature.parameters.values() if one.name not in HIDDEN]
 
         def told() -> None: ...
@@ -60,11 +72,15 @@ def schema_of(entry: str, function: Callable[..., Any], words: Mapping[str, str]
         made: dict[str, Any] = get_json_schema(told)
     except Exception as error:  # Transformers has classes of its own for what a docstring lacks
         raise UserError(
-            f"tools: {entry!r} needs type hints and a docstring with `Args:` that says what each of its parameters is "
-            f"({in_one_line(error)[:_LINE]})"
+            f"tools: {entry!r} needs type hints and a docstring with `Args:` that says what each "
+            f"of its parameters is ({in_one_line(error)[:_LINE]})"
         ) from error
     kinds = {one.kind for one in shown}
-    if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY}:
+    if kinds & {
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+        inspect.Parameter.POSITIONAL_ONLY,
+    }:
         raise UserError(f"tools: {entry!r} has to name each of its parameters; leave out * and **")
     text = json.dumps(made)
     for name, word in (words or {}).items():
@@ -83,19 +99,25 @@ def read_call(written: str) -> tuple[str, dict[str, Any]]:
     if len(written) > _MOST:
         raise CallError(f"the call has {len(written)} characters, at most {_MOST}")
     try:
-        call = json.loads(written, object_pairs_hook=each_once, parse_constant=_no_number, parse_float=_finite)
+        call = json.loads(
+            written, object_pairs_hook=each_once, parse_constant=_no_number, parse_float=_finite
+        )
     except RecursionError:
         raise CallError("the call is nested too deep") from None
     except ValueError as error:
         raise CallError(f"the call is no JSON ({in_one_line(error).partition(': ')[2]})") from None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or set(call) - {"name", "arguments"}:
+    if (
+        not isinstance(call, dict)
+        or not isinstance(call.get("name"), str)
+        or set(call) - {"name", "arguments"}
+    ):
         raise CallError('a call is {"name": NAME, "arguments": {...}}')
     arguments = call.get("arguments", {})
     if not isinstance(arguments, dict):
         raise CallError("arguments is no object, such as {...}")
-    if _depth(arguments) > _DEPTH:
+    if _is_deeper(arguments, _DEPTH):
         raise CallError("the call is nested too deep")
-    return call["name"], arguments
+    return clean(call["name"]), arguments
 
 
 def _no_number(word: str) -> Any:
@@ -107,13 +129,26 @@ def _finite(digits: str) -> float:
     return value if math.isfinite(value) else _no_number("a number without an end")
 
 
-def _depth(value: Any) -> int:
-    below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-    return 0 if below is None else 1 + max(map(_depth, below), default=0)
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects stand in one another on more than so many levels.
+
+    It looks no further down than that, however deep a model has nested them.
+    """
+    inside: Iterable[Any] = ()
+    if isinstance(value, dict):
+        inside = value.values()
+    elif isinstance(value, list):
+        inside = value
+    else:
+        return False
+    return levels == 0 or any(_is_deeper(one, levels - 1) for one in inside)
 
 
 def checked(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as the schema has them; whole numbers may be written as 3.0. Raises `CallError`."""
+    """The arguments as the schema has them; whole numbers may be written as 3.0.
+
+    Raises `CallError`.
+    """
     wanted = schema["function"]["parameters"]
     known: Mapping[str, Any] = wanted["properties"]
     for name in arguments:
@@ -135,11 +170,22 @@ def _fitting(name: str, value: Any, wanted: Mapping[str, Any]) -> Any:
     fits = [kind for kind in kinds if isinstance(value, _TYPES.get(kind, (object,)))]
     if kinds and (not fits or (isinstance(value, bool) and "boolean" not in kinds)):
         raise CallError(f"{name} is no {' or '.join(kinds)}")
+    if "number" in kinds and isinstance(value, int) and not _is_a_float(value):
+        raise CallError(f"{name} is too large a number")
     if wanted.get("enum") and value not in wanted["enum"]:
         raise CallError(f"{name} is not one of {', '.join(map(str, wanted['enum']))}")
     if isinstance(value, list) and isinstance(wanted.get("items"), Mapping):
         return [_fitting(name, one, wanted["items"]) for one in value]
     return value
+
+
+def _is_a_float(value: int) -> bool:
+    """Whether a whole number is small enough for the arithmetic of a tool."""
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def error_line(reason: str) -> str:
@@ -149,12 +195,14 @@ def error_line(reason: str) -> str:
 
 def clean(text: str) -> str:
     """Text that a tokenizer takes: half a character, as JSON can have it, becomes a question mark."""
-    return text.encode("utf-8", "replace").decode()
+    return str.encode(text, "utf-8", "replace").decode()  # of a class of somebody's, too
 
 
 @contextmanager
 def limited(what: str, seconds: float, seed: str) -> Iterator[None]:
-    """Inside, code of the user's runs for so long, with random numbers named by `seed`; the run's own stay."""
+    """Inside, code of the user's runs for so long, with random numbers named by `seed`; the run's
+    own stay.
+    """
     with kept_random_state():
         number = number_at(f"tool/{seed}")
         random.seed(number)

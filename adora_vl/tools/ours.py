@@ -1,11 +1,13 @@
-"""The tools of this project. None of them reads a file or the network, and nothing is evaluated by Python.
+"""The tools of this project.
 
-Points come in the family's coordinates (`Vision.relative`), and are taken from the picture as it is: a region holds
-more than the model has seen where the picture was made smaller for it. `{points}` in a docstring is said by family.
+None of them reads a file or the network, and nothing is evaluated by Python.
+
+Points come in the family's coordinates (`Vision.relative`), and are taken from the picture as it
+is: a region holds more than the model has seen where the picture was made smaller for it.
+`{points}` in a docstring is said by family.
 """
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +15,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 from adora_vl.data.images import model_size
 from adora_vl.rewards.answer import plain
+from adora_vl.rewards.grammar import NotReadError
+from adora_vl.rewards.numeric import Ball
+from adora_vl.tools.calculator import value_of
 
 _COLOUR = (220, 20, 20)
 _LABEL = 20  # characters
@@ -21,7 +26,10 @@ _DIGITS = 10  # of a number in an answer
 
 @dataclass(frozen=True)
 class View:
-    """What a model sees of a picture: `low` to `high` pixels, `unit` a side of a token. `relative`: as in `Vision`."""
+    """What a model sees of a picture: `low` to `high` pixels, `unit` a side of a token.
+
+    `relative`: as in `Vision`.
+    """
 
     low: int
     high: int
@@ -42,16 +50,28 @@ class View:
         return (1000, 1000) if self.relative else (width, height)
 
     def shares(self, image: Image.Image, *points: tuple[float, float]) -> list[tuple[float, float]]:
-        """The points as shares of width and height. Raises `ValueError` for one that is not in the picture."""
+        """The points as shares of width and height.
+
+        Raises `ValueError` for one that is not in the picture.
+        """
         wide, high = self.scale(image)
         for x, y in points:
             if not (0 <= x <= wide and 0 <= y <= high):
-                raise ValueError(f"({x:g}, {y:g}) is not in the picture, which ends at ({wide:g}, {high:g})")
+                raise ValueError(
+                    f"({x:g}, {y:g}) is not in the picture, which ends at ({wide:g}, {high:g})"
+                )
         return [(x / wide, y / high) for x, y in points]
 
 
 def zoom(
-    x1: float, y1: float, x2: float, y2: float, picture: int = 0, *, images: Sequence[Image.Image], view: View
+    x1: float,
+    y1: float,
+    x2: float,
+    y2: float,
+    picture: int = 0,
+    *,
+    images: Sequence[Image.Image],
+    view: View,
 ) -> Image.Image:
     """Look closer at a region of a picture.
 
@@ -67,15 +87,24 @@ def zoom(
     if left >= right or top >= bottom:
         raise ValueError("the region is empty: x1 has to be below x2, and y1 below y2")
     wide, high = image.size
-    box = math.floor(left * wide), math.floor(top * high), math.ceil(right * wide), math.ceil(bottom * high)
+    box = (
+        math.floor(left * wide),
+        math.floor(top * high),
+        math.ceil(right * wide),
+        math.ceil(bottom * high),
+    )
     cut = image.crop(box)
     longer = max(1.0, view.unit / min(cut.size))
-    return cut if longer == 1 else cut.resize((math.ceil(cut.width * longer), math.ceil(cut.height * longer)))
+    return (
+        cut
+        if longer == 1
+        else cut.resize((math.ceil(cut.width * longer), math.ceil(cut.height * longer)))
+    )
 
 
 def mark(
     x: float, y: float, label: str, picture: int = 0, *, images: Sequence[Image.Image], view: View
-) -> Image.Image:  # fmt: skip
+) -> Image.Image:
     """Mark a point of a picture with a dot and a label.
 
     Args:
@@ -88,14 +117,28 @@ def mark(
         raise ValueError(f"the label has {len(label)} characters, at most {_LABEL}")
     image = _chosen(images, picture).convert("RGB")
     [place] = view.shares(image, (x, y))
-    (x, y), thick, drawn = _at(image, place), _thick(image), ImageDraw.Draw(image := image.copy())
+    (x, y) = _at(image, place)
+    thick = _thick(image)
+    drawn = ImageDraw.Draw(image := image.copy())
     drawn.ellipse((x - 2 * thick, y - 2 * thick, x + 2 * thick, y + 2 * thick), fill=_COLOUR)
-    drawn.text((x + 3 * thick, y), label, fill=_COLOUR, font=ImageFont.load_default(max(10, min(image.size) // 20)))
+    drawn.text(
+        (x + 3 * thick, y),
+        label,
+        fill=_COLOUR,
+        font=ImageFont.load_default(max(10, min(image.size) // 20)),
+    )
     return image
 
 
 def line(
-    x1: float, y1: float, x2: float, y2: float, picture: int = 0, *, images: Sequence[Image.Image], view: View
+    x1: float,
+    y1: float,
+    x2: float,
+    y2: float,
+    picture: int = 0,
+    *,
+    images: Sequence[Image.Image],
+    view: View,
 ) -> Image.Image:
     """Draw a straight line into a picture.
 
@@ -113,9 +156,17 @@ def line(
 
 
 def measure(
-    x1: float, y1: float, x2: float, y2: float, x3: float | None = None, y3: float | None = None, picture: int = 0, *,
-    images: Sequence[Image.Image], view: View,
-) -> str:  # fmt: skip
+    x1: float,
+    y1: float,
+    x2: float,
+    y2: float,
+    x3: float | None = None,
+    y3: float | None = None,
+    picture: int = 0,
+    *,
+    images: Sequence[Image.Image],
+    view: View,
+) -> str:
     """Measure the distance of two points of a picture, or with a third one the angle at the second.
 
     Args:
@@ -141,32 +192,42 @@ def measure(
     return f"{min(degrees, 360 - degrees):.1f} degrees in the picture, which may not be to scale"
 
 
-_SPELLED = (
-    (re.compile(r"\*\*"), "^"),
-    (re.compile(r"(?<![A-Za-z\\])(arcsin|arccos|arctan|sin|cos|tan|ln|log|exp)(?=\s*[({\d])"), r"\\\1"),
-    (re.compile(r"\^\s*(\d{2,}|\d+\.\d+)"), r"^{\1}"),
-    (re.compile(r"\^\s*\(([^()]*)\)"), r"^{\1}"),
-)
-
-
 def calculate(expression: str) -> str:
     r"""Compute the value of an expression of numbers.
 
     Args:
         expression: For example 2*sqrt(3)+1, 7/4, 2^10 or sin(30), with angles in degrees.
     """
-    for pattern, replacement in _SPELLED:
-        expression = pattern.sub(replacement, expression)
+    try:
+        ball = value_of(expression)
+    except NotReadError as error:
+        if error.reason != "not_read":
+            raise ValueError(_no_value(error.reason)) from None
+        ball = _value_of_an_answer(expression)
+    if not ball.exact and ball.size <= ball.error:
+        return "0"  # nothing else is known of it: cos(90) is 6e-98, within its error
+    if ball.exact and ball.value.denominator == 1:
+        return str(ball.value)
+    return f"{float(ball.value):.{_DIGITS}g}"
+
+
+def _value_of_an_answer(expression: str) -> Ball:
+    r"""The value of what no calculator reads, such as `\frac{1}{2}` or `7 1/2`, as it is graded.
+
+    Raises `ValueError` where it has none.
+    """
     answer = plain(expression)
     if answer.kind != "number" or answer.real is None:
-        why = answer.reason.replace("_", " ") or answer.kind
-        raise ValueError(f"the expression has no value here ({why})")
-    value = answer.real.value
-    if getattr(value, "denominator", 0) == 1:
-        return str(value)
-    return f"{float(value):.{_DIGITS}g}"
+        raise ValueError(_no_value(answer.reason or answer.kind))
+    return answer.real
 
 
+def _no_value(reason: str) -> str:
+    return f"the expression has no value here ({reason.replace('_', ' ')})"
+
+
+# Characters of the shortest answer of those whose answers have more than a few.
+SHORTEST_TEXT = {"measure": len("1.0 degrees in the picture, which may not be to scale")}
 OURS = {tool.__name__: tool for tool in (zoom, mark, line, measure, calculate)}
 
 

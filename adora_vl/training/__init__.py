@@ -1,1 +1,3 @@
-"""From the scores of a generation to advantages and micro-batches, and what stops a run that goes wrong."""
+"""From the scores of a generation to advantages and micro-batches, and what stops a run that goes
+wrong.
+"""

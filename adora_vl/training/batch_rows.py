@@ -1,4 +1,7 @@
-"""Rows of a batch, taken, packed, joined and replaced. This file alone knows which columns are as wide as what."""
+"""Rows of a batch, taken, packed, joined and replaced.
+
+This file alone knows which columns are as wide as what.
+"""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -9,12 +12,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from adora_vl.dedup.image_store import ImageBanks, first_patches
+from adora_vl.packing.image_store import ImageBanks, first_patches
 from adora_vl.types import Batch
 
-# The columns of a batch by name, where `pixel_values` is a list with the pixels, or references, of each row.
+# The columns of a batch by name, where `pixel_values` is a list with the pixels, or references, of
+# each row.
 SplitBatch = dict[str, Any]
-# The columns of some rows, on the CPU. In `images` stands each distinct image, by the number of its first patch.
+# The columns of some rows, on the CPU. In `images` stands each distinct image, by the number of its
+# first patch.
 PackedRows = dict[str, Any]
 _OWN_WIDTH = ("pixel_values", "image_grid_thw", "grades")  # whatever the number of their columns
 
@@ -31,13 +36,24 @@ def join_images(split: SplitBatch) -> Batch:
 
 
 def pack_rows(rows: SplitBatch, banks: ImageBanks) -> PackedRows:
-    """The rows, copied to the CPU as separate tensors. Each image is included once, in place of references to it."""
-    packed: PackedRows = to_cpu({name: value for name, value in rows.items() if name != "pixel_values"})
+    """The rows, copied to the CPU as separate tensors.
+
+    Each image is included once, in place of references to it.
+    """
+    packed: PackedRows = to_cpu(
+        {name: value for name, value in rows.items() if name != "pixel_values"}
+    )
     references = rows.get("pixel_values")
     if isinstance(references, list):
-        starts = [first_patches(own, grid) for own, grid in zip(references, rows["image_grid_thw"], strict=True)]
+        starts = [
+            first_patches(own, grid)
+            for own, grid in zip(references, rows["image_grid_thw"], strict=True)
+        ]
         packed["pixel_values"] = starts
-        packed["images"] = {start: to_cpu(banks.of(start).image(start)) for start in {s for row in starts for s in row}}
+        packed["images"] = {
+            start: to_cpu(banks.of(start).image(start))
+            for start in {s for row in starts for s in row}
+        }
     return packed
 
 
@@ -51,7 +67,9 @@ def unpack_rows(packed: PackedRows, banks: ImageBanks, device: torch.device) -> 
             for start, (key, patches, grid) in packed["images"].items()
         }
         none = torch.zeros(0, 1, dtype=torch.long, device=device)
-        rows["pixel_values"] = [torch.cat([none, *(held[start] for start in row)]) for row in packed["pixel_values"]]
+        rows["pixel_values"] = [
+            torch.cat([none, *(held[start] for start in row)]) for row in packed["pixel_values"]
+        ]
     return join_images(rows)
 
 
@@ -77,26 +95,43 @@ def take_rows(split: SplitBatch, rows: Sequence[int]) -> SplitBatch:
 
 
 def used_columns(prompt_mask: Tensor, lengths: Sequence[int]) -> tuple[int, int]:
-    """The first column of prompts and the number of columns of completions that are not padding in every row."""
+    """The first column of prompts and the number of columns of completions that are not padding in
+    every row.
+    """
     return int(prompt_mask.any(dim=0).int().argmax()), max(*lengths, 1)
 
 
 def without_padding(batch: dict[str, Any], used: tuple[int, int] | None = None) -> dict[str, Any]:
-    """Cut off columns that are padding in every row: on the left of prompts and on the right of completions.
+    """Cut off columns that are padding in every row: on the left of prompts and on the right of
+    completions.
 
     `used`: the `used_columns` of these rows, where they are known.
     """
-    prompt, completion = batch["prompt_mask"].size(1), batch["completion_mask"].size(1)
-    first, last = used or used_columns(batch["prompt_mask"], batch["completion_mask"].sum(dim=1).tolist())
+    prompt = batch["prompt_mask"].size(1)
+    completion = batch["completion_mask"].size(1)
+    first, last = used or used_columns(
+        batch["prompt_mask"], batch["completion_mask"].sum(dim=1).tolist()
+    )
     if first == 0 and last == completion:
         return batch
-    kept = {"prompt": slice(first, None), "both": slice(first, prompt + last), "answer": slice(last)}
-    spans = {name: _span(name, value, prompt, completion) for name, value in batch.items()}
-    return {name: value[:, kept[spans[name]]] if spans[name] else value for name, value in batch.items()}
+    kept = {
+        "prompt": slice(first, None),
+        "both": slice(first, prompt + last),
+        "answer": slice(last),
+    }
+    spans = {
+        name: _span(name, value=value, prompt=prompt, completion=completion)
+        for name, value in batch.items()
+    }
+    return {
+        name: value[:, kept[spans[name]]] if spans[name] else value for name, value in batch.items()
+    }
 
 
 def _span(name: str, value: Any, prompt: int, completion: int) -> str:
-    """Of what a column has a value for each token: of the `prompt`, the `answer` or `both`; empty: of neither."""
+    """Of what a column has a value for each token: of the `prompt`, the `answer` or `both`; empty:
+    of neither.
+    """
     if not isinstance(value, Tensor) or value.dim() < 2 or name in _OWN_WIDTH:
         return ""
     if name in ("prompt_ids", "prompt_mask"):
@@ -105,11 +140,19 @@ def _span(name: str, value: Any, prompt: int, completion: int) -> str:
 
 
 def concat_rows(batch: Batch, further: Batch, pad_id: int) -> Batch:
-    """The rows of both batches, padded to the wider of the two. Values without rows are taken from `batch`."""
+    """The rows of both batches, padded to the wider of the two.
+
+    Values without rows are taken from `batch`.
+    """
     prompt = max(part["prompt_ids"].size(1) for part in (batch, further))
     completion = max(part["completion_ids"].size(1) for part in (batch, further))
     both_sequence = all(_sequence_ratio(part) for part in (batch, further))
-    wide = (_widened(part, prompt, completion, pad_id, both_sequence) for part in (batch, further))
+    wide = (
+        _widened(
+            part, prompt=prompt, completion=completion, pad_id=pad_id, sequence_ratio=both_sequence
+        )
+        for part in (batch, further)
+    )
     own, other = map(split_images, wide)
     both: SplitBatch = {}
     for name, value in own.items():
@@ -120,8 +163,11 @@ def concat_rows(batch: Batch, further: Batch, pad_id: int) -> Batch:
     return join_images(both)
 
 
-def chosen_groups(batch: Batch, further: Batch, groups: Sequence[int], size: int, pad_id: int) -> Batch:
-    """The `groups` of `size` rows of both batches, by their numbers in the two together, padded to the wider of them.
+def chosen_groups(
+    batch: Batch, further: Batch, groups: Sequence[int], size: int, pad_id: int
+) -> Batch:
+    """The `groups` of `size` rows of both batches, by their numbers in the two together, padded to
+    the wider of them.
 
     `num_items_in_batch` is left unchanged, because it is a sum over all ranks.
     """
@@ -135,11 +181,15 @@ def _sequence_ratio(batch: Batch) -> bool:
     return ratio is None or ratio.size(1) == 1
 
 
-def _widened(batch: Batch, prompt: int, completion: int, pad_id: int, sequence_ratio: bool) -> Batch:
+def _widened(
+    batch: Batch, prompt: int, completion: int, pad_id: int, sequence_ratio: bool
+) -> Batch:
     """Pad prompts on the left, completions on the right, and tensors that span both on both sides."""
     now = batch["prompt_ids"].size(1), batch["completion_ids"].size(1)
-    left, right = prompt - now[0], completion - now[1]
-    sides, wide = {"prompt": (left, 0), "both": (left, right), "answer": (0, right)}, dict[str, Any]()
+    left = prompt - now[0]
+    right = completion - now[1]
+    sides = {"prompt": (left, 0), "both": (left, right), "answer": (0, right)}
+    wide = dict[str, Any]()
     for name, value in dict[str, Any](batch).items():
         fill = pad_id if name.endswith("_ids") and name != "mm_token_type_ids" else 0
         if name == "importance_sampling_ratio":  # TRL's VESPO takes its logarithm without a mask

@@ -1,16 +1,15 @@
-"""One generation of a run, from the rows to the micro-batches, and where an experimental method may change it."""
+"""One generation of a run, from the rows to the micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
-from adora_vl.rollout.rollouts import Rollout, RolloutGroup
+from adora_vl.rollout.rollouts import Rollout
 from adora_vl.training.advantages import Advantages
-from adora_vl.training.scores import Scores
+from adora_vl.training.scoring import Scores
 from adora_vl.types import Batch, Row
 
 
@@ -34,12 +33,21 @@ class Generation:
 
     @classmethod
     def restored(cls, first_micro_step: int, micro_batches: list[Batch]) -> Generation:
-        """A generation that a checkpoint was written within. It has nothing but its micro-batches."""
+        """A generation that a checkpoint was written within.
+
+        It has nothing but its micro-batches.
+        """
         return cls([], "train", 0, "", 0, 0, 0, first_micro_step, micro_batches=micro_batches)
 
     def release(self) -> None:
-        """Let go of all but the micro-batches, which are copies: the policy learns from nothing else."""
-        self.rows, self.rollouts, self.batch, self.scores, self.advantages = [], [], Batch(), None, None
+        """Let go of all but the micro-batches, which are copies: the policy learns from nothing
+        else.
+        """
+        self.rows = []
+        self.rollouts = []
+        self.batch = Batch()
+        self.scores = None
+        self.advantages = None
 
     @property
     def where(self) -> str:
@@ -54,32 +62,3 @@ class Generation:
     def of_rank(self, values_N: Tensor, rank: int) -> Tensor:
         """This rank's part of a value per rollout of all ranks, (B,)."""
         return values_N[rank * len(self.rows) : (rank + 1) * len(self.rows)]
-
-
-class Extension:
-    """The hooks for methods of `adora_vl.experimental`; these do nothing. All ranks call them in one order."""
-
-    needs_old_logps = False  # whether each generation needs the log-probabilities of the policy that sampled it
-
-    def images_of(self, group: RolloutGroup, images: list[Any]) -> list[list[Any] | None]:
-        """What each rollout of a training group sees, None for its own `images`; the same again where it goes on."""
-        return [None] * len(group.rollouts)
-
-    def after_weighing(self, generation: Generation) -> None:
-        """The advantages of a training batch are final, (B,). They may become (B, C)."""
-
-
-def other_images(
-    extensions: Sequence[Extension], groups: Sequence[RolloutGroup], asked: Sequence[tuple[int, int]],
-    images: Sequence[list[Any] | None],
-) -> list[list[Any] | None]:  # fmt: skip
-    """What a rollout sees where not the trainer's `images`. `asked`: of each the number of its group, and in it."""
-    found: list[list[Any] | None] = [None] * len(asked)
-    for extension in extensions:
-        seen: dict[int, list[list[Any] | None]] = {}
-        for place, ((number, member), own) in enumerate(zip(asked, images, strict=True)):
-            if own and number not in seen:
-                seen[number] = extension.images_of(groups[number], own)
-            if own and seen[number][member] is not None:
-                found[place] = seen[number][member]
-    return found

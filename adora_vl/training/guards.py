@@ -1,5 +1,6 @@
-"""Ends the run, or skips the step, when something goes wrong: an unreadable image, a reward function that fails, an
-engine that drifts from the policy, an importance ratio that explodes. All ranks decide alike.
+"""Ends the run, or skips the step, when something goes wrong: an unreadable image, a reward
+function that fails, an engine that drifts from the policy, an importance ratio that explodes. All
+ranks decide alike.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,9 +12,11 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from adora_vl.data.loading import unreadable_rows
+from adora_vl.data.prompts import CONTROL_TOKENS, problem_with_messages
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
 from adora_vl.rollout.importance import drift_message, drift_sums, merge_drift
-from adora_vl.types import Batch, Row, StepContext, compared_mask, loss_mask
+from adora_vl.training.batch_rows import join_images, split_images, take_rows
+from adora_vl.types import Batch, PolicyLogps, Row, StepContext, compared_mask, loss_mask
 from adora_vl.utils.errors import (
     DiskFullError,
     EngineError,
@@ -21,35 +24,72 @@ from adora_vl.utils.errors import (
     RolloutError,
     RunError,
     SharedUserError,
+    TranslatedErrors,
     UserError,
     in_one_line,
     lost_contact,
 )
 from adora_vl.utils.files import disk_is_full
 
+# Nats per token between a policy and its reference before any update. They are the same weights in
+# the same pass, so float32 gives 0; what is above this is another model.
+START_BOUND = 1e-3
+
 
 class GenerationGuard:
-    """Ends the run, with a checkpoint, where a generation is sampled: there one is exact, and nothing is lost."""
+    """Ends the run, with a checkpoint, where a generation is sampled: there one is exact, and
+    nothing is lost.
+    """
 
-    def __init__(self, context: StepContext) -> None:
-        self.save, self.state = context.save_now, context.state
+    def __init__(
+        self, context: StepContext, control_tokens: Sequence[str] = CONTROL_TOKENS
+    ) -> None:
+        """`control_tokens`: of the model, which no prompt may have."""
+        self.save = context.save_now
+        self.state = context.state
+        self.control_tokens = control_tokens
 
     def check(self, rows: Sequence[Row], step: int) -> None:
-        """Raises `RunError` on all ranks, with row and checkpoint, if any has one whose image cannot be read."""
+        """Raises `RunError` on all ranks, with row and checkpoint, if any has one whose image
+        cannot be read, and `SharedUserError` where a prompt cannot be used: rows of a stream are
+        seen here for the first time.
+        """
+        self._check_prompts(rows, step)
         found = gather_object(unreadable_rows(rows))
         if not found:
             return
         checkpoint = self.save()
-        (row, reason), more = found[0], len({name for name, _ in found}) - 1
+        (row, reason) = found[0]
+        more = len({name for name, _ in found}) - 1
         raise RunError(
             f"step {step + 1}: row {row}: an image cannot be read: {reason}"
-            f"{f' (and {more} more rows)' if more else ''}. Nothing of this step was applied. Repair or remove the "
-            f"row, and go on with --resume_from_checkpoint {checkpoint}"
+            f"{f' (and {more} more rows)' if more else ''}. Nothing of this step was applied. "
+            f"Repair or remove the row, and go on with --resume_from_checkpoint {checkpoint}"
         )
+
+    def _check_prompts(self, rows: Sequence[Row], step: int) -> None:
+        faults = []
+        seen = set[int]()  # the rows of a group share one prompt
+        for number, row in enumerate(rows):
+            prompt = row.get("prompt")
+            if id(prompt) in seen:
+                continue
+            seen.add(id(prompt))
+            fault = problem_with_messages(prompt, self.control_tokens)
+            if fault is not None:
+                faults.append(f"row {row.get('id', f'#{number} of the batch')}: {fault}")
+        faults = gather_object(faults)
+        if faults:
+            raise SharedUserError(
+                f"step {step + 1}: {faults[0]}; go on with --resume_from_checkpoint {self.save()}"
+            )
 
     @contextmanager
     def beginning(self, step: int) -> Iterator[None]:
-        """Inside, a user's code begins rollouts. `SharedUserError` on all ranks where any raised `UserError`; saves."""
+        """Inside, a user's code begins rollouts.
+
+        `SharedUserError` on all ranks where any raised `UserError`; saves.
+        """
         problem = ""
         try:
             yield
@@ -57,41 +97,61 @@ class GenerationGuard:
             problem = str(error)
         problems = [one for one in gather_object([problem]) if one]
         if problems:
-            raise SharedUserError(f"step {step + 1}: {problems[0]}; go on with --resume_from_checkpoint {self.save()}")
+            raise SharedUserError(
+                f"step {step + 1}: {problems[0]}; go on with --resume_from_checkpoint {self.save()}"
+            )
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, all ranks ask the servers, or give them weights. Raises `RunError` on all of them together."""
+        """Inside, all ranks ask the servers, or give them weights.
+
+        Raises `RunError` on all of them together.
+        """
         try:
             yield
         except NoServerError as error:
             raise RunError(
-                f"step {self.state().global_step + 1}: {error}, and go on with --resume_from_checkpoint {self.save()}"
+                f"step {self.state().global_step + 1}: {error}, and go on with "
+                f"--resume_from_checkpoint {self.save()}"
             ) from None
 
 
 class RewardGuard:
-    """Ends the run where a reward function fails, hangs or returns nonsense, and knows which of its calls failed."""
+    """Ends the run where a reward function fails, hangs or returns nonsense, and knows which of its
+    calls failed.
+    """
 
     def __init__(self, context: StepContext) -> None:
-        self.timeout = context.config.adora_reward_timeout  # seconds for a function; presets have their own
+        # seconds for a function; presets have their own
+        self.timeout = context.config.adora_reward_timeout
         self.save = context.save_now
         self.failures: list[RewardFailure] = []  # of this rank, in the present generation
-        self._unscored: list[dict[int, str]] = []  # by function: this rank's completions whose call failed, and why
+        self._unscored: list[
+            dict[int, str]
+        ] = []  # by function: this rank's completions whose call failed, and why
 
     def around(self, functions: Sequence[Any], names: Sequence[str]) -> list[Any]:
-        """The functions as TRL is to call them. Reward models, which are modules, stay as they are."""
+        """The functions as TRL is to call them.
+
+        Reward models, which are modules, stay as they are.
+        """
         self._unscored = [{} for _ in functions]
         return [
             function
             if isinstance(function, torch.nn.Module)
-            else safe_call(function, name, None if _is_bounded(function) else self.timeout, self.failures, unscored)
+            else safe_call(
+                function,
+                name=name,
+                timeout=None if _is_bounded(function) else self.timeout,
+                failures=self.failures,
+                unscored=unscored,
+            )
             for function, name, unscored in zip(functions, names, self._unscored, strict=True)
         ]
 
     def check(self, step: int) -> None:
-        """Raises `RunError` on all ranks, with function, row and the checkpoint to go on from, if any rank failed;
-        `SharedUserError` where the failure is a mistake of the user.
+        """Raises `RunError` on all ranks, with function, row and the checkpoint to go on from, if
+        any rank failed; `SharedUserError` where the failure is a mistake of the user.
         """
         found = [RewardFailure(*each) for each in gather_object(self.failures[:])]
         self.failures.clear()
@@ -102,27 +162,41 @@ class RewardGuard:
             raise SharedUserError(f"step {step + 1}: {mistake}, and go on with {self._resume()}")
         failure = found[0]
         raise RunError(
-            f"step {step + 1}: reward {failure.function}: {failure.row}: {failure.reason}. Nothing of this step was "
-            f"applied. Repair the function, and go on with {self._resume()}"
+            f"step {step + 1}: reward {failure.function}: {failure.row}: {failure.reason}. "
+            "Nothing of this step was applied. Repair the function, and go on with "
+            f"{self._resume()}"
         )
 
     def failed_calls(self, rows: int) -> dict[tuple[int, int], str]:
-        """Why a function returned an exception in the place of a reward, by the number of the rollout, of all ranks,
-        and of the function. `rows`: rollouts of one rank; every rank has as many.
+        """Why a function returned an exception in the place of a reward, by the number of the
+        rollout, of all ranks, and of the function. `rows`: rollouts of one rank; every rank has as
+        many.
         """
-        own = [[(row, number, why) for number, one in enumerate(self._unscored) for row, why in one.items()]]
+        own = [
+            [
+                (row, number, why)
+                for number, one in enumerate(self._unscored)
+                for row, why in one.items()
+            ]
+        ]
         for one in self._unscored:
             one.clear()
         ranks = enumerate(gather_object(own))
-        return {(rank * rows + row, number): why for rank, found in ranks for row, number, why in found}
+        return {
+            (rank * rows + row, number): why for rank, found in ranks for row, number, why in found
+        }
 
     def check_scored(self, missing: Sequence[str | None], step: int) -> None:
-        """Raises `RunError` if not one rollout has a reward. `missing`: why each has none, of all ranks."""
+        """Raises `RunError` if not one rollout has a reward.
+
+        `missing`: why each has none, of all ranks.
+        """
         if not all(missing):
             return
         raise RunError(
-            f"step {step + 1}: not one of {len(missing)} rollouts has a reward ({missing[0]}). Nothing of this step "
-            f"was applied. Repair the reward, and go on with {self._resume()}"
+            f"step {step + 1}: not one of {len(missing)} rollouts has a reward ({missing[0]}). "
+            "Nothing of this step was applied. Repair the reward, and go on with "
+            f"{self._resume()}"
         )
 
     def _resume(self) -> str:
@@ -131,7 +205,9 @@ class RewardGuard:
 
 
 def _is_bounded(function: Any) -> bool:
-    """Whether a function is one of ours: those bound the work for each answer, or the time for each call of a judge."""
+    """Whether a function is one of ours: those bound the work for each answer, or the time for each
+    call of a judge.
+    """
     return str(getattr(function, "__module__", "")).startswith("adora_vl.rewards.")
 
 
@@ -139,13 +215,18 @@ class DriftGuard:
     """Stops the run where engine and trainer disagree on the sampled tokens."""
 
     def __init__(self, context: StepContext) -> None:
-        self.accelerator, self.log, self.save = context.accelerator, context.log, context.save_now
+        self.accelerator = context.accelerator
+        self.log = context.log
+        self.save = context.save_now
         self.bound = context.config.adora_max_drift  # nats per token on average; None only logs
 
     def check_batch(self, batch: Batch, step: int, logps_BC: Tensor | None = None) -> None:
-        """As `check`, for the log-probabilities of a batch. Called in the first pass that scores these rollouts.
+        """As `check`, for the log-probabilities of a batch.
 
-        `logps_BC`: the policy's, by default the old ones. Where they or the engine's are missing, nothing is compared.
+        Called in the first pass that scores these rollouts.
+
+        `logps_BC`: the policy's, by default the old ones. Where they or the engine's are missing,
+        nothing is compared.
         """
         logps_BC = logps_BC if logps_BC is not None else batch.get("old_per_token_logps")
         sampling_BC = batch.get("sampling_per_token_logps")
@@ -153,44 +234,99 @@ class DriftGuard:
             self.check(logps_BC, sampling_BC, compared_mask(batch), step)
 
     def check(self, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor, step: int) -> None:
-        """The policy's log-probabilities against the engine's. Raises `RolloutError` on all ranks together."""
+        """The policy's log-probabilities against the engine's.
+
+        Raises `RolloutError` on all ranks together.
+        """
         sums_3 = drift_sums(logps_BC, sampling_BC, mask_BC)
         drift = merge_drift(self.accelerator.gather(sums_3[None]))
-        if not drift.tokens:  # nothing that could be compared, as where all rollouts saw distorted images
+        # nothing that could be compared, as where all rollouts saw other images
+        if not drift.tokens:
             return
         self.log("adora/drift", drift.mean)
         if self.bound is not None and not drift.mean <= self.bound:
-            raise RolloutError(drift_message(drift, self.bound, step + 1, str(self.save())))
+            raise RolloutError(
+                drift_message(drift, bound=self.bound, step=step + 1, checkpoint=str(self.save()))
+            )
 
 
 def largest_ratio(log_ratios_BC: Tensor, mask_BC: Tensor, level: str = "token") -> Tensor:
-    """The largest importance ratio of a batch, (), float32, and at least 1; NaN if any ratio is NaN.
+    """The largest importance ratio of a batch, (), float32, and at least 1; NaN if any ratio is
+    NaN.
 
-    `level`: `token`, or `sequence` for the ratio of a sequence's mean, as TRL's `importance_sampling_level`.
+    `level`: `token`, or `sequence` for the ratio of a sequence's mean, as TRL's
+    `importance_sampling_level`.
     """
-    counted_BC = torch.where(mask_BC.bool(), log_ratios_BC.float(), 0.0)  # a padded place may hold anything
+    # a padded place may hold anything
+    counted_BC = torch.where(mask_BC.bool(), log_ratios_BC.float(), 0.0)
     if level == "sequence":
-        counted_BC = counted_BC.sum(dim=1, keepdim=True) / mask_BC.sum(dim=1, keepdim=True).clamp(min=1)
+        counted_BC = counted_BC.sum(dim=1, keepdim=True) / mask_BC.sum(dim=1, keepdim=True).clamp(
+            min=1
+        )
     return counted_BC.max().clamp(min=0.0).exp()
+
+
+class ReferenceGuard:
+    """Stops the run before its first update where the reference of the KL term is not the policy
+    that the run starts from: the term would pull the policy there before anything was learned.
+    """
+
+    def __init__(self, context: StepContext, rounding: float) -> None:
+        """`rounding`: how far two right passes may differ on average, in nats per token."""
+        self.accelerator = context.accelerator
+        self.beta = context.config.beta
+        self.rows = context.config.per_device_train_batch_size
+        self.bound = max(START_BOUND, rounding)
+        self._is_done = not self.beta
+
+    def is_due(self, step: int) -> bool:
+        """Whether a batch is to be checked: the first one of a run that has made no update."""
+        return step == 0 and not self._is_done
+
+    def check(self, batch: Batch, policy_logps: PolicyLogps) -> None:
+        """Compare the policy with its reference, on all ranks together.
+
+        Raises `SharedUserError`. `policy_logps`: scores the batch's first rows where the batch has
+        no log-probabilities of the policy yet.
+        """
+        self._is_done = True
+        policy_BC = batch.get("old_per_token_logps")
+        if policy_BC is None:
+            rows = range(min(self.rows, len(batch["completion_ids"])))
+            batch = join_images(take_rows(split_images(batch), rows))
+            policy_BC = policy_logps(batch)
+        sums_3 = drift_sums(policy_BC, batch["ref_per_token_logps"], loss_mask(batch))
+        distance = merge_drift(self.accelerator.gather(sums_3[None]))
+        if distance.tokens and not distance.mean <= self.bound:
+            raise SharedUserError(
+                f"beta: {self.beta:g}: the policy starts {distance.mean:.3g} nats per token from "
+                f"its reference, and rounding makes no more than {self.bound:g} of it, so the KL "
+                "term would pull it away from its start; initialise the adapter so that it "
+                "changes no answer, or set beta: 0"
+            )
 
 
 class RatioGuard:
     """Skips an optimizer step with an importance ratio, new policy to old, above a bound."""
 
     def __init__(self, context: StepContext) -> None:
-        self.accelerator, self.log = context.accelerator, context.log
+        self.accelerator = context.accelerator
+        self.log = context.log
         self.bound = context.config.adora_max_ratio  # None only logs
         self.level = context.config.importance_sampling_level
         self.exploded: float | None = None  # the ratio above the bound, in this optimizer step
 
     def loss(self, loss: Tensor, logps_BC: Tensor | None, micro: Batch) -> Tensor:
-        """Returns `loss`, or NaN if the ratio is above the bound. With NaN every backend finds gradients that are not
-        finite on all ranks, and the step is skipped and counted like any such step.
+        """Returns `loss`, or NaN if the ratio is above the bound.
+
+        With NaN every backend finds gradients that are not finite on all ranks, and the step is
+        skipped and counted like any such step.
 
         `logps_BC`: the policy's log-probabilities from its pass for this loss.
         """
         old_BC = micro.get("old_per_token_logps")
-        if old_BC is None or logps_BC is None:  # nothing was learned since sampling: every ratio is 1
+        # nothing was learned since sampling: every ratio is 1
+        if old_BC is None or logps_BC is None:
             return loss
         largest = largest_ratio(logps_BC - old_BC, loss_mask(micro), self.level)
         worst = self.accelerator.gather(largest[None]).max().item()  # NaN where one is NaN
@@ -202,26 +338,40 @@ class RatioGuard:
 
     def take(self) -> float | None:
         """Returns the ratio that exploded in this step, if any, and forgets it."""
-        taken, self.exploded = self.exploded, None
+        taken = self.exploded
+        self.exploded = None
         return taken
 
 
-@contextmanager
-def errors_with_step(step: Callable[[], int], where_to_go_on: Callable[[], str]) -> Iterator[None]:
-    """Wraps the training. Errors are raised again with the step and the checkpoint that a new start goes on from."""
-    try:
-        yield
-    except EngineError as error:
-        cause: BaseException = error.__cause__ or error
-        raise RunError(f"step {step() + 1}: {error}; {where_to_go_on()}") from cause
-    except (RolloutError, RunError, UserError):
-        raise
-    except Exception as error:
+def errors_with_step(
+    step: Callable[[], int], where_to_go_on: Callable[[], str]
+) -> TranslatedErrors:
+    """Wraps the training.
+
+    Errors are raised again with the step and the checkpoint that a new start goes on from.
+    """
+
+    def translated(error: Exception) -> Exception | None:
+        if isinstance(error, EngineError):
+            failed = RunError(f"step {step() + 1}: {error}; {where_to_go_on()}")
+            failed.__cause__ = error.__cause__ or error
+            return failed
+        if isinstance(error, RolloutError | RunError | UserError):
+            return None
         if disk_is_full(error):
-            file = getattr(error, "filename", None)
-            raise DiskFullError(
-                f"step {step() + 1}: no space left on the disk{f' of {str(file)!r}' if file else ''}; make room there, "
-                f"and {where_to_go_on()}"
-            ) from None
-        what = lost_contact(error) or in_one_line(error)
-        raise RunError(f"step {step() + 1}: {what}; {where_to_go_on()}") from error
+            return _full_disk(error, step(), where_to_go_on())
+        reason = lost_contact(error) or in_one_line(error)
+        failed = RunError(f"step {step() + 1}: {reason}; {where_to_go_on()}")
+        failed.__cause__ = error
+        return failed
+
+    return TranslatedErrors(translated)
+
+
+def _full_disk(error: Exception, step: int, where_to_go_on: str) -> DiskFullError:
+    """The error of a step that found the disk full; it names the file where that is known."""
+    file = getattr(error, "filename", None)
+    place = f" of {str(file)!r}" if file else ""
+    return DiskFullError(
+        f"step {step + 1}: no space left on the disk{place}; make room there, and {where_to_go_on}"
+    )

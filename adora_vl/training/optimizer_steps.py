@@ -14,26 +14,45 @@ MOST_BAD_STEPS = 3  # in a row, after which a run stops
 
 
 class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """A NaN in one batch would stay in Adam's moments for good, so such a step leaves weights and optimizer alone.
+    """A NaN in one batch would stay in Adam's moments for good, so such a step leaves weights and
+    optimizer alone.
 
-    After `MOST_BAD_STEPS` of them in a row the run saves and stops, and `reason` says why. DeepSpeed (0.19.8) finds and
-    skips such a step itself, on all ranks, before a callback sees it: there it is only counted. With float16 its search
-    for a loss scale consists of such steps and ends with an error of its own, so they do not stop a run.
+    After `MOST_BAD_STEPS` of them in a row the run saves and stops, and `reason` says why.
+    DeepSpeed (0.19.8) finds and skips such a step itself, on all ranks, before a callback sees it:
+    there it is only counted. With float16 its search for a loss scale consists of such steps and
+    ends with an error of its own, so they do not stop a run.
     """
 
-    def __init__(self, context: StepContext, ratios: RatioGuard, deepspeed: Callable[[], Any] | None) -> None:
-        """`deepspeed`: the model in its engine, which is there once the training has begun; None without DeepSpeed."""
-        self.patience = math.inf if deepspeed is not None and context.config.fp16 else MOST_BAD_STEPS
-        self.ratios, self.log, self.deepspeed, self.accelerator = ratios, context.log, deepspeed, context.accelerator
+    def __init__(
+        self, context: StepContext, ratios: RatioGuard, deepspeed: Callable[[], Any] | None
+    ) -> None:
+        """`deepspeed`: the model in its engine, which is there once the training has begun; None
+        without DeepSpeed.
+        """
+        self.patience = (
+            math.inf if deepspeed is not None and context.config.fp16 else MOST_BAD_STEPS
+        )
+        self.ratios = ratios
+        self.log = context.log
+        self.deepspeed = deepspeed
+        self.accelerator = context.accelerator
         self.in_a_row = 0
         self.reason: str | None = None
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         """All ranks see the same reduced gradients, and so decide alike."""
         if self.deepspeed is not None:
             return
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters]) if parameters else torch.zeros(())
+        parameters = [
+            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
+        norm = (
+            torch.nn.utils.get_total_norm([p.grad for p in parameters])
+            if parameters
+            else torch.zeros(())
+        )
         bad = not math.isfinite(norm)
         if bad:
             for parameter in parameters:
@@ -48,10 +67,12 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
         bad = norm is not None and not math.isfinite(norm)
         if bad and not self.accelerator.optimizer_step_was_skipped:
             self.reason = (
-                f"the gradients of step {state.global_step} are not finite and DeepSpeed has applied them (its "
-                "check_grad_overflow is off?); go on from the newest checkpoint"
+                f"the gradients of step {state.global_step} are not finite and DeepSpeed has "
+                "applied them (its check_grad_overflow is off?); go on from the newest "
+                "checkpoint"
             )
-            control.should_save, control.should_training_stop = False, True
+            control.should_save = False
+            control.should_training_stop = True
             return
         self._count(bad, control)
 
@@ -66,16 +87,24 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
             causes = "a reward that is not finite, float16, or a learning rate that is too high"
         else:
             bound = self.ratios.bound
-            why = f"were skipped: the largest importance ratio of the last is {ratio:.3g} (adora_max_ratio: {bound})"
-            causes = "a learning rate that is too high, too many optimizer steps per generation, or old replayed groups"
-        self.reason = f"{self.in_a_row} steps in a row {why}; the weights are those of before. Likely causes: {causes}"
+            why = (
+                f"were skipped: the largest importance ratio of the last is {ratio:.3g} "
+                f"(adora_max_ratio: {bound})"
+            )
+            causes = "a learning rate that is too high, or too many optimizer steps per generation"
+        self.reason = (
+            f"{self.in_a_row} steps in a row {why}; the weights are those of before. Likely "
+            f"causes: {causes}"
+        )
         control.should_save = control.should_training_stop = True
 
 
 class ScaledRate(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Multiplies the rate of every parameter group for the time of one optimizer step, and restores it to the bit.
+    """Multiplies the rate of every parameter group for the time of one optimizer step, and restores
+    it to the bit.
 
-    Multiplying advantages would not do: Adam divides by the size of the gradient, so a constant factor changes nothing.
+    Multiplying advantages would not do: Adam divides by the size of the gradient, so a constant
+    factor changes nothing.
     """
 
     def __init__(self, factor: Callable[[], float]) -> None:
@@ -83,7 +112,9 @@ class ScaledRate(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         self.factor = factor
         self._before: list[float] = []
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         factor = self.factor()
         self._before = []
         if factor != 1.0:
@@ -91,7 +122,9 @@ class ScaledRate(TrainerCallback):  # type: ignore[misc]  # transformers is unty
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * factor
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_optimizer_step(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         for group, rate in zip(optimizer.param_groups, self._before, strict=False):
             group["lr"] = rate
         self._before = []

@@ -1,12 +1,14 @@
 """A pool of groups fills a generation: by rules, whoever samples, and to the same end on all ranks.
 
-A problem is drawn; its group begins, and its rollouts go on until they end, or for as many tokens as a generation may
-take (`budget`: partial rollouts, of Kimi k1.5, arXiv 2501.12599, section 2.6.2, and APRIL, arXiv 2509.18521, for texts;
-ours keeps whole groups, takes the images along, and drops nothing). The oldest complete groups are graded, and those
-without signal give their places to groups of further problems (`refill`: DAPO's dynamic sampling, arXiv 2503.14476) or
-of earlier generations (`replay`). What is left is weighed once; what has not ended waits for the next generation.
+A problem is drawn; its group begins, and its rollouts go on until they end, or for as many tokens
+as a generation may take (`budget`: partial rollouts, of Kimi k1.5, arXiv 2501.12599, section 2.6.2,
+and APRIL, arXiv 2509.18521, for texts; ours keeps whole groups, takes the images along, and drops
+nothing). The oldest complete groups are graded, and those without signal give their places to
+groups of further problems (`refill`: DAPO's dynamic sampling, arXiv 2503.14476). What is left is
+weighed once; what has not ended waits for the next generation.
 
-All ranks begin, grade and learn from equally many groups, so only the groups themselves have to be remembered.
+All ranks begin, grade and learn from equally many groups, so only the groups themselves have to be
+remembered.
 """
 
 import math
@@ -21,32 +23,32 @@ import torch
 from accelerate.utils import gather_object
 from tqdm import tqdm
 
-from adora_vl.config.batch_plan import Shape
-from adora_vl.config.blocks import RolloutOptions
-from adora_vl.data.dataloader import ROW_NUMBER, DistinctRows
+from adora_vl.config.batch_plan import BatchLayout
+from adora_vl.config.options import RolloutOptions
+from adora_vl.data.dataloader import ROW_NUMBER, DistinctRows, shown_rows
 from adora_vl.data.rows import images_of
-from adora_vl.dedup.images import DistinctImages
-from adora_vl.dedup.prompts import PromptBatch
+from adora_vl.packing.images import DistinctImages
+from adora_vl.packing.prompts import PromptBatch
 from adora_vl.rollout.prompt_tokens import mismatch_named
 from adora_vl.rollout.rollouts import (
     DrawnProblem,
     Rollout,
-    RolloutAsk,
     RolloutGroup,
+    SamplingRequest,
     groups_of,
     open_rollouts,
 )
-from adora_vl.rollout.sources import Sampler, Ticket
-from adora_vl.rollout.turns import Turns, gone_on, play
+from adora_vl.rollout.samplers import PendingSamples, Sampler
+from adora_vl.rollout.turns import ToolLoop, append_result, run_turns
 from adora_vl.tools.environments import Environments
-from adora_vl.training import policies
+from adora_vl.training import schedule
+from adora_vl.training.batch_builder import BatchBuilder
 from adora_vl.training.batch_rows import chosen_groups
-from adora_vl.training.generation import Extension, Generation, other_images
+from adora_vl.training.extensions import Extension, other_images
+from adora_vl.training.generation import Generation
 from adora_vl.training.guards import GenerationGuard
-from adora_vl.training.judge import Judge
 from adora_vl.training.micro_batches import live_units
-from adora_vl.training.pool_state import EARLIER_FILES, PoolState
-from adora_vl.training.replay import Replay
+from adora_vl.training.pool_state import PoolState
 from adora_vl.types import Row, StepContext
 from adora_vl.utils.errors import RolloutError, UserError
 
@@ -59,7 +61,7 @@ class _Asked:
     member: int
     prompt: list[int]  # its tokens
     images: list[Any]  # that the engine sees with it
-    distorted: bool  # whether they are not the trainer's
+    compared: bool  # whether they are the trainer's, so that log-probabilities can be compared
     budget: int | None  # tokens that may come now; None: up to its end
     longest: int  # tokens of the whole answer
     said: int  # tokens that the policy has sampled before
@@ -69,42 +71,74 @@ class Pool:
     """All ranks call it together."""
 
     def __init__(
-        self, context: StepContext, images: DistinctImages, sampler: Sampler, judge: Judge, guard: GenerationGuard,
-        extensions: Sequence[Extension], phase: Callable[[str], AbstractContextManager[None]], dataset: Any,
-        turns: Turns | None = None, environments: Environments | None = None,
-    ) -> None:  # fmt: skip
-        """`phase`: inside, the seconds count as this one's. `dataset`: whose rows are trained on. `turns`: how calls of
-        tools are answered, None without tools. `environments`: of the rollouts, where they have some.
-        """
-        self.context, self.images, self.sampler, self.judge = context, images, sampler, judge
-        self.accelerator, self.config, self.log = context.accelerator, context.config, context.log
-        self.guard, self.extensions, self.phase, self.rows = guard, extensions, phase, DistinctRows(dataset)
-        self.asked: RolloutOptions = context.config.adora_rollouts
-        self.shape = Shape.of(context.config)
-        self.turns, self.environments = turns, environments
-        self.waits = self.asked.budget is not None  # whether a generation may begin more than it learns from
-        self.places = self.shape.rows * self.shape.steps // self.shape.generations  # groups of one rank
-        # Half of them: a step of a few rollouts would be noise. And a unit for every optimizer step.
-        chunks, unit = self.shape.steps // self.shape.chunk, self.shape.unit
-        self.least = math.ceil(max(self.places / 2, chunks * unit / self.shape.generations))
-        self.replay = Replay(context, judge.again, images.banks.more) if self.asked.replay else None
-        self.aged = self.waits  # whether rollouts may be older than their generation
-        self.state, self._before = PoolState(), PoolState()  # now, and before the generations of the present step
-        self._sampled_at = -1  # the optimizer steps that had been made then
-        self._read: tuple[list[DrawnProblem], PromptBatch] | None = None  # the prompts that were asked last
+        self,
+        context: StepContext,
+        images: DistinctImages,
+        sampler: Sampler,
+        judge: BatchBuilder,
+        guard: GenerationGuard,
+        extensions: Sequence[Extension],
+        phase: Callable[[str], AbstractContextManager[None]],
+        dataset: Any,
+        turns: ToolLoop | None = None,
+        environments: Environments | None = None,
+    ) -> None:
+        """`phase`: inside, the seconds count as this one's.
 
-    # ------------------------------------------------------------------------------------------ a generation
+        `dataset`: whose rows are trained on. `turns`: how calls of tools are answered, None without
+        tools. `environments`: of the rollouts, where they have some.
+        """
+        self.context = context
+        self.images = images
+        self.sampler = sampler
+        self.judge = judge
+        self.accelerator = context.accelerator
+        self.config = context.config
+        self.log = context.log
+        self.guard = guard
+        self.extensions = extensions
+        self.phase = phase
+        self.rows = DistinctRows(dataset)
+        self.asked: RolloutOptions = context.config.adora_rollouts
+        self.shape = BatchLayout.of(context.config)
+        self.turns = turns
+        self.environments = environments
+        # whether a generation may begin more than it learns from
+        self.waits = self.asked.budget is not None
+        # groups of one rank
+        self.places = self.shape.rows * self.shape.steps // self.shape.generations
+        # Half of them: a step of a few rollouts would be noise. And a unit for every optimizer
+        # step.
+        chunks = self.shape.steps // self.shape.chunk
+        unit = self.shape.unit
+        self.least = math.ceil(max(self.places / 2, chunks * unit / self.shape.generations))
+        self.aged = self.waits  # whether rollouts may be older than their generation
+        # now, and before the generations of the present step
+        self.state, self._before = (
+            PoolState(),
+            PoolState(),
+        )
+        self._sampled_at = -1  # the optimizer steps that had been made then
+        # the prompts that were asked last
+        self._read: tuple[list[DrawnProblem], PromptBatch] | None = None
+
+    # --------------------------------------------------------------------------------- a generation
 
     def fill(self, generation: Generation) -> None:
-        """Sample, grade and judge the rows. In a training, replace groups without signal, and weigh what is left."""
-        rows, size = generation.rows, generation.group_size
+        """Sample, grade and judge the rows.
+
+        In a training, replace groups without signal, and weigh what is left.
+        """
+        rows: list[Row] = shown_rows(generation.rows)
+        generation.rows = rows
+        size = generation.group_size
         self.guard.check(rows, generation.step)
-        if generation.mode == "train" and (self.aged or self.replay is not None):
+        if generation.mode == "train" and self.aged:
             if min(dict[str, Any](row).get(ROW_NUMBER, -1) for row in rows) < 0:
                 raise UserError(
-                    "adora_rollouts: these rows do not say their numbers, by which problems that wait are read again "
-                    "(a streamed data set, or a loader of your own); load the data set whole, or set budget, ahead and "
-                    "replay off"
+                    "adora_rollouts: these rows do not say their numbers, by which problems that "
+                    "wait are read again (a streamed data set, or a loader of your own); load the "
+                    "data set whole, or set budget and ahead off"
                 )
             generation.number = self._until(generation.step, generation.micro)
         first = self.accelerator.process_index * len(rows)
@@ -117,66 +151,91 @@ class Pool:
         self._note(generation)
         budget = self._budget()
         groups = self._go_on(generation, drawn, budget)
-        learned, groups, fewest = self._rounds(generation, groups, budget)
+        groups, fewest = self._rounds(generation, groups, budget)
         self.state = replace(self.state, groups=tuple(groups), complete=fewest)
         if self.aged:
             self._log_ages(generation, budget)
-        fresh = {}
-        if self.replay is not None:
-            if "old_per_token_logps" not in generation.batch:
-                generation.batch["old_per_token_logps"] = self.context.policy_logps(generation.batch)
-            fresh = self.replay.fresh(generation.batch, learned, generation.step)
-            generation.batch = self.replay.again(
-                generation.batch, self.state.kept, self.rows.__getitems__, generation.step, generation.key
-            )
         self.judge.weigh(generation, self.extensions)
-        if self.replay is not None:
-            kept = self.replay.kept(self.state.kept, fresh, generation.batch["advantages"])
-            self.state = replace(self.state, kept=kept)
 
     def before_weights_change(self) -> None:
         """Called before the last micro-batch of every optimizer step."""
 
     def _note(self, generation: Generation) -> None:
-        """Keep what was there before an optimizer step's generations: a run that stops within goes on there."""
-        if self._sampled_at < 0 and self.waits and not self.asked.refill:  # whose groups may be superfluous
+        """Keep what was there before an optimizer step's generations: a run that stops within goes
+        on there.
+        """
+        # whose groups may be superfluous
+        if self._sampled_at < 0 and self.waits and not self.asked.refill:
             self._say_what_is_lost(generation)
         if generation.step != self._sampled_at:
-            self._before, self._sampled_at = self.state, generation.step
+            self._before = self.state
+            self._sampled_at = generation.step
 
     def _left(self, generation: Generation) -> int:
         """Generations of the training, with this one."""
-        return self._until(int(self.context.state().max_steps)) - self._until(generation.step, generation.micro)
+        return self._until(int(self.context.state().max_steps)) - self._until(
+            generation.step, generation.micro
+        )
 
     def _until(self, step: int, micro: int = 0) -> int:
         """Generations of the training before a micro-batch of an optimizer step."""
         shape = self.shape
         if not shape.has_one_step:
             return math.ceil((step * shape.accumulated + micro) / shape.cycle)
-        return policies.generations_in(step, *self._in_step_and_epoch) + micro // shape.cycle
+        return schedule.generations_in(step, *self._in_step_and_epoch) + micro // shape.cycle
 
     @property
     def _in_step_and_epoch(self) -> tuple[int, int]:
         """Generations of an optimizer step that takes some, and of an epoch."""
-        shape, rows = self.shape, len(self.rows) * self.shape.generations
-        return shape.accumulated // shape.cycle, rows // (shape.rows * shape.steps * self.accelerator.num_processes)
+        shape = self.shape
+        rows = len(self.rows) * self.shape.generations
+        return shape.accumulated // shape.cycle, rows // (
+            shape.rows * shape.steps * self.accelerator.num_processes
+        )
 
     def _budget(self) -> int | None:
-        """Of this generation. `auto`: so large that the oldest answers, sampled to their ends, have no more left."""
-        given: int | str | None = self.asked.budget
-        parts = math.ceil(self.asked.staleness / self.asked.ahead) if self.asked.ahead else self.asked.staleness + 1
-        least = math.ceil(self.config.max_completion_length / parts)
-        return given if isinstance(given, int) else policies.automatic_budget(self.state.lengths, least)
+        """Of this generation.
 
-    def _begun(self, generation: Generation, drawn: list[RolloutGroup], waiting: int) -> list[RolloutGroup]:
-        """The groups that begin now; the problems that do not stay drawn. `waiting`: groups that have begun."""
+        `auto`: so large that the oldest answers, sampled to their ends, have no more left.
+        """
+        given: int | str | None = self.asked.budget
+        parts = (
+            math.ceil(self.asked.staleness / self.asked.ahead)
+            if self.asked.ahead
+            else self.asked.staleness + 1
+        )
+        least = math.ceil(self.config.max_completion_length / parts)
+        return (
+            given
+            if isinstance(given, int)
+            else schedule.automatic_budget(self.state.lengths, least)
+        )
+
+    def _begun(
+        self, generation: Generation, drawn: list[RolloutGroup], waiting: int, least: int = 0
+    ) -> list[RolloutGroup]:
+        """The groups that begin now; the problems that do not stay drawn.
+
+        `waiting`: groups that have begun. `least`: so many begin in any case.
+        """
         if not self.waits:
             return drawn
         known = {group.problem: group.row for group in drawn}
         problems = [*self.state.drawn, *known]
-        count = policies.how_many_begin(waiting, self.state.complete, self.places, self._left(generation))
+        count = schedule.how_many_begin(
+            waiting,
+            complete=self.state.complete,
+            places=self.places,
+            left=self._left(generation),
+            least=least,
+        )
         empty = (Rollout(),) * generation.group_size
-        begun = [RolloutGroup(one, known.get(one, Row()), generation.number, empty) for one in problems[:count]]
+        begun = [
+            RolloutGroup(
+                problem=one, row=known.get(one, Row()), began=generation.number, rollouts=empty
+            )
+            for one in problems[:count]
+        ]
         self.state = replace(self.state, drawn=tuple(problems[count:]))
         return self._with_rows(begun)
 
@@ -186,13 +245,19 @@ class Pool:
         rows: Iterator[Any] = iter(self.rows.__getitems__(lacking))
         return [group if group.row else replace(group, row=next(rows)) for group in groups]
 
-    def _go_on(self, generation: Generation, drawn: list[RolloutGroup], budget: int | None) -> list[RolloutGroup]:
-        """The groups of a generation after their rollouts have gone on, by the budget or to their ends."""
+    def _go_on(
+        self, generation: Generation, drawn: list[RolloutGroup], budget: int | None
+    ) -> list[RolloutGroup]:
+        """The groups of a generation after their rollouts have gone on, by the budget or to their
+        ends.
+        """
         groups = [*self.state.groups, *self._begun(generation, drawn, len(self.state.groups))]
         limits: dict[int, int | None] = dict.fromkeys(range(len(groups)))
         if budget is None:
             return self._sampled(generation, groups, limits)
-        needed = policies.groups_to_complete(len(groups), self.places, self._left(generation), self.least)
+        needed = schedule.groups_to_complete(
+            len(groups), places=self.places, left=self._left(generation), least=self.least
+        )
         if needed == len(groups):
             return self._sampled(generation, groups, limits)
         for place, group in enumerate(groups):
@@ -201,53 +266,75 @@ class Pool:
         with self.sampler.awake():
             return self._completed(generation, self._sampled(generation, groups, limits), needed)
 
-    def _completed(self, generation: Generation, groups: list[RolloutGroup], needed: int) -> list[RolloutGroup]:
+    def _completed(
+        self, generation: Generation, groups: list[RolloutGroup], needed: int
+    ) -> list[RolloutGroup]:
         """So many are complete: as where a training begins, the oldest go on to their ends at once."""
         short = needed - sum(group.complete for group in groups)
         if not any(gather_object([short > 0])):
             return groups
-        behind = [number for number, group in enumerate(groups) if not group.complete][: max(0, short)]
+        behind = [number for number, group in enumerate(groups) if not group.complete][
+            : max(0, short)
+        ]
         return self._sampled(generation, groups, dict.fromkeys(behind))
 
     def _rounds(
         self, generation: Generation, groups: list[RolloutGroup], budget: int | None
-    ) -> tuple[list[RolloutGroup], list[RolloutGroup], int]:
-        """Grade what is complete, and what further problems bring as long as any rank lacks groups with signal. Returns
-        the groups of the batch, those that wait, and how many of them have ended on the rank with the fewest.
+    ) -> tuple[list[RolloutGroup], int]:
+        """Grade what is complete, and what further problems bring as long as any rank lacks groups
+        with signal. Returns the groups that wait, and how many of them have ended on the rank with
+        the fewest.
         """
         learned, groups, fewest = self._judged(generation, groups, self.places)
-        lengths, replaced, size = _lengths(generation), 0, generation.group_size
+        assert learned, "a generation has groups that are complete on every rank"
+        lengths = _lengths(generation)
+        replaced = 0
+        size = generation.group_size
         if self.asked.refill:
             live = live_units(generation.batch["signal"], size)
             own = torch.tensor([live.count(True) / len(live)], device=self.accelerator.device)
             share = float(self.accelerator.gather(own).mean())
-            self.state = replace(self.state, signal=(*self.state.signal, share)[-policies.REMEMBERED :])
+            self.state = replace(
+                self.state, signal=(*self.state.signal, share)[-schedule.REMEMBERED :]
+            )
         for attempt in range(1, self.asked.refill + 1):
             live = live_units(generation.batch["signal"], size)
             missing = live.count(False) + (self.places - len(live) if self.aged else 0)
-            lacks = int(self.accelerator.gather(torch.tensor([missing], device=self.accelerator.device)).max())
+            lacks = int(
+                self.accelerator.gather(
+                    torch.tensor([missing], device=self.accelerator.device)
+                ).max()
+            )
             if not lacks:
                 break
             further = replace(generation, attempt=attempt)
-            count = policies.groups_for(policies.MORE * lacks, [share], self.places)
-            groups = self._with_further(further, groups, budget, count - fewest)
+            count = schedule.groups_for(schedule.MORE * lacks, [share], self.places)
+            groups = self._with_further(further, groups=groups, budget=budget, count=count - fewest)
             more, groups, fewest = self._judged(further, groups, count)
             if not more:  # on no rank: none has ended within the budget
                 continue
             lengths = (*lengths, *_lengths(further))
             if not all(gather_object([further.batch.keys() == generation.batch.keys()])):
-                continue  # only one of the two batches has images, so their rows have different columns
-            chosen = policies.admitted(live, live_units(further.batch["signal"], size), self.places if self.aged else 0)
+                # only one of the two batches has images, so their rows have different columns
+                continue
+            chosen = schedule.admitted(
+                live, live_units(further.batch["signal"], size), self.places if self.aged else 0
+            )
             replaced += sum(number != place for place, number in enumerate(chosen[: len(live)]))
-            both, pad_id = [*learned, *more], self.context.pad_id
-            generation.batch = chosen_groups(generation.batch, further.batch, chosen, size, pad_id)
+            both = [*learned, *more]
+            pad_id = self.context.pad_id
+            generation.batch = chosen_groups(
+                generation.batch, further=further.batch, groups=chosen, size=size, pad_id=pad_id
+            )
             learned = [both[number] for number in chosen]
             generation.rows = [group.row for group in learned for _ in group.rollouts]
         if self.asked.refill:
             self.log("adora/refilled_groups", replaced / len(learned))
         if self.waits:
-            self.state = replace(self.state, lengths=(*self.state.lengths, lengths)[-policies.REMEMBERED :])
-        return learned, groups, fewest
+            self.state = replace(
+                self.state, lengths=(*self.state.lengths, lengths)[-schedule.REMEMBERED :]
+            )
+        return groups, fewest
 
     def _with_further(
         self, generation: Generation, groups: list[RolloutGroup], budget: int | None, count: int
@@ -261,15 +348,25 @@ class Pool:
         return self._sampled(generation, [*groups, *begun], limits)
 
     def _further(self, generation: Generation, count: int) -> list[RolloutGroup]:
-        """Groups of so many further problems for a generation; where the run stands seeds the choice."""
-        rank, empty = self.accelerator.process_index, (Rollout(),) * generation.group_size
+        """Groups of so many further problems for a generation; where the run stands seeds the
+        choice.
+        """
+        rank = self.accelerator.process_index
+        empty = (Rollout(),) * generation.group_size
         seed = f"{self.config.seed}/{generation.key}/{generation.attempt}/{rank}"
-        numbers = policies.further_rows(len(self.rows), count, seed)
+        numbers = schedule.further_rows(len(self.rows), count, seed)
         rows: list[Any] = self.rows.__getitems__(numbers)
         self.guard.check(rows, generation.step)
         begun = [
-            RolloutGroup(DrawnProblem(number, generation.where, place), row, generation.number, empty)
-            for (place, number), row in zip(enumerate(numbers, rank * self.places), rows, strict=True)
+            RolloutGroup(
+                problem=DrawnProblem(number, generation.where, place),
+                row=row,
+                began=generation.number,
+                rollouts=empty,
+            )
+            for (place, number), row in zip(
+                enumerate(numbers, rank * self.places), rows, strict=True
+            )
         ]
         return self._entered(begun, generation.step, anew=False)
 
@@ -283,10 +380,12 @@ class Pool:
     def _judged(
         self, generation: Generation, groups: list[RolloutGroup], most: int
     ) -> tuple[list[RolloutGroup], list[RolloutGroup], int]:
-        """Grade the oldest complete groups, equally many on every rank and at most so many. Returns them, the others,
-        and how many of those have ended on the rank with the fewest.
+        """Grade the oldest complete groups, equally many on every rank and at most so many.
+
+        Returns them, the others, and how many of those have ended on the rank with the fewest.
         """
-        complete, count = [number for number, group in enumerate(groups) if group.complete], len(groups)
+        complete = [number for number, group in enumerate(groups) if group.complete]
+        count = len(groups)
         fewest = count
         if self.aged:
             own = torch.tensor([len(complete)], device=self.accelerator.device)
@@ -298,40 +397,55 @@ class Pool:
             self.judge(generation, graded, self._prompts(graded), aged=self.aged)
         return graded, kept, fewest - count
 
-    # ------------------------------------------------------------------------------------------ sampling
+    # ------------------------------------------------------------------------------------- sampling
 
     def _sampled(
-        self, generation: Generation, groups: list[RolloutGroup], limits: dict[int, int | None],
-        ticket: Ticket | None = None,
-    ) -> list[RolloutGroup]:  # fmt: skip
-        """The groups after their rollouts have gone on, by so many tokens or (None) to their ends. `limits`: by the
-        number of the group. `ticket`: for these rollouts, where they were asked for before.
+        self,
+        generation: Generation,
+        groups: list[RolloutGroup],
+        limits: dict[int, int | None],
+        ticket: PendingSamples | None = None,
+    ) -> list[RolloutGroup]:
+        """The groups after their rollouts have gone on, by so many tokens or (None) to their ends.
+
+        `limits`: by the number of the group. `ticket`: for these rollouts, where they were asked
+        for before.
         """
-        began, tickets = open_rollouts(groups, limits), [] if ticket is None else [ticket]
+        began = open_rollouts(groups, limits)
+        tickets = [] if ticket is None else [ticket]
 
         def ask(going: dict[tuple[int, int], Rollout]) -> dict[tuple[int, int], Rollout]:
-            asks, step = [self._ask(asked[place], rollout) for place, rollout in going.items()], generation.step
+            asks = [self._ask(asked[place], rollout) for place, rollout in going.items()]
+            step = generation.step
             turn = None if self.turns is None else self.turns.tokens
             with mismatch_named([asked[place].group.row for place in going]):
                 if tickets:
-                    step, answers = tickets[0].step, tickets.pop().join()
+                    step = tickets[0].step
+                    answers = tickets.pop().join()
                 else:
                     answers = self.sampler.sample(asks, prompts)
             found = {}
             for (place, rollout), one, answer in zip(going.items(), asks, answers, strict=True):
-                how = turn, self._has_ended, step, asked[place].distorted
-                found[place] = gone_on(rollout, one, answer, asked[place].longest, *how)
+                how = turn, self._has_ended, step, asked[place].compared
+                found[place] = append_result(rollout, one, answer, asked[place].longest, *how)
             return found
 
         with self.phase("rollout"), self.guard.watching():
             asked, prompts = self._asked(generation, groups, limits, began)
-            played = play(
-                began, ask, lambda place, rollout: self._answered(asked[place], rollout, generation.step),
-                lambda place, rollout: self._room(asked[place], rollout) > 0, self.on_any_rank,
-            )  # fmt: skip
+            played = run_turns(
+                began,
+                ask=ask,
+                answered=lambda place, rollout: self._answered(
+                    asked[place], rollout, generation.step
+                ),
+                may_go_on=lambda place, rollout: self._room(asked[place], rollout) > 0,
+                any_rank=self.on_any_rank,
+            )
         numbered = [(group, list(enumerate(group.rollouts))) for group in groups]
         return [
-            replace(group, rollouts=tuple(played.get((number, member), one) for member, one in rollouts))
+            replace(
+                group, rollouts=tuple(played.get((number, member), one) for member, one in rollouts)
+            )
             for number, (group, rollouts) in enumerate(numbered)
         ]
 
@@ -343,21 +457,33 @@ class Pool:
         return bool(self.accelerator.gather(own).any())
 
     def _asked(
-        self, generation: Generation, groups: list[RolloutGroup], limits: dict[int, int | None],
+        self,
+        generation: Generation,
+        groups: list[RolloutGroup],
+        limits: dict[int, int | None],
         began: Mapping[tuple[int, int], Rollout],
-    ) -> tuple[dict[tuple[int, int], _Asked], PromptBatch | None]:  # fmt: skip
-        """What is asked for these rollouts, each by the number of its group and in it; and their prompts."""
+    ) -> tuple[dict[tuple[int, int], _Asked], PromptBatch | None]:
+        """What is asked for these rollouts, each by the number of its group and in it; and their
+        prompts.
+        """
         if not began:
             return {}, None
         rows = [groups[number].row for number, _ in began]
         prompts = self.images.prompts(rows, generation.mode, further=generation.attempt > 0)
         self._read = [groups[number].problem for number, _ in began], prompts
-        extensions, images = self.extensions if generation.mode == "train" else (), prompts.images or [None] * len(rows)
-        others, asked = other_images(extensions, groups, [*began], images), {}
-        for (number, member), ids, own, other in zip(began, prompts.ids, images, others, strict=True):
-            longest, said = self.longest(groups[number], member), len(began[number, member].said)
-            shown = ids, list(other or own or ()), other is not None
-            asked[number, member] = _Asked(groups[number], member, *shown, limits[number], longest, said)
+        extensions = self.extensions if generation.mode == "train" else ()
+        images = prompts.images or [None] * len(rows)
+        others = other_images(extensions, groups=groups, members=[*began], images=images)
+        asked = {}
+        for (number, member), ids, own, other in zip(
+            began, prompts.ids, images, others, strict=True
+        ):
+            longest = self.config.max_completion_length
+            said = len(began[number, member].said)
+            shown = ids, list(other or own or ()), other is None
+            asked[number, member] = _Asked(
+                groups[number], member, *shown, limits[number], longest, said
+            )
         return asked, prompts
 
     def _room(self, asked: _Asked, rollout: Rollout) -> int:
@@ -369,53 +495,82 @@ class Pool:
             left = min(left, self.turns.tokens - len(rollout.turn))
         return left
 
-    def _ask(self, asked: _Asked, rollout: Rollout) -> RolloutAsk:
-        group, member, had = asked.group, asked.member, rollout.tokens
-        seed = group.seed(self.config.seed, member, rollout) if self.config.own("seeded_rollouts") else None
-        together = (group.problem, member) if had or not self.config.own("group_requests") else group.problem
+    def _ask(self, asked: _Asked, rollout: Rollout) -> SamplingRequest:
+        group = asked.group
+        member = asked.member
+        had = rollout.tokens
+        seed = (
+            group.seed(self.config.seed, member, rollout)
+            if self.config.own("seeded_rollouts")
+            else None
+        )
+        together = (
+            (group.problem, member)
+            if had or not self.config.own("group_requests")
+            else group.problem
+        )
         images = [*asked.images, *(picture.image for picture in rollout.pictures)]
-        return RolloutAsk([*asked.prompt, *had], images, together, seed, self._room(asked, rollout))
+        return SamplingRequest(
+            ids=[*asked.prompt, *had],
+            images=images,
+            together=together,
+            seed=seed,
+            limit=self._room(asked, rollout),
+        )
 
     def _answered(self, asked: _Asked, rollout: Rollout, step: int) -> Rollout:
         """The rollout, whose turn has ended, with what tools say to it."""
-        if self.turns is None or not self._has_ended(rollout.turn):  # it may have been stopped in a loop
+        # it may have been stopped in a loop
+        if self.turns is None or not self._has_ended(rollout.turn):
             return rollout
         problem = asked.group.problem
         seed = f"{self.config.seed}/{problem.where}/{problem.place}/{asked.group.first_member + asked.member}"
-        images, prompt = images_of(asked.group.row), len(asked.prompt)
-        return self.turns(rollout, images, prompt=prompt, longest=asked.longest, step=step, seed=seed)
+        images = images_of(asked.group.row)
+        prompt = len(asked.prompt)
+        return self.turns(
+            rollout, images, prompt=prompt, longest=asked.longest, step=step, seed=seed
+        )
 
     def _has_ended(self, tokens: Sequence[int]) -> bool:
         return self.judge.ends.ended(tokens, self.judge.ends.decode(tokens))
 
-    def longest(self, group: RolloutGroup, member: int) -> int:
-        """The tokens at which an answer is cut off: the same for all, unless `benchmarks.long_tailed` sets it."""
-        return int(self.config.max_completion_length)
-
     def _prompts(self, groups: Sequence[RolloutGroup]) -> PromptBatch | None:
         """Of these groups, if they are what was asked last."""
-        read, self._read = self._read, None
-        same = read is not None and read[0] == [group.problem for group in groups for _ in group.rollouts]
+        read = self._read
+        self._read = None
+        same = read is not None and read[0] == [
+            group.problem for group in groups for _ in group.rollouts
+        ]
         return read[1] if read is not None and same else None
 
-    # ------------------------------------------------------------------------------------------ what is said of it
+    # --------------------------------------------------------------------------- what is said of it
 
     def _say_what_is_lost(self, generation: Generation) -> None:
-        """Of a run that goes on with fewer steps than it had begun groups for. Said once, by the first rank."""
+        """Of a run that goes on with fewer steps than it had begun groups for.
+
+        Said once, by the first rank.
+        """
         waiting = len(self.state.groups) + sum(len(one.groups) for one in self.state.coming)
         room = self._left(generation) * self.places
         if waiting > room and self.accelerator.is_main_process:
             tqdm.write(
-                f"max_steps: {self.context.state().max_steps} ends the run before {waiting - room} of the {waiting} "
-                "groups per process that the checkpoint has set aside (adora_rollouts.budget) can be learned from; "
-                f"{generation.step + math.ceil(waiting / self.places) * self.shape.updates} is enough for all",
+                f"max_steps: {self.context.state().max_steps} ends the run before "
+                f"{waiting - room} of the {waiting} groups per process that the checkpoint has "
+                "set aside (adora_rollouts.budget) can be learned from; "
+                f"{generation.step + math.ceil(waiting / self.places) * self.shape.updates} is "
+                "enough for all",
                 file=sys.stderr,
             )
 
     def _log_ages(self, generation: Generation, budget: int | None) -> None:
         ages_B = generation.batch["age"]
-        waiting = [*self.state.groups, *(group for one in self.state.coming for group in one.groups)]
-        begun = [rollout for group in waiting if group.rollouts[0].spans for rollout in group.rollouts]
+        waiting = [
+            *self.state.groups,
+            *(group for one in self.state.coming for group in one.groups),
+        ]
+        begun = [
+            rollout for group in waiting if group.rollouts[0].spans for rollout in group.rollouts
+        ]
         unfinished = sum(not rollout.ended for rollout in begun)
         own = torch.stack([ages_B.sum(), ages_B.max(), torch.full_like(ages_B[0], unfinished)])
         sums_R3 = self.accelerator.gather(own[None])
@@ -425,21 +580,20 @@ class Pool:
             self.log("adora/unfinished", sums_R3[:, 2].sum().item())
             self.log("adora/rollout_budget", budget or self.config.max_completion_length)
 
-    # ------------------------------------------------------------------------------------------ a checkpoint
-
-    def forget_kept(self) -> None:
-        """The policy has moved too far from the one that sampled the groups that were to come again."""
-        self.state = replace(self.state, kept=())
+    # --------------------------------------------------------------------------------- a checkpoint
 
     def save(self, folder: Path) -> None:
-        """Write what waits on this rank. Where nothing was learned from the last generations, they are sampled again,
-        so what waited before them is written.
+        """Write what waits on this rank.
+
+        Where nothing was learned from the last generations, they are sampled again, so what waited
+        before them is written.
         """
-        if not self.aged and self.replay is None:
+        if not self.aged:
             return
         now = self._before if self.context.state().global_step == self._sampled_at else self.state
         there = 0
-        with suppress(RolloutError, UserError):  # raised on all ranks: servers that have failed are asked again
+        # raised on all ranks: servers that have failed are asked again
+        with suppress(RolloutError, UserError):
             for one in now.coming:
                 one.ticket.join()
                 there += 1
@@ -450,18 +604,15 @@ class Pool:
 
         Raises `UserError` where another number of processes wrote it.
         """
-        unread = [file.name for name in EARLIER_FILES for file in checkpoint.glob(name)]
-        if unread and self.accelerator.is_main_process:
-            tqdm.write(
-                f"resume_from_checkpoint: {str(checkpoint)!r} is of an earlier version: rollouts that it has set aside "
-                f"({', '.join(sorted(unread))}) are not read, and their problems come again in a later epoch",
-                file=sys.stderr,
-            )
-        found = PoolState.load(checkpoint, self.accelerator.process_index, self.accelerator.num_processes)
-        kept = found.kept[-self.asked.replay :] if self.asked.replay else ()
+        found = PoolState.load(
+            checkpoint, self.accelerator.process_index, self.accelerator.num_processes
+        )
         coming = [replace(one, groups=tuple(self._with_rows(one.groups))) for one in found.coming]
-        self.state = replace(found, groups=tuple(self._with_rows(found.groups)), coming=tuple(coming), kept=kept)
+        groups = tuple(self._with_rows(found.groups))
+        self.state = replace(found, groups=groups, coming=tuple(coming))
 
 
 def _lengths(generation: Generation) -> tuple[int, ...]:
-    return () if generation.scores is None else tuple(map(int, generation.scores.lengths_B.tolist()))
+    return (
+        () if generation.scores is None else tuple(map(int, generation.scores.lengths_B.tolist()))
+    )

@@ -1,1 +1,3 @@
-"""What everything may use and what knows nothing of training: errors, files, the command line, the machine."""
+"""What everything may use and what knows nothing of training: errors, files, the command line, the
+machine.
+"""

@@ -24,7 +24,9 @@ class Check:
     remedy: str = ""
 
     def __post_init__(self) -> None:
-        assert self.remedy or self.status is not Status.FAILED, f"{self.name} fails without a remedy"
+        assert self.remedy or self.status is not Status.FAILED, (
+            f"{self.name} fails without a remedy"
+        )
 
 
 def passed(name: str, detail: str) -> Check:
@@ -36,21 +38,25 @@ def skipped(name: str, why: str) -> Check:
 
 
 def failed(name: str, detail: str, remedy: str) -> Check:
-    return Check(name, Status.FAILED, detail, remedy)
+    return Check(name=name, status=Status.FAILED, detail=detail, remedy=remedy)
 
 
 _MARKS = {Status.PASSED: "ok", Status.SKIPPED: "--", Status.FAILED: "FAIL"}
 
 
 def table(checks: Sequence[Check]) -> str:
-    """The table for a person: one line per check, the remedy below a failure, and the number of checks of each kind."""
+    """The table for a person: one line per check, the remedy below a failure, and the number of
+    checks of each kind.
+    """
     width = max((len(check.name) for check in checks), default=0)
     lines = []
     for check in checks:
         lines.append(f"{_MARKS[check.status]:>4}  {check.name:{width}}  {check.detail}")
         if check.remedy:
             lines.append(f"{'':{width + 6}}  -> {check.remedy}")
-    counts = ", ".join(f"{sum(check.status is status for check in checks)} {status}" for status in Status)
+    counts = ", ".join(
+        f"{sum(check.status is status for check in checks)} {status}" for status in Status
+    )
     return "\n".join([*lines, "", counts])
 
 
@@ -61,7 +67,9 @@ def as_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
 
 def is_table(content: Any) -> bool:
     """Whether the content of a JSON file is from `as_json`."""
-    return isinstance(content, list) and all(one.keys() == Check.__dataclass_fields__.keys() for one in content)
+    return isinstance(content, list) and all(
+        one.keys() == Check.__dataclass_fields__.keys() for one in content
+    )
 
 
 def is_healthy(checks: Sequence[Check]) -> bool:

@@ -1,4 +1,6 @@
-"""What the commands have in common: exit codes, options, words for nothing, yes and no, YAML and JSON of users."""
+"""What the commands have in common: exit codes, options, words for nothing, yes and no, YAML and
+JSON of users.
+"""
 
 import argparse
 import json
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.hidden import masked_text
+from adora_vl.utils.secrets import masked_text
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 EXIT_UNREAD = 141  # 128 + SIGPIPE
@@ -34,8 +36,9 @@ class MistakesError(UserError):
 
 
 def exit_code_of(command: Callable[[], None], interrupted: str, *, speaks: bool = True) -> int:
-    """Run a command: 0 done, 2 the user's input is wrong, 130 Ctrl-C, 141 nobody reads on, as behind `| head`.
-    `interrupted`: what became of its work. `speaks`: whether this process says what is wrong with the input.
+    """Run a command: 0 done, 2 the user's input is wrong, 130 Ctrl-C, 141 nobody reads on, as
+    behind `| head`. `interrupted`: what became of its work. `speaks`: whether this process says
+    what is wrong with the input.
     """
     try:
         command()
@@ -48,7 +51,8 @@ def exit_code_of(command: Callable[[], None], interrupted: str, *, speaks: bool 
         print(f"interrupted; {interrupted}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        # Python flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_UNREAD
     return 0
 
@@ -59,7 +63,9 @@ def amount(count: int, noun: str) -> str:
 
 
 def quantile(values: Sequence[Any], share: float) -> Any:
-    """The nearest-rank quantile of at least one value: the smallest that this share of them does not exceed."""
+    """The nearest-rank quantile of at least one value: the smallest that this share of them does
+    not exceed.
+    """
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
@@ -75,11 +81,15 @@ def spelled(value: object) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON and YAML know it: a block of options as a mapping, or as its `shorthand` where that says all."""
+    """A value as JSON and YAML know it: a block of options as a mapping, or as its `shorthand`
+    where that says all.
+    """
     if is_dataclass(value) and not isinstance(value, type):
         found = {key.name: plain(getattr(value, key.name)) for key in fields(value)}
         short = str(getattr(value, "shorthand", ""))
-        alone = short and all(getattr(value, key.name) == key.default for key in fields(value) if key.name != short)
+        alone = short and all(
+            getattr(value, key.name) == key.default for key in fields(value) if key.name != short
+        )
         return found[short] if alone else found
     if isinstance(value, Mapping):
         return {key: plain(each) for key, each in value.items()}
@@ -90,7 +100,11 @@ def dotted(key: str, value: Any) -> dict[str, Any]:
     """A key with its value, or where that is a mapping what is in it, each under its dotted name."""
     if not isinstance(value, Mapping) or not value:
         return {key: value}
-    return {name: each for inside in value for name, each in dotted(f"{key}.{inside}", value[inside]).items()}
+    return {
+        name: each
+        for inside in value
+        for name, each in dotted(f"{key}.{inside}", value[inside]).items()
+    }
 
 
 def section(title: str, lines: Sequence[str]) -> list[str]:
@@ -109,7 +123,10 @@ def imports() -> Iterator[None]:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse prints its usage before an error; one line is the rule of this project. No option may be shortened."""
+    """argparse prints its usage before an error; one line is the rule of this project.
+
+    No option may be shortened.
+    """
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **{"allow_abbrev": False, **keywords})
@@ -128,7 +145,11 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
 
     def convert(text: str) -> int:
         # The length first: Python refuses to read more than 4,300 digits, with an error of its own.
-        value = int(text) if len(text) < 20 and text.isascii() and text.removeprefix("-").isdecimal() else None
+        value = (
+            int(text)
+            if len(text) < 20 and text.isascii() and text.removeprefix("-").isdecimal()
+            else None
+        )
         if value is None or value < least or (most is not None and value > most):
             between = f"from {least} on" if most is None else f"from {least} to {most}"
             raise argparse.ArgumentTypeError(f"{text!r:.60} is not a whole number {between}")
@@ -147,7 +168,9 @@ def number(least: float, most: float, *, also: float | None = None) -> Callable[
             value = math.nan
         if not (least <= value <= most or value == also):
             beside = "" if also is None else f"{also:g} or "
-            raise argparse.ArgumentTypeError(f"{text!r:.60} is not {beside}a number from {least:g} to {most:g}")
+            raise argparse.ArgumentTypeError(
+                f"{text!r:.60} is not {beside}a number from {least:g} to {most:g}"
+            )
         return value
 
     return convert
@@ -156,7 +179,9 @@ def number(least: float, most: float, *, also: float | None = None) -> Callable[
 def text(value: str) -> str:
     """A text with something in it."""
     if not value.strip() or "\0" in value:
-        raise argparse.ArgumentTypeError(f"{value!r} is empty or no text; write something, or leave the option out")
+        raise argparse.ArgumentTypeError(
+            f"{value!r} is empty or no text; write something, or leave the option out"
+        )
     return value
 
 
@@ -179,12 +204,17 @@ def optional(convert: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 _NULL = ("null", "~")  # as YAML reads them, in any case
-_TRUE, _FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
-_PLAIN_LIST = re.compile(r"[\w./:+=-]+(,[\w./:+=-]+)+")  # a lone regular expression, as PEFT takes, is no list
+_TRUE = ("true", "yes", "t", "y", "1")
+_FALSE = ("false", "no", "f", "n", "0")
+# a lone regular expression, as PEFT takes, is no list
+_PLAIN_LIST = re.compile(r"[\w./:+=-]+(,[\w./:+=-]+)+")
 
 
 def is_null(text: object) -> bool:
-    """Whether `text` is None or the word null. The word `none` is a value of some keys, so it is not."""
+    """Whether `text` is None or the word null.
+
+    The word `none` is a value of some keys, so it is not.
+    """
     return text is None or (isinstance(text, str) and text.strip().lower() in _NULL)
 
 
@@ -195,7 +225,10 @@ def truth(value: object) -> bool | None:
 
 
 def split_list(words: Sequence[Any]) -> list[Any]:
-    """The entries of a list given as `a b`, `a,b`, `[a,b]` or `[a, b]`. Raises `ValueError` for an open bracket."""
+    """The entries of a list given as `a b`, `a,b`, `[a,b]` or `[a, b]`.
+
+    Raises `ValueError` for an open bracket.
+    """
     texts = [str(word) for word in words]
     if texts and texts[0].startswith("[") and texts[-1].endswith("]"):
         entries = yaml_value(" ".join(texts))
@@ -203,7 +236,10 @@ def split_list(words: Sequence[Any]) -> list[Any]:
             return entries
     if texts and texts[0].startswith("[") and "]" not in "".join(texts):
         raise ValueError("has an opening bracket only")
-    listed = (word.split(",") if isinstance(word, str) and _PLAIN_LIST.fullmatch(word) else [word] for word in words)
+    listed = (
+        word.split(",") if isinstance(word, str) and _PLAIN_LIST.fullmatch(word) else [word]
+        for word in words
+    )
     return [entry for entries in listed for entry in entries]
 
 
@@ -219,7 +255,9 @@ def _load_yaml(text: str) -> Any:
 
 @cache
 def _loader() -> Any:
-    """PyYAML takes the last of two equal keys without a word. A key that is merged with `<<` may be given again.
+    """PyYAML takes the last of two equal keys without a word.
+
+    A key that is merged with `<<` may be given again.
 
     It also takes aliases of aliases, of which a few lines hold more than any memory.
     """
@@ -227,11 +265,14 @@ def _loader() -> Any:
 
     class Loader(yaml.SafeLoader):
         def get_single_node(self) -> Any:
-            node, left = super().get_single_node(), iter(range(_MOST_YAML))
+            node = super().get_single_node()
+            left = iter(range(_MOST_YAML))
 
             def visit(node: Any) -> None:
                 if next(left, None) is None:
-                    raise yaml.constructor.ConstructorError(None, None, "its aliases make it larger than any config")
+                    raise yaml.constructor.ConstructorError(
+                        None, None, "its aliases make it larger than any config"
+                    )
                 for part in node.value if isinstance(node, yaml.CollectionNode) else ():
                     for inside in part if isinstance(part, tuple) else (part,):
                         visit(inside)
@@ -253,7 +294,10 @@ def _loader() -> Any:
 
 
 def read_json(text: str | bytes) -> Any:
-    """What a JSON text stands for. Raises `ValueError`, also for a key given twice, of which Python takes one."""
+    """What a JSON text stands for.
+
+    Raises `ValueError`, also for a key given twice, of which Python takes one.
+    """
     return json.loads(text, object_pairs_hook=each_once)
 
 
@@ -287,7 +331,9 @@ def yaml_line(value: Any) -> str:
 
 
 def flow_mapping(text: str) -> dict[str, Any] | None:
-    """The mapping of a text in YAML's short form, `{a: 1, b: [2, 3]}`, of what JSON knows; None where it is none."""
+    """The mapping of a text in YAML's short form, `{a: 1, b: [2, 3]}`, of what JSON knows; None
+    where it is none.
+    """
     content = yaml_value(text) if text.startswith("{") else None
     try:
         return dict(json.loads(json.dumps(content))) if isinstance(content, dict) else None
@@ -296,20 +342,34 @@ def flow_mapping(text: str) -> dict[str, Any] | None:
 
 
 def read_mapping(option: str, path: Path) -> dict[str, Any]:
-    """The keys and values in a file. Raises `UserError`, which begins with `option`, in one line."""
+    """The keys and values in a file.
+
+    Raises `UserError`, which begins with `option`, in one line.
+    """
     try:
         content = _load_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{option}: no file {str(path)!r}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{option}: {str(path)!r} is not UTF-8 text ({error.reason}); save it as UTF-8") from error
+        raise UserError(
+            f"{option}: {str(path)!r} is not UTF-8 text ({error.reason}); save it as UTF-8"
+        ) from error
     except OSError as error:
-        raise UserError(f"{option}: {str(path)!r} cannot be read ({error.strerror}); name a YAML file") from error
+        raise UserError(
+            f"{option}: {str(path)!r} cannot be read ({error.strerror}); name a YAML file"
+        ) from error
     except ValueError as error:  # also of a date that is none
         raise UserError(f"{option}: {str(path)!r} is not valid YAML ({error!s:.300})") from error
     except RecursionError as error:
-        raise UserError(f"{option}: {str(path)!r} is nested too deeply; name a file of `key: value` lines") from error
+        raise UserError(
+            f"{option}: {str(path)!r} is nested too deeply; name a file of `key: value` lines"
+        ) from error
     if not isinstance(content, dict):
         found = "nothing" if content is None else type(content).__name__
         raise UserError(f"{option}: {str(path)!r}: expected `key: value` lines, found {found}")
     return {str(key): value for key, value in content.items()}
+
+
+def printable(text: str) -> str:
+    """One line without control characters: a row must not command the terminal."""
+    return "".join(char if char.isprintable() else " " for char in text)

@@ -1,7 +1,8 @@
-"""All patches of libraries: attributes that are replaced because the library leaves no argument and no method to
-override for it. What it does there, why that is not enough, and when a patch can go, is in the table at the end of
-CONTRIBUTING.md, to be read when a version is raised. `tests/unit/utils/test_compat.py` holds that the attributes exist,
-and that nothing is replaced past this list.
+"""All patches of libraries: attributes that are replaced because the library leaves no argument and
+no method to override for it. What it does there, why that is not enough, and when a patch can go,
+is in the table at the end of CONTRIBUTING.md, to be read when a version is raised.
+`tests/unit/utils/test_compat.py` holds that the attributes exist, and that nothing is replaced past
+this list.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,9 @@ class Patch:
 
     @contextmanager
     def replaced_by(self, value: Any, *, on: Any) -> Iterator[None]:
-        """Inside, the attribute of `on` is `value`; one that `on` has from its class alone is deleted after that."""
+        """Inside, the attribute of `on` is `value`; one that `on` has from its class alone is
+        deleted after that.
+        """
         own = self.name in vars(on)
         original = vars(on)[self.name] if own else getattr(on, self.name)  # a static method as such
         setattr(on, self.name, value)
@@ -32,20 +35,29 @@ class Patch:
                 delattr(on, self.name)
 
     def install(self, value: Any, *, on: Any) -> None:
-        """Set the attribute for good: of an object that is ours to change, or of a module in this process."""
+        """Set the attribute for good: of an object that is ours to change, or of a module in this
+        process.
+        """
         assert hasattr(on, self.name), f"{type(on).__name__} has no {self.name}"
         setattr(on, self.name, value)
 
 
 GENERATION_CLASS = Patch("trl.trainer.grpo_trainer", "VLLMGeneration")
 ENGINE = Patch("trl.generation.vllm_generation", "LLM")
+REFERENCE_MODEL = Patch("trl.trainer.grpo_trainer", "create_model_from_path")
 SERVER_CLIENT = Patch("trl.generation.vllm_generation", "VLLMClient")
 SHARD_LOADING = Patch("transformers.trainer", "deepspeed_load_checkpoint")
-IMAGE_PROCESSING = Patch("transformers.models.qwen2_vl.image_processing_qwen2_vl.Qwen2VLImageProcessor", "preprocess")
+IMAGE_PROCESSING = Patch(
+    "transformers.models.qwen2_vl.image_processing_qwen2_vl.Qwen2VLImageProcessor", "preprocess"
+)
 HUB_OFFLINE = Patch("huggingface_hub.constants", "HF_HUB_OFFLINE")
 DATASETS_OFFLINE = Patch("datasets.config", "HF_HUB_OFFLINE")
-VISION_FEATURES = Patch("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLModel", "get_image_features")
+VISION_FEATURES = Patch(
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLModel", "get_image_features"
+)
 VISION_ATTENTION = Patch("transformers.PretrainedConfig", "_attn_implementation")
 TEXT_ATTENTION = Patch("transformers.PretrainedConfig", "_attn_implementation")
-SHARED_MEMORY = Patch("vllm.distributed.device_communicators.cpu_communicator._CPUSHMDistributed", "make_group_name")
+SHARED_MEMORY = Patch(
+    "vllm.distributed.device_communicators.cpu_communicator._CPUSHMDistributed", "make_group_name"
+)
 SHARDED_BUILD = Patch("transformers.integrations.deepspeed", "_hf_deepspeed_config_weak_ref")

@@ -1,12 +1,13 @@
-"""The families of errors: the user's mistakes (exit code 2), and a run that must not or cannot go on (exit code 1)."""
+"""The families of errors: the user's mistakes (exit code 2), and a run that must not or cannot go
+on (exit code 1).
+"""
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from adora_vl.utils.hidden import masked_text
+from adora_vl.utils.secrets import masked_text
 
 
 class SpokenError(Exception):
@@ -17,7 +18,10 @@ class SpokenError(Exception):
 
 
 class UserError(SpokenError, ValueError):
-    """The input is wrong: one line that names the key or row, its value and what would be right. Exit code 2."""
+    """The input is wrong: one line that names the key or row, its value and what would be right.
+
+    Exit code 2.
+    """
 
 
 def refuse(*faults: tuple[object, str]) -> None:
@@ -32,7 +36,9 @@ class SharedUserError(UserError):
 
 
 class RolloutError(SpokenError, RuntimeError):
-    """Engine and trainer do not see the same thing: learning from these rollouts would be learning from noise."""
+    """Engine and trainer do not see the same thing: learning from these rollouts would be learning
+    from noise.
+    """
 
 
 class EngineError(RolloutError):
@@ -48,24 +54,33 @@ class RunError(SpokenError, RuntimeError):
 
 
 class DiskFullError(RunError):
-    """The disk is full. A rank may find that alone, and the traceback of what could not be written says no more."""
+    """The disk is full.
+
+    A rank may find that alone, and the traceback of what could not be written says no more.
+    """
 
 
-# What gloo, NCCL and torch's store say in a collective call where a process on the other side is gone. There is no type
-# of its own for it: gloo raises a plain RuntimeError.
+# What gloo, NCCL and torch's store say in a collective call where a process on the other side is
+# gone. There is no type of its own for it: gloo raises a plain RuntimeError.
 _LOST = re.compile(
-    r"closed by peer|reset by peer|broken pipe|connection was likely closed|remote process exit|Application timeout|"
+    r"closed by peer|reset by peer|broken pipe|connection was likely closed|remote process "
+    r"exit|Application timeout|"
     r"Timed out waiting \d+ms|Read (error|timeout) \[|failed to (recv|send)|Socket Timeout",
     re.IGNORECASE,
 )
 
 
 def lost_contact(error: BaseException) -> str:
-    """What to say where a collective call failed because another process is gone; empty for any other error."""
+    """What to say where a collective call failed because another process is gone; empty for any
+    other error.
+    """
     if not isinstance(error, RuntimeError) or _LOST.search(str(error)) is None:
         return ""
     why = in_one_line(error)
-    return f"another process has ended, or its machine cannot be reached; its own last lines say why ({why})"
+    return (
+        "another process has ended, or its machine cannot be reached; its own last lines say "
+        f"why ({why})"
+    )
 
 
 def in_one_line(error: BaseException) -> str:
@@ -80,15 +95,47 @@ def in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-@contextmanager
-def engine_call(name: str) -> Iterator[None]:
-    """Inside, an error of the engine becomes an `EngineError` of one line. Our own errors stay as they are."""
-    try:
-        yield
-    except (RolloutError, RunError, UserError):
-        raise
-    except Exception as error:
-        raise EngineError(f"the engine failed in {name} ({in_one_line(error)})") from error
+class TranslatedErrors:
+    """Inside, an error is raised again as another one.
+
+    This is a class because `contextlib.contextmanager` would let a StopIteration through as it is:
+    it takes a RuntimeError with that cause for Python's own (PEP 479), and most of our errors are
+    RuntimeErrors.
+    """
+
+    def __init__(self, translated: Callable[[Exception], Exception | None]) -> None:
+        """`translated`: returns the error to raise, whose `__cause__` is kept; None keeps the
+        original one.
+        """
+        self._translated = translated
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        if not isinstance(error, Exception):
+            return
+        raised = self._translated(error)
+        if raised is not None:
+            raise raised from raised.__cause__
+
+
+def engine_call(name: str) -> TranslatedErrors:
+    """Inside, an error of the engine becomes an `EngineError` of one line.
+
+    Our own errors stay as they are.
+    """
+
+    def translated(error: Exception) -> Exception | None:
+        if isinstance(error, RolloutError | RunError | UserError):
+            return None
+        failed = EngineError(f"the engine failed in {name} ({in_one_line(error)})")
+        failed.__cause__ = error
+        return failed
+
+    return TranslatedErrors(translated)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -14,19 +14,25 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, BinaryIO
 
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# What safetensors and torch make of those: torch's writer says how far it came, and not why it came no further.
+# What safetensors and torch make of those: torch's writer says how far it came, and not why it came
+# no further.
 _FULL_WORDS = re.compile(
-    r"No space left|os error (28|122)\b|quota exceeded|unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing",
+    r"No space left|os error (28|122)\b|quota exceeded|unexpected pos \d+ vs "
+    r"\d+|PytorchStreamWriter failed writing",
     re.IGNORECASE,
 )
 _PARTIAL = ".partial-"
 GIB = 2**30
 _PARTIAL_NAME = re.compile(rf"\.(.+){_PARTIAL}[0-9a-f]{{16}}")  # hidden, and 8 random bytes
-_NEW, _OLD, _LOCK = "new", "old", "lock"  # in the hidden neighbour of a folder
-NFS_DELAY_S = 60.0  # a client of NFS may not see another one's new file for this long (the default of `acdirmax`)
+# in the hidden neighbour of a folder
+_NEW = "new"
+_OLD = "old"
+_LOCK = "lock"
+# a client of NFS may not see another one's new file for this long (the default of `acdirmax`)
+NFS_DELAY_S = 60.0
 
 
 def cache_folder() -> Path:
@@ -35,11 +41,32 @@ def cache_folder() -> Path:
     return Path(os.environ.get("ADORA_VL_HOME") or Path(cache) / "adora_vl")
 
 
+def leads_out(folder: Path, path: Path) -> bool:
+    """Whether a path below `folder` leads out of it by a link, its own or one on the way: a folder
+    from elsewhere must not show any file of this machine. A loop of links leads nowhere, and out.
+    """
+    try:
+        return not path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):
+        return True
+
+
+def refuse_links_out(key: str, folder: Path, *paths: Path) -> None:
+    """Raises `UserError` for the first path that leads out of `folder`."""
+    for path in paths:
+        if leads_out(folder, path):
+            raise UserError(
+                f"{key}: {str(path)!r} is a link out of {str(folder)!r}, and what it leads to is "
+                "not read; put the file itself there"
+            )
+
+
 @contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """A hidden neighbour of `path` to write into, renamed over `path` when the block ends; on an error it is removed,
-    and what was at `path` stays. Unless `durable` is false, the bytes are on the disk before the file gets its name.
-    What is no file, such as /dev/stdout, is written to as it is. Raises `OSError`.
+    """A hidden neighbour of `path` to write into, renamed over `path` when the block ends; on an
+    error it is removed, and what was at `path` stays. Unless `durable` is false, the bytes are on
+    the disk before the file gets its name. What is no file, such as /dev/stdout, is written to as
+    it is. Raises `OSError`.
     """
     if path.is_relative_to("/dev") or (path.exists() and not path.is_file()):
         with path.open("wb") as file:
@@ -66,13 +93,16 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 class KeptAnswers:
-    """Answers by key, a JSON line each, to which several processes may add at once. A line that cannot be read is
-    ignored; one that a killed process tore does not take the next one with it.
+    """Answers by key, a JSON line each, to which several processes may add at once.
+
+    A line that cannot be read is ignored; one that a killed process tore does not take the next one
+    with it.
     """
 
     def __init__(self, file: Path) -> None:
         """Raises `OSError`, as `put` does."""
-        self._file, self._answers = file, dict[str, str]()
+        self._file = file
+        self._answers = dict[str, str]()
         content = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
         for line in content.splitlines():
             with suppress(ValueError, LookupError, TypeError, RecursionError):
@@ -95,7 +125,9 @@ class KeptAnswers:
 
 
 def appears(path: Path, patience_s: float = NFS_DELAY_S) -> bool:
-    """Whether a file is there that another machine has made on a shared disk, if need be after a while."""
+    """Whether a file is there that another machine has made on a shared disk, if need be after a
+    while.
+    """
     end = time.monotonic() + patience_s
     while not path.exists():
         if time.monotonic() >= end:
@@ -108,9 +140,10 @@ def appears(path: Path, patience_s: float = NFS_DELAY_S) -> bool:
 
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """A new folder, hidden beside `folder`, which takes its place when the block ends, its files on the disk; on an
-    error it is removed, and the old one stays. Where a process is killed between the two renames of the exchange,
-    `recover_folder` or `remove_partial` gives the old folder its name back. Raises `OSError`.
+    """A new folder, hidden beside `folder`, which takes its place when the block ends, its files on
+    the disk; on an error it is removed, and the old one stays. Where a process is killed between
+    the two renames of the exchange, `recover_folder` or `remove_partial` gives the old folder its
+    name back. Raises `OSError`.
     """
     recover_folder(folder)
     beside, lock = locked_folder(lambda: _neighbour(folder))
@@ -129,7 +162,9 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
 
 def usual_modes(folder: Path) -> None:
-    """Give the weights in `folder` a new file's mode: stock safetensors (0.8) lets their owner alone read them."""
+    """Give the weights in `folder` a new file's mode: stock safetensors (0.8) lets their owner
+    alone read them.
+    """
     probe = _neighbour(folder / "mode")
     with suppress(OSError):  # not on every file system
         probe.touch()
@@ -140,7 +175,9 @@ def usual_modes(folder: Path) -> None:
 
 
 def put_in_place(new: Path, folder: Path, old: Path) -> None:
-    """Rename `new` to `folder`, and what stands there before that to `old`, in the same file system."""
+    """Rename `new` to `folder`, and what stands there before that to `old`, in the same file
+    system.
+    """
     if folder.exists():
         folder.rename(old)
     new.rename(folder)
@@ -157,14 +194,20 @@ def flush(path: Path) -> None:
 
 
 def recover_folder(folder: Path) -> None:
-    """Undo what killed processes left of replacing `folder`. What a living process is writing stays."""
+    """Undo what killed processes left of replacing `folder`.
+
+    What a living process is writing stays.
+    """
     found = sorted(folder.parent.glob(f".{escape(folder.name)}{_PARTIAL}*"))
     for beside in abandoned(path for path in found if is_partial(path) and path.is_dir()):
         _settle(beside, folder)
 
 
 def abandoned(folders: Iterable[Path]) -> Iterator[Path]:
-    """Those of `locked_folder` whose process is gone. Each is this one's until the next is asked for."""
+    """Those of `locked_folder` whose process is gone.
+
+    Each is this one's until the next is asked for.
+    """
     for folder in folders:
         try:
             lock = _lock(folder, os.O_RDWR)
@@ -175,8 +218,9 @@ def abandoned(folders: Iterable[Path]) -> Iterator[Path]:
 
 
 def locked_folder(new_name: Callable[[], Path]) -> tuple[Path, int | None]:
-    """A new folder with a random name, and the open lock in it, by which others know that its process lives; None on a
-    file system without locks, where nobody removes what a process left behind.
+    """A new folder with a random name, and the open lock in it, by which others know that its
+    process lives; None on a file system without locks, where nobody removes what a process left
+    behind.
     """
     while True:
         folder = new_name()
@@ -193,7 +237,10 @@ def locked_folder(new_name: Callable[[], Path]) -> tuple[Path, int | None]:
 
 
 def _lock(beside: Path, flags: int) -> int:
-    """The open, locked file in a hidden folder; the kernel drops the lock of a dead process. Raises `OSError`."""
+    """The open, locked file in a hidden folder; the kernel drops the lock of a dead process.
+
+    Raises `OSError`.
+    """
     lock = os.open(beside / _LOCK, flags)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -222,7 +269,10 @@ def is_partial(path: Path) -> bool:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what killed processes left in `folder` of what they were replacing. Call it where nobody else writes."""
+    """Remove what killed processes left in `folder` of what they were replacing.
+
+    Call it where nobody else writes.
+    """
     for path in folder.glob(f".*{_PARTIAL}*"):
         named = _PARTIAL_NAME.fullmatch(path.name)
         if named and path.is_dir():
@@ -233,7 +283,9 @@ def remove_partial(folder: Path) -> None:
 
 @contextmanager
 def written_to(option: str, path: Path) -> Iterator[None]:
-    """An `OSError` inside the block is the user's to mend: the option, the path, the reason, what to do."""
+    """An `OSError` inside the block is the user's to mend: the option, the path, the reason, what
+    to do.
+    """
     try:
         yield
     except OSError as error:
@@ -241,8 +293,15 @@ def written_to(option: str, path: Path) -> Iterator[None]:
 
 
 def unwritable(option: str, path: Path, error: Exception) -> UserError:
-    remedy = "free some space, or choose another place" if disk_is_full(error) else "choose another place"
-    return UserError(f"{option}: {str(path)!r} cannot be written ({getattr(error, 'strerror', '') or error}); {remedy}")
+    remedy = (
+        "free some space, or choose another place"
+        if disk_is_full(error)
+        else "choose another place"
+    )
+    return UserError(
+        f"{option}: {str(path)!r} cannot be written ({getattr(error, 'strerror', '') or error}); "
+        f"{remedy}"
+    )
 
 
 def disk_is_full(error: BaseException | None) -> bool:
@@ -267,23 +326,30 @@ def check_folder(option: str, folder: Path) -> None:
     refuse_dangling(option, folder)
     with written_to(option, folder):
         there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-        is_file = f"{option}: {str(there)!r} is a file, and a folder is needed; choose another place"
-        refuse((not there.is_dir(), is_file))
+        is_file = (
+            f"{option}: {str(there)!r} is a file, and a folder is needed; choose another place"
+        )
+        if not there.is_dir():
+            raise UserError(is_file)
         if not os.access(there, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
 
 
 def check_json(option: str, path: Path, what: str, is_ours: Callable[[Any], bool]) -> None:
-    """Raise `UserError` where a JSON file cannot be written, or is there and is not `what`, as `is_ours` says."""
+    """Raise `UserError` where a JSON file cannot be written, or is there and is not `what`, as
+    `is_ours` says.
+    """
     check_folder(option, path.parent)
-    if not path.exists() or not (path.is_file() or path.is_dir()):  # /dev/stdout is written to as it is
+    # /dev/stdout is written to as it is
+    if not path.exists() or not (path.is_file() or path.is_dir()):
         return
     try:
         content = path.read_bytes()
         fine = not content or is_ours(json.loads(content))
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         fine = False
-    refuse((not fine, f"{option}: {str(path)!r} is there and not {what}; choose another name"))
+    if not fine:
+        raise UserError(f"{option}: {str(path)!r} is there and not {what}; choose another name")
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -296,7 +362,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def make_folder(option: str, folder: Path) -> None:
-    """Make a folder that may be there already. Raises `UserError` where it cannot be made, or not be written into."""
+    """Make a folder that may be there already.
+
+    Raises `UserError` where it cannot be made, or not be written into.
+    """
     check_folder(option, folder)
     with written_to(option, folder):
         folder.mkdir(parents=True, exist_ok=True)

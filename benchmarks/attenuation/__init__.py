@@ -1,4 +1,4 @@
-"""When does attenuation help? Six ways to weigh groups, in four regimes, on a task whose answers are guesses or chains.
+"""A text task whose answers are guesses or chains, in four regimes, and one arm trained on it.
 
-The question, the design and the results are in docs/experiments.md.
+Question, design and results stand in docs/experiments.md.
 """

@@ -1,37 +1,43 @@
-"""One run: the trainer and the engine that every user has, on the task. The engine of a process serves all its runs."""
+"""One run: the trainer and the engine that every user has, on the task.
+
+The engine of a process serves all its runs.
+"""
 
 import gc
 import json
 import math
-import random
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer
-from adora_vl.advantage import AdoraWeighting, AdvantagePipeline, Groups
-from adora_vl.advantage.groups import scheduled
-from adora_vl.advantage.grpo import is_constant
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.utils.files import replace_file
 from benchmarks.attenuation.task import ChainProblem, Settings, Trial, is_chain, is_right, problems
 
-YOKED_TO, SIGNAL_WEIGHT = "yoked_to", "signal_weight"  # a key of an arm, and one of a step
-LOGGED = ("adora/tds_share", "adora/weight_mean", "adora/rate_scale", "adora/drift", "entropy", "grad_norm", "loss")
+LOGGED = (
+    "adora/tds_share",
+    "adora/weight_mean",
+    "adora/rate_scale",
+    "adora/drift",
+    "entropy",
+    "grad_norm",
+    "loss",
+)
 
 
 def keep_one_engine() -> None:
-    """The next trainer of this process takes over the engine. The first sync of a run sends every weight, and every
-    rollout has a seed of its own, so nothing of an earlier run is left.
+    """The next trainer of this process takes over the engine.
+
+    The first sync of a run sends every weight, and every rollout has a seed of its own, so nothing
+    of an earlier run is left.
     """
     build = AdoraVLLMGeneration._build_llm
     kept: list[Any] = []
@@ -45,8 +51,8 @@ def keep_one_engine() -> None:
 
 
 class AnswerCounts:
-    """What the rollouts of a batch are: counts by family and kind of answer, right by what the run rewards. Of chains
-    those are counted too whose every step is right.
+    """What the rollouts of a batch are: counts by family and kind of answer, right by what the run
+    rewards. Of chains those are counted too whose every step is right.
     """
 
     def __init__(self, reward: str) -> None:
@@ -54,7 +60,8 @@ class AnswerCounts:
         self.counts: dict[str, float] = defaultdict(float)
 
     def add(self, text: str, problem: ChainProblem, tokens: int) -> bool:
-        kind, right = "chain" if is_chain(text) else "guess", is_right(text, problem, self.reward)
+        kind = "chain" if is_chain(text) else "guess"
+        right = is_right(text, problem, self.reward)
         whole = "whole_chains" if text == problem.chain else ""
         own = f"{kind}_{problem.family}"
         for key in (own, f"{own}_right" if right else "", whole, "tokens_" + kind):
@@ -63,9 +70,16 @@ class AnswerCounts:
         return right
 
     def figures(self, share_a: float | None = None) -> dict[str, float | None]:
-        """Accuracy, share and accuracy of chains, and mean lengths. `share_a`: the weight of family A in them."""
+        """Accuracy, share and accuracy of chains, and mean lengths.
+
+        `share_a`: the weight of family A in them.
+        """
         n = {f: self.counts[f"chain_{f}"] + self.counts[f"guess_{f}"] for f in "AB"}
-        weight = {"A": share_a, "B": 1 - share_a} if share_a else {f: n[f] / max(1, sum(n.values())) for f in "AB"}
+        weight = (
+            {"A": share_a, "B": 1 - share_a}
+            if share_a
+            else {f: n[f] / max(1, sum(n.values())) for f in "AB"}
+        )
         out: dict[str, float | None] = {}
         for f in "AB":
             right = self.counts[f"chain_{f}_right"] + self.counts[f"guess_{f}_right"]
@@ -73,52 +87,30 @@ class AnswerCounts:
             out[f"chains_{f}"] = self.counts[f"chain_{f}"] / n[f] if n[f] else None
         for key in ("accuracy", "chains"):
             out[key] = sum(weight[f] * (out[f"{key}_{f}"] or 0.0) for f in "AB")
-        chains, guesses = (sum(self.counts[f"{kind}_{f}"] for f in "AB") for kind in ("chain", "guess"))
+        chains, guesses = (
+            sum(self.counts[f"{kind}_{f}"] for f in "AB") for kind in ("chain", "guess")
+        )
         out["chain_accuracy"] = self.counts["whole_chains"] / chains if chains else None
         total = self.counts["tokens_chain"] + self.counts["tokens_guess"]
         out["tokens"] = total / max(1, chains + guesses)
         return out
 
 
-class SignalWeights:
-    """Notes the mean weight of the groups that carry signal, step by step, and gives a yoked run those of another."""
-
-    def __init__(self, methods: AdvantagePipeline, record: Sequence[float | None] | None) -> None:
-        """`record`: the means of the run to replay, None in a step without such a group. None: this run is free."""
-        self.means: dict[int, float] = {}  # by step; a batch is weighed when it is graded and again when it is final
-        self._methods, self._weigh, self._record = methods, methods.weigh, record
-        methods.weigh = self  # type: ignore[method-assign]
-
-    def __call__(self, groups: Groups) -> AdoraWeighting:
-        weighting, signal_P = self._weigh(groups), ~is_constant(groups.rewards_PG)
-        if self._record is not None:
-            recorded = self._record[groups.step]
-            weighting = self._yoked(weighting, signal_P, 1.0 if recorded is None else recorded, groups.step)
-        self.means[groups.step] = weighting.weights_P[signal_P].mean().item() * weighting.rate
-        return weighting
-
-    def _yoked(self, weighting: AdoraWeighting, signal_P: Tensor, mean: float, step: int) -> AdoraWeighting:
-        """The learning rate times `mean`, or as many groups attenuated, drawn by chance, as it takes to have it."""
-        options, weights_P = self._methods.judged_by, torch.ones_like(weighting.weights_P)
-        if options.assign == "rate":
-            return replace(weighting, weights_P=weights_P, rate=mean)
-        factor, able = scheduled(options.factor).at(step), signal_P.nonzero()[:, 0].tolist()
-        rng = random.Random(f"{self._methods.seed}/{step}")
-        number = len(able) * (1 - mean) / (1 - factor)
-        weights_P[rng.sample(able, min(len(able), int(number + rng.random())))] = factor
-        return replace(weighting, weights_P=weights_P)
-
-
 class HeldOutCurve(TrainerCallback):
-    """Evaluates on held-out problems, with answers sampled as in training, every time from the same random numbers."""
+    """Evaluates on held-out problems, with answers sampled as in training, every time from the same
+    random numbers.
+    """
 
     def __init__(self, settings: Settings, job: Trial) -> None:
-        self.settings, self.job = settings, job
+        self.settings = settings
+        self.job = job
         regime = settings.regimes[job.regime]
         self.held_out = [
             problem
             for family in "AB"
-            for problem in problems(settings.eval_problems, regime, f"held out/{job.regime}/{job.seed}", family)
+            for problem in problems(
+                settings.eval_problems, regime, f"held out/{job.regime}/{job.seed}", family
+            )
         ]
         self.points: list[dict[str, Any]] = []
         self.trainer: Any = None
@@ -127,12 +119,16 @@ class HeldOutCurve(TrainerCallback):
         self.evaluate(0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self.settings.eval_every == 0 or state.global_step == state.max_steps:
+        if (
+            state.global_step % self.settings.eval_every == 0
+            or state.global_step == state.max_steps
+        ):
             self.evaluate(state.global_step)
 
     @torch.no_grad()
     def evaluate(self, step: int) -> None:
-        model, tokenizer = self.trainer.model, self.trainer.processing_class
+        model = self.trainer.model
+        tokenizer = self.trainer.processing_class
         asked = tokenizer([problem.prompt for problem in self.held_out], return_tensors="pt")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.job.seed)
@@ -144,61 +140,66 @@ class HeldOutCurve(TrainerCallback):
                 max_new_tokens=self.trainer.max_completion_length,
             )
         tally = AnswerCounts(self.job.reward)
-        for problem, ids in zip(self.held_out, out_BT[:, asked["input_ids"].shape[1] :], strict=True):
+        for problem, ids in zip(
+            self.held_out, out_BT[:, asked["input_ids"].shape[1] :], strict=True
+        ):
             text = tokenizer.decode(ids, skip_special_tokens=True)
             tally.add(text, problem, int((ids != tokenizer.pad_token_id).sum()))
         self.points.append({"step": step, **tally.figures(share_a=0.75)})
 
 
-@torch.no_grad()
-def groups_of_start(settings: Settings, job: Trial, start: Path, number: int = 192) -> Groups:
-    """The answers of a start to as many problems of a regime as `number`, before anything is learned."""
-    model: Any = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(start)
-    drawn = problems(number, settings.regimes[job.regime], f"forecast/{job.regime}/{job.seed}")
-    asked = tokenizer([problem.prompt for problem in drawn], return_tensors="pt")
-    torch.manual_seed(job.seed)
-    out_BT = model.generate(
-        input_ids=asked["input_ids"], attention_mask=asked["attention_mask"], do_sample=True, top_k=0,
-        max_new_tokens=6 * settings.regimes[job.regime].operations + 6, num_return_sequences=settings.generations,
-    )[:, asked["input_ids"].shape[1] :]  # fmt: skip
-    texts = tokenizer.batch_decode(out_BT, skip_special_tokens=True)
-    right = [is_right(text, drawn[i // settings.generations], job.reward) for i, text in enumerate(texts)]
-    shape = (number, settings.generations)
-    ended_BT = out_BT == tokenizer.eos_token_id
-    lengths_B = torch.where(ended_BT.any(dim=1), ended_BT.int().argmax(dim=1) + 1, out_BT.shape[1])
-    truncated_PG = ~ended_BT.any(dim=1).view(shape)
-    return Groups(torch.tensor(right).float().view(shape), lengths_B.float().view(shape), truncated_PG)
-
-
 def _config(settings: Settings, job: Trial, folder: Path) -> Any:
-    regime, rows = settings.regimes[job.regime], settings.prompts * settings.generations
-    options = {key: value for key, value in settings.arms[job.arm].items() if key != YOKED_TO}
+    regime = settings.regimes[job.regime]
+    rows = settings.prompts * settings.generations
     return AdoraGRPOConfig(
-        output_dir=str(folder), use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True,
-        use_vllm=job.engine, vllm_mode="colocate", vllm_gpu_memory_utilization=0.3, vllm_max_model_length=128,
-        vllm_importance_sampling_mode="token_truncate", per_device_train_batch_size=rows,
-        num_generations=settings.generations, max_completion_length=6 * regime.operations + 6, temperature=1.0,
-        lr_scheduler_type="constant", adora_truncated="eos", adora_method={"adora": options},
-        logging_steps=1, save_strategy="no", report_to="none", seed=job.seed, adora_record_every=0,
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        use_vllm=job.engine,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=0.3,
+        vllm_max_model_length=128,
+        vllm_importance_sampling_mode="token_truncate",
+        per_device_train_batch_size=rows,
+        num_generations=settings.generations,
+        max_completion_length=6 * regime.operations + 6,
+        temperature=1.0,
+        lr_scheduler_type="constant",
+        adora_truncated="eos",
+        adora_method={"adora": settings.arms[job.arm]},
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        seed=job.seed,
+        adora_record_every=0,
         **settings.training(job),
-    )  # fmt: skip
+    )
 
 
 def run_job(
-    settings: Settings, job: Trial, start: Path, facts: dict[str, str], record: Sequence[float | None] | None = None
+    settings: Settings,
+    job: Trial,
+    start: Path,
+    facts: dict[str, str],
 ) -> dict[str, Any]:
-    """Train one arm from a start. Returns its figures: held-out points, and what each generation was like.
+    """Train one arm from a start.
 
-    `facts`: what else to write down. `record`: the mean weights that a yoked arm replays.
+    Returns its figures: held-out points, and what each generation was like.
+
+    `facts`: what else to write down.
     """
-    began, processor = time.perf_counter(), time.process_time()
+    began = time.perf_counter()
+    processor = time.process_time()
     number = settings.training(job)["max_steps"] * settings.prompts
     drawn = problems(number, settings.regimes[job.regime], f"train/{job.regime}/{job.seed}")
     rows = Dataset.from_list([{"prompt": p.prompt, "number": i} for i, p in enumerate(drawn)])
     batches: list[dict[str, Any]] = []
 
-    def graded(prompts: Any, completions: Any, completion_ids: Any, number: Any, **kwargs: Any) -> list[float]:
+    def graded(
+        prompts: Any, completions: Any, completion_ids: Any, number: Any, **kwargs: Any
+    ) -> list[float]:
         tally = AnswerCounts(job.reward)
         asked = zip(completions, number, completion_ids, strict=True)
         rewards = [float(tally.add(text, drawn[row], len(ids))) for text, row, ids in asked]
@@ -217,26 +218,31 @@ def run_job(
             callbacks=[watch],
         )
         batches.clear()  # of the two answers that a reward is tried on
-        watch.trainer, weights = trainer, SignalWeights(trainer.methods, record)
+        watch.trainer = trainer
         trainer.train()
         history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    for batch, entry, mean in zip(batches, history, weights.means.values(), strict=True):
-        batch[SIGNAL_WEIGHT] = mean
+    for batch, entry in zip(batches, history, strict=True):
         batch |= {key.removeprefix("adora/"): entry[key] for key in LOGGED if key in entry}
-    del trainer, watch.trainer, weights, model
+    del trainer, watch.trainer, model
     gc.collect()
     return {
-        **asdict(job), **facts,
-        "held_out": rounded(watch.points), "steps": rounded(batches),
+        **asdict(job),
+        **facts,
+        "held_out": rounded(watch.points),
+        "steps": rounded(batches),
         "seconds": round(time.perf_counter() - began, 1),
         "processor_seconds": round(time.process_time() - processor, 1),
-    }  # fmt: skip
+    }
 
 
 def rounded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """To four digits; what is not finite is left out."""
     return [
-        {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items() if v is not None and math.isfinite(v)}
+        {
+            k: round(v, 4) if isinstance(v, float) else v
+            for k, v in row.items()
+            if v is not None and math.isfinite(v)
+        }
         for row in rows
     ]
 
@@ -244,8 +250,3 @@ def rounded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def write_result(path: Path, result: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(result) + "\n")
-
-
-def read_record(path: Path) -> list[float | None]:
-    """The mean weights of a finished run, for one that is yoked to it."""
-    return [step.get(SIGNAL_WEIGHT) for step in json.loads(path.read_text())["steps"]]

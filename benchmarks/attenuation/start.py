@@ -1,6 +1,8 @@
-"""The start of a seed: a small language model that copies the teacher, the same for all arms and regimes.
+"""The start of a seed: a small language model that copies the teacher, the same for all arms and
+regimes.
 
-It learns in two stages: first to compute, which one model does for many seeds, and then to answer as the teacher does.
+It learns in two stages: first to compute, which one model does for many seeds, and then to answer
+as the teacher does.
 """
 
 import hashlib
@@ -14,7 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from adora_vl.builtin.processor import END_OF_TURN, build_tokenizer
 from adora_vl.builtin.small_model import fit, fresh_model, is_built, save_built
@@ -30,14 +38,19 @@ def _problem(rng: random.Random, start: Teaching) -> ChainProblem:
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """Every word, digit and sign is one token, so a step takes as many tokens in the form as in the chain."""
+    """Every word, digit and sign is one token, so a step takes as many tokens in the form as in the
+    chain.
+    """
     return build_tokenizer(["any\n", "two\n", "ten\n", "guess\n"])
 
 
 def _config(tokenizer: PreTrainedTokenizerFast, start: Teaching) -> Qwen2Config:
     config = Qwen2Config(**language_settings(tokenizer))
-    config.num_hidden_layers, config.layer_types = start.layers, config.layer_types[:1] * start.layers
-    config.hidden_size, config.intermediate_size, config.head_dim = start.width, 4 * start.width, start.width // HEADS
+    config.num_hidden_layers = start.layers
+    config.layer_types = config.layer_types[:1] * start.layers
+    config.hidden_size = start.width
+    config.intermediate_size = 4 * start.width
+    config.head_dim = start.width // HEADS
     config.num_attention_heads = config.num_key_value_heads = HEADS
     return config
 
@@ -62,7 +75,7 @@ def _teach(
         loss: Tensor = model(input_ids=ids_BT, attention_mask=mask_BT, labels=labels_BT).loss
         return loss
 
-    return fit(model, loss_of, steps, start.learning_rate)
+    return fit(model, loss_of=loss_of, steps=steps, learning_rate=start.learning_rate)
 
 
 def arithmetic_folder(output: Path, number: int) -> Path:
@@ -74,38 +87,64 @@ def start_folder(output: Path, job: Trial) -> Path:
 
 
 def fingerprint(folder: Path) -> str:
-    """Of a model's weights. The same seed gives other weights on another machine, and then other starts."""
+    """Of a model's weights.
+
+    The same seed gives other weights on another machine, and then other starts.
+    """
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:8]
 
 
 def build_arithmetic(folder: Path, start: Teaching, number: int = 0) -> None:
-    """A model that writes every chain without a slip, which starts are made of. One of this plan that is there stays.
+    """A model that writes every chain without a slip, which starts are made of.
 
-    A teacher that slips from the beginning does not get the arithmetic across: after 600 steps no chain was right.
+    One of this plan that is there stays.
+
+    A teacher that slips from the beginning does not get the arithmetic across: after 600 steps no
+    chain was right.
     """
     if is_built(folder, asdict(start)):
         return
-    tokenizer, rng = _tokenizer(), random.Random(f"arithmetic/{number}" if number else "arithmetic")
-    model = fresh_model(partial(Qwen2ForCausalLM, _config(tokenizer, start)), tokenizer, seed=number)
+    tokenizer = _tokenizer()
+    rng = random.Random(f"arithmetic/{number}" if number else "arithmetic")
+    model = fresh_model(
+        partial(Qwen2ForCausalLM, _config(tokenizer, start)), tokenizer, seed=number
+    )
 
     def example() -> tuple[ChainProblem, str]:
         problem = _problem(rng, start)
         return problem, problem.chain
 
-    save_built(folder, model, tokenizer, start, loss=_teach(model, tokenizer, start, start.arithmetic_steps, example))
+    save_built(
+        folder,
+        model=model,
+        processor=tokenizer,
+        plan=start,
+        loss=_teach(
+            model, tokenizer=tokenizer, start=start, steps=start.arithmetic_steps, example=example
+        ),
+    )
 
 
 def build_start(folder: Path, arithmetic: Path, start: Teaching, seed: int) -> None:
-    """Train the model of `arithmetic` on the teacher that guesses and slips. `folder` appears complete or not at all,
-    and a start of this plan that is there stays.
+    """Train the model of `arithmetic` on the teacher that guesses and slips.
+
+    `folder` appears complete or not at all, and a start of this plan that is there stays.
     """
     if is_built(folder, asdict(start)):
         return
     model: Any = AutoModelForCausalLM.from_pretrained(arithmetic, dtype=torch.float32)
-    tokenizer, rng = AutoTokenizer.from_pretrained(arithmetic), random.Random(f"start/{seed}")
+    tokenizer = AutoTokenizer.from_pretrained(arithmetic)
+    rng = random.Random(f"start/{seed}")
 
     def example() -> tuple[ChainProblem, str]:
         problem = _problem(rng, start)
         return problem, teacher(rng, problem)
 
-    save_built(folder, model, tokenizer, start, seed=seed, loss=_teach(model, tokenizer, start, start.steps, example))
+    save_built(
+        folder,
+        model=model,
+        processor=tokenizer,
+        plan=start,
+        seed=seed,
+        loss=_teach(model, tokenizer=tokenizer, start=start, steps=start.steps, example=example),
+    )

@@ -1,19 +1,21 @@
 """The task, its regimes, and the experiment's settings from the YAML file beside this module.
 
-The task is a chain of one-digit operations modulo ten. An answer guesses the last digit, or is the written chain.
+The task is a chain of one-digit operations modulo ten. An answer guesses the last digit, or is the
+written chain.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 SETTINGS = Path(__file__).with_name("settings.yaml")
-LONGEST = 5  # operations; prompts of shorter chains are filled up, so that all prompts have the same number of tokens
+# operations; prompts of shorter chains are filled up, so that all prompts have the same number of
+# tokens
+LONGEST = 5
 OPTIONS = (7, 3)  # the answers of family A, the more frequent one first
 SLIP = 0.35  # how often the teacher's result of a step is one too large
 GUESS = "guess: "
@@ -21,7 +23,10 @@ GUESS = "guess: "
 
 @dataclass(frozen=True)
 class ChainProblem:
-    """`chain` is what a chain has to say to be right, and `answer` its last digit. `family` is A or B."""
+    """`chain` is what a chain has to say to be right, and `answer` its last digit.
+
+    `family` is A or B.
+    """
 
     prompt: str
     chain: str
@@ -33,10 +38,9 @@ class ChainProblem:
 class Regime:
     """One of the experiment's four.
 
-    operations: length of the chains.
-    first_option: how often the answer of an A problem is the first of its two options.
-    hidden_slips: the results that count as right slip as the teacher's do, so that no chain can be relied on.
-    labelled: the prompt says which family a problem is of.
+    operations: length of the chains. first_option: how often the answer of an A problem is the
+    first of its two options. hidden_slips: the results that count as right slip as the teacher's
+    do, so that no chain can be relied on. labelled: the prompt says which family a problem is of.
     """
 
     operations: int
@@ -49,9 +53,15 @@ def _apply(value: int, sign: str, operand: int) -> int:
     return (value + operand if sign == "+" else value - operand) % 10
 
 
-def chain_text(start: int, operations: Sequence[tuple[str, int]], slips: Sequence[bool]) -> tuple[str, int]:
-    """The written chain and its last digit. A step that slips is one too large, and the next step goes on from it."""
-    steps, value = [], start
+def chain_text(
+    start: int, operations: Sequence[tuple[str, int]], slips: Sequence[bool]
+) -> tuple[str, int]:
+    """The written chain and its last digit.
+
+    A step that slips is one too large, and the next step goes on from it.
+    """
+    steps = []
+    value = start
     for (sign, operand), slip in zip(operations, slips, strict=True):
         result = (_apply(value, sign, operand) + slip) % 10
         steps.append(f"{value}{sign}{operand}={result}")
@@ -60,8 +70,13 @@ def chain_text(start: int, operations: Sequence[tuple[str, int]], slips: Sequenc
 
 
 def form(start: int, operations: Sequence[tuple[str, int]]) -> str:
-    """The chain as a form to fill in: `4+7=?;?-5=?`, with `_` for the steps that a shorter chain lacks."""
-    steps = [f"{'?' if number else start}{sign}{operand}=?" for number, (sign, operand) in enumerate(operations)]
+    """The chain as a form to fill in: `4+7=?;?-5=?`, with `_` for the steps that a shorter chain
+    lacks.
+    """
+    steps = [
+        f"{'?' if number else start}{sign}{operand}=?"
+        for number, (sign, operand) in enumerate(operations)
+    ]
     return ";".join([*steps, *["_____"] * (LONGEST - len(steps))])
 
 
@@ -71,8 +86,12 @@ def read_form(prompt: str) -> tuple[int, list[tuple[str, int]]]:
     return int(steps[0][0]), [(step[1], int(step[2])) for step in steps]
 
 
-def draw(rng: random.Random, regime: Regime, share_a: float = 0.75, family: str | None = None) -> ChainProblem:
-    """One problem. The last operand makes the answer what the family asks for, and all else is drawn alike in both
+def draw(
+    rng: random.Random, regime: Regime, share_a: float = 0.75, family: str | None = None
+) -> ChainProblem:
+    """One problem.
+
+    The last operand makes the answer what the family asks for, and all else is drawn alike in both
     families, so that nothing but the computed answer tells them apart.
     """
     family = family or ("A" if rng.random() < share_a else "B")
@@ -84,21 +103,31 @@ def draw(rng: random.Random, regime: Regime, share_a: float = 0.75, family: str 
     _, value = chain_text(start, operations[:-1], slips[:-1])
     before_slip = (wanted - slips[-1]) % 10
     sign = operations[-1][0]
-    operations[-1] = (sign, (before_slip - value) % 10 if sign == "+" else (value - before_slip) % 10)
+    operations[-1] = (
+        sign,
+        (before_slip - value) % 10 if sign == "+" else (value - before_slip) % 10,
+    )
     chain, answer = chain_text(start, operations, slips)
     assert answer == wanted
     label = {"A": "two", "B": "ten"}[family] if regime.labelled else "any"
-    return ChainProblem(f"{label}: {form(start, operations)}\n", chain, answer, family)
+    return ChainProblem(
+        prompt=f"{label}: {form(start, operations)}\n", chain=chain, answer=answer, family=family
+    )
 
 
-def problems(number: int, regime: Regime, seed: str, family: str | None = None) -> list[ChainProblem]:
+def problems(
+    number: int, regime: Regime, seed: str, family: str | None = None
+) -> list[ChainProblem]:
     """The same for the same seed, whatever has been drawn before."""
     rng = random.Random(seed)
     return [draw(rng, regime, family=family) for _ in range(number)]
 
 
 def teacher(rng: random.Random, problem: ChainProblem) -> str:
-    """What the warm start copies: a guess or a chain, half of the time each. A guess knows the label, and no more."""
+    """What the warm start copies: a guess or a chain, half of the time each.
+
+    A guess knows the label, and no more.
+    """
     if rng.random() < 0.5:
         return f"{GUESS}{rng.randrange(10) if problem.prompt.startswith('ten') else rng.choice(OPTIONS)}"
     start, operations = read_form(problem.prompt)
@@ -113,8 +142,10 @@ REWARDS = ("steps", "digit")  # what a chain has to have right: every step, or t
 
 
 def is_right(text: str, problem: ChainProblem, reward: str = "steps") -> bool:
-    """A guess is right by its digit. A chain is right if every step is: else a chain that ends in one of two digits
-    whatever it has computed would be a long guess, and chains would not be what they stand for. The reward `digit`
+    """A guess is right by its digit.
+
+    A chain is right if every step is: else a chain that ends in one of two digits whatever it has
+    computed would be a long guess, and chains would not be what they stand for. The reward `digit`
     asks for no more.
     """
     if not is_chain(text):
@@ -124,7 +155,8 @@ def is_right(text: str, problem: ChainProblem, reward: str = "steps") -> bool:
 
 @dataclass(frozen=True)
 class Teaching:
-    """How a start learns: `arithmetic_steps` of right chains, then `steps` of the teacher's answers.
+    """How a start learns: `arithmetic_steps` of right chains, then `steps` of the teacher's
+    answers.
 
     `operations`: chains are as long as these, in equal shares.
     """
@@ -140,7 +172,10 @@ class Teaching:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run. Those that differ in their arm alone are a pair: start, problems and seeds are the same."""
+    """One run.
+
+    Those that differ in their arm alone are a pair: start, problems and seeds are the same.
+    """
 
     regime: str
     recipe: str
@@ -159,8 +194,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Settings:
-    """`recipes`: keys of the config by name. `runs`: regime, recipe, number of seeds; optionally arms, the first seed,
-    whether to use the engine, the seeds of the arithmetic models, and what is rewarded."""
+    """The experiment's settings. `recipes` and `arms` are keys of the config by name."""
 
     start: Teaching
     steps: int
@@ -171,21 +205,14 @@ class Settings:
     regimes: dict[str, Regime]
     recipes: dict[str, dict[str, Any]]
     arms: dict[str, dict[str, Any]]
-    runs: list[dict[str, Any]]
 
     def training(self, job: Trial) -> dict[str, Any]:
         """The keys of the config that a run's recipe sets, on top of those of the first recipe."""
-        return {"max_steps": self.steps, **next(iter(self.recipes.values())), **self.recipes[job.recipe]}
-
-    def jobs(self) -> Iterator[Trial]:
-        """Seed by seed within an entry of `runs`, so that what is unfinished is the same with fewer seeds."""
-        for entry in self.runs:
-            first = entry.get("first_seed", 0)
-            for seed in range(first, first + entry["seeds"]):
-                for model, reward in product(entry.get("models", [0]), entry.get("rewards", REWARDS[:1])):
-                    for arm in entry.get("arms", self.arms):
-                        own = (entry["regime"], entry["recipe"], seed, arm, entry.get("engine", False))
-                        yield Trial(*own, model, reward)
+        return {
+            "max_steps": self.steps,
+            **next(iter(self.recipes.values())),
+            **self.recipes[job.recipe],
+        }
 
 
 def read_settings(path: Path = SETTINGS) -> Settings:

@@ -1,11 +1,14 @@
-"""Training steps of a GPU's recipe on a card that is not there: `python -m benchmarks.fake_card CONFIG`.
+"""Training steps of a GPU's recipe on a card that is not there: `python -m benchmarks.fake_card
+CONFIG`.
 
-The real trainer (`--way stock`: TRL's) takes steps of the recipe's model at true size, with drawn images and recorded
-answers. Printed: FLOPs, peak memory beside what the dry run predicts, launches, the kernels of attention, every wait of
-the host for the device with its line, and what raised. A model of 3 billion parameters takes some minutes on one core.
-What follows `--` goes to the training.
+The real trainer (`--way stock`: TRL's) takes steps of the recipe's model at true size, with drawn
+images and recorded answers. Printed: FLOPs, peak memory beside what the dry run predicts, launches,
+the kernels of attention, every wait of the host for the device with its line, and what raised. A
+model of 3 billion parameters takes some minutes on one core. What follows `--` goes to the
+training.
 
-    python -m benchmarks.fake_card configs/train/adora_3b_1gpu_lora.yaml --layers 2 --lengths 2048 1024 512 256
+    python -m benchmarks.fake_card configs/train/adora_3b_1gpu_lora.yaml --layers 2 --lengths 2048
+        1024 512 256
 """
 
 import argparse
@@ -22,7 +25,8 @@ from benchmarks.fake_card.card import Place
 from benchmarks.fake_card.run import PHASES, CardRun, Ran, run
 from benchmarks.fake_card.tables import HEADS, head_of, row_of, runs
 
-GIB, TERA = 2**30, 1e12
+GIB = 2**30
+TERA = 1e12
 EMULATED = """\
 Emulated, so nothing is shown of it: seconds, rounding and every value that depends on weights; the allocator's
 fragments, the CUDA context, workspaces of cuBLAS; which kernel runs, beyond attention's choice and its own memory; vLLM
@@ -53,23 +57,39 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     words = sys.argv[1:]
-    own, rest = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    own, rest = (
+        (words[: words.index("--")], words[words.index("--") + 1 :])
+        if "--" in words
+        else (words, [])
+    )
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.fake_card", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.fake_card",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("configs", nargs="+", metavar="CONFIG", help="files of configs/train")
     parser.add_argument(
-        "--table", choices=list(HEADS), help="of a page, in place of reports (benchmarks.fake_card.tables)"
+        "--table",
+        choices=list(HEADS),
+        help="of a page, in place of reports (benchmarks.fake_card.tables)",
     )
     parser.add_argument("--way", choices=["ours", "stock"], default="ours")
     parser.add_argument("--layers", type=int, help="of the language model (default: all)")
     parser.add_argument("--blocks", type=int, help="of the vision tower (default: all)")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[], help="of the answers of a group (default: full)")
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[],
+        help="of the answers of a group (default: full)",
+    )
     parser.add_argument("--groups", type=int, default=2, help="of a generation (default: 2)")
     parser.add_argument("--updates", type=int, default=2, help="optimizer steps (default: 2)")
     parser.add_argument("--image-tokens", type=int, default=256)
     parser.add_argument("--text-tokens", type=int, default=450)
-    parser.add_argument("--most", type=int, default=25, help="lines with waits that are shown (default: 25)")
+    parser.add_argument(
+        "--most", type=int, default=25, help="lines with waits that are shown (default: 25)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     return parser.parse_args(own, argparse.Namespace(config="", words=rest))
 
@@ -80,39 +100,80 @@ def facts(ran: Ran) -> dict[str, Any]:
     found = {name: dict(getattr(card, name)) for name in ("flops", "launches", "peaks", "kernels")}
     waits = [[number, *place] for place, number in _waits(ran).most_common()]
     predicted = ran.predicted_peak if ran.predicted is not None else None
-    figures = {"trained": ran.trained, "prompt": ran.prompt, "micro_batches": ran.micro_batches, "fault": ran.fault}
-    own = {"waits": own_waits(ran, "forward", "backward"), "generation_waits": own_waits(ran, "generation")}
-    memory = {"peak": ran.peak, "predicted": predicted, "first_and_later": ran.first_and_later if predicted else []}
+    figures = {
+        "trained": ran.trained,
+        "prompt": ran.prompt,
+        "micro_batches": ran.micro_batches,
+        "fault": ran.fault,
+    }
+    own = {
+        "waits": own_waits(ran, "forward", "backward"),
+        "generation_waits": own_waits(ran, "generation"),
+    }
+    memory = {
+        "peak": ran.peak,
+        "predicted": predicted,
+        "first_and_later": ran.first_and_later if predicted else [],
+    }
     return {**asdict(ran.asked), **figures, **found, **own, **memory, "places": waits}
 
 
 def report(ran: Ran, most: int = 25) -> list[str]:
     """What is printed."""
-    asked, card = ran.asked, ran.card
-    shown = f"{asked.layers or 'all'} layers, {asked.groups} groups, answers of {list(asked.lengths) or 'full length'}"
-    lines = [f"{asked.config}, {asked.way}: {shown}, prompts of {ran.prompt} tokens; {ran.seconds:.0f} s here"]
+    asked = ran.asked
+    card = ran.card
+    shown = (
+        f"{asked.layers or 'all'} layers, {asked.groups} groups, answers of "
+        f"{list(asked.lengths) or 'full length'}"
+    )
+    lines = [
+        f"{asked.config}, {asked.way}: {shown}, prompts of {ran.prompt} tokens; {ran.seconds:.0f} "
+        "s here"
+    ]
     lines.append(f"{ran.parameters / 1e9:.2f} billion parameters, {ran.trained / 1e9:.3f} trained")
-    lines += ["", f"{'phase':12} {'TFLOP':>8} {'peak GiB':>9} {'launches':>9} {'waits':>6} {'of which ours':>14}"]
+    lines += [
+        "",
+        f"{'phase':12} {'TFLOP':>8} {'peak GiB':>9} {'launches':>9} {'waits':>6} "
+        f"{'of which ours':>14}",
+    ]
     for phase in PHASES:
         if card.launches[phase] or card.peaks[phase]:
             places = card.waits[phase]
             own = sum(number for place, number in places.items() if place.is_ours)
-            figures = f"{card.flops[phase] / TERA:8.1f} {card.peaks[phase] / GIB:9.2f} {card.launches[phase]:9,}"
+            figures = (
+                f"{card.flops[phase] / TERA:8.1f} {card.peaks[phase] / GIB:9.2f} "
+                f"{card.launches[phase]:9,}"
+            )
             lines.append(f"{phase:12} {figures} {sum(places.values()):6} {own:14}")
     if ran.predicted is not None:
-        predicted, peak = ran.predicted_peak, ran.peak
+        predicted = ran.predicted_peak
+        peak = ran.peak
         lines.append(
-            f"peak while learning {peak / GIB:.2f} GiB, predicted {predicted / GIB:.2f}: {predicted / peak:.3f} of it"
+            f"peak while learning {peak / GIB:.2f} GiB, predicted {predicted / GIB:.2f}: "
+            f"{predicted / peak:.3f} of it"
         )
     if ran.micro_batches:
-        learning, sampling = own_waits(ran, "forward", "backward"), own_waits(ran, "generation")
-        count = f"{sampling:.1f} a generation, {learning * asked.updates / ran.micro_batches:.1f} a micro-batch"
+        learning = own_waits(ran, "forward", "backward")
+        sampling = own_waits(ran, "generation")
+        count = (
+            f"{sampling:.1f} a generation, {learning * asked.updates / ran.micro_batches:.1f} a "
+            "micro-batch"
+        )
         lines.append(f"waits on lines of ours: {count}")
-    lines += ["", "kernels: " + ", ".join(f"{name} {number:,}" for name, number in sorted(card.kernels.items()))]
-    for title, counted in (("waits", _waits(ran)), ("values that nobody knows, asked for", card.made_up)):
+    lines += [
+        "",
+        "kernels: "
+        + ", ".join(f"{name} {number:,}" for name, number in sorted(card.kernels.items())),
+    ]
+    for title, counted in (
+        ("waits", _waits(ran)),
+        ("values that nobody knows, asked for", card.made_up),
+    ):
         if counted:
             lines += ["", f"{title}:"]
-            lines += [f"{number:6}  {_spelled(place)}" for place, number in counted.most_common(most)]
+            lines += [
+                f"{number:6}  {_spelled(place)}" for place, number in counted.most_common(most)
+            ]
     lines += ["", f"FAULT: {ran.fault}" if ran.fault else "No fault of device or dtype."]
     return lines
 
@@ -127,7 +188,12 @@ def _waits(ran: Ran) -> Counter[Place]:
     total: Counter[Place] = Counter()
     for phase, places in ran.card.waits.items():
         if phase not in ("load", "start", "checkpoint"):
-            total.update({place._replace(what=f"{phase}: {place.what}"): number for place, number in places.items()})
+            total.update(
+                {
+                    place._replace(what=f"{phase}: {place.what}"): number
+                    for place, number in places.items()
+                }
+            )
     return total
 
 

@@ -1,8 +1,10 @@
-"""Follows every operation on the card: memory, launches, FLOPs, and where the host waits for the device.
+"""Follows every operation on the card: memory, launches, FLOPs, and where the host waits for the
+device.
 
-Everything on `cuda` is fake and everything on the CPU is real. Small tensors on the card (ids, masks, grids, rewards,
-losses) carry real values beside them, so that code which looks at them goes on as it would on a card. Where a value is
-asked for that nobody knows (a loss, which depends on weights that are not there), one is made up and counted.
+Everything on `cuda` is fake and everything on the CPU is real. Small tensors on the card (ids,
+masks, grids, rewards, losses) carry real values beside them, so that code which looks at them goes
+on as it would on a card. Where a value is asked for that nobody knows (a loss, which depends on
+weights that are not there), one is made up and counted.
 """
 
 import sys
@@ -23,7 +25,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 aten: Any = torch.ops.aten
-WHOLE, FRACTIONS = 8_000_000, 200_000  # tensors of at most so many whole numbers, or fractions, carry values
+# tensors of at most so many whole numbers, or fractions, carry values
+WHOLE = 8_000_000
+FRACTIONS = 200_000
 BLOCK = 512  # bytes: the allocator's unit
 HERE = str(Path(__file__).parent)
 _ROOT = str(Path(__file__).parents[2])
@@ -36,15 +40,21 @@ _INDEXED = {
 }
 # The shape of what these return depends on values, for which the host waits
 _SHAPED = {
-    aten.nonzero.default: "nonzero", aten.masked_select.default: "masked_select", aten._unique2.default: "unique",
-    aten.unique_dim.default: "unique", aten.unique_consecutive.default: "unique",
-    aten.repeat_interleave.Tensor: "repeat_interleave", aten.bincount.default: "bincount",
-}  # fmt: skip
+    aten.nonzero.default: "nonzero",
+    aten.masked_select.default: "masked_select",
+    aten._unique2.default: "unique",
+    aten.unique_dim.default: "unique",
+    aten.unique_consecutive.default: "unique",
+    aten.repeat_interleave.Tensor: "repeat_interleave",
+    aten.bincount.default: "bincount",
+}
 _DRAWN = {aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float}
 
 
 class Place(NamedTuple):
-    """What happened, on which line outside torch, and on which line of this project on the way there."""
+    """What happened, on which line outside torch, and on which line of this project on the way
+    there.
+    """
 
     what: str
     line: str
@@ -77,7 +87,8 @@ class Card(TorchDispatchMode):
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        before, self.phase = self.phase, phase
+        before = self.phase
+        self.phase = phase
         self._reach(self.live)
         try:
             yield
@@ -97,7 +108,7 @@ class Card(TorchDispatchMode):
         if not self._idle:
             self.wait(what)
 
-    # ------------------------------------------------------------------------------------------------------- values
+    # --------------------------------------------------------------------------------------- values
 
     def value(self, tensor: Any) -> Tensor | None:
         """What the tensor holds, if that is known. A tensor on the CPU is its own value."""
@@ -107,7 +118,10 @@ class Card(TorchDispatchMode):
         return None if found is None or found.untyped_storage()._cdata in self._outdated else found
 
     def forget(self, tensor: FakeTensor) -> None:
-        """The tensor was written to, by something that has no values. Views of it are outdated with it."""
+        """The tensor was written to, by something that has no values.
+
+        Views of it are outdated with it.
+        """
         found = getattr(tensor, "_value", None)
         if found is not None:
             storage = found.untyped_storage()
@@ -128,23 +142,28 @@ class Card(TorchDispatchMode):
         found = self.value(tensor)
         if found is None:
             if tensor.numel() > WHOLE:
-                raise MemoryError(f"{tuple(tensor.shape)} {tensor.dtype} of unknown values go to the host")
+                raise MemoryError(
+                    f"{tuple(tensor.shape)} {tensor.dtype} of unknown values go to the host"
+                )
             self.made_up[_place(what)] += 1
             # not 0, which code takes for a sign of its own (a skipped step, a group without signal)
-            found = torch.full(tuple(tensor.shape), 1e-3 if tensor.is_floating_point() else 0, dtype=tensor.dtype)
+            found = torch.full(
+                tuple(tensor.shape), 1e-3 if tensor.is_floating_point() else 0, dtype=tensor.dtype
+            )
         return found.detach()
 
     @property
     def _tolist(card) -> Any:  # noqa: N805  # `self` is the tensor's below
         return lambda self: card._known_or_made_up("tolist", self).tolist()
 
-    # ------------------------------------------------------------------------------------------------------- memory
+    # --------------------------------------------------------------------------------------- memory
 
     def _hold(self, out: Any) -> None:
         for tensor in tree_leaves(out):
             if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
                 storage = tensor.untyped_storage()
-                key, size = storage._cdata, -(-storage.nbytes() // BLOCK) * BLOCK
+                key = storage._cdata
+                size = -(-storage.nbytes() // BLOCK) * BLOCK
                 if key not in self._storages:
                     weakref.finalize(storage, self._free, key)
                 self.live += size - self._storages.get(key, 0)
@@ -158,7 +177,7 @@ class Card(TorchDispatchMode):
     def _free(self, key: int) -> None:
         self.live -= self._storages.pop(key, 0)
 
-    # --------------------------------------------------------------------------------------------------- operations
+    # ----------------------------------------------------------------------------------- operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -176,12 +195,16 @@ class Card(TorchDispatchMode):
         self.launches[self.phase] += 1
         if func is aten._local_scalar_dense.default:
             return self._known_or_made_up("item", args[0]).item()
-        if func is aten._to_copy.default and device is not None and torch.device(device).type == "cpu":
+        if (
+            func is aten._to_copy.default
+            and device is not None
+            and torch.device(device).type == "cpu"
+        ):
             found = self._known_or_made_up("to the host", args[0])
             return found.to(kwargs.get("dtype") or found.dtype, copy=True)
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             return func(args[0], self._known_or_made_up("to the host", args[1]))
-        self._count_waits(func, args, kwargs, tensors, to_card)
+        self._count_waits(func, args=args, kwargs=kwargs, tensors=tensors, to_card=to_card)
         self._idle = False
         if func in self.composed:
             with self:
@@ -191,16 +214,20 @@ class Card(TorchDispatchMode):
             return func(*known) if all(one is not None for one in known) else True
         by_mask = func in _INDEXED and any(_is_mask(index) for index in args[1])
         if func in _SHAPED or (by_mask and func in (aten.index.Tensor, aten._unsafe_index.Tensor)):
-            return self._of_unknown_shape(func, args, kwargs, tensors)
-        return self._on_card(func, args, kwargs, tensors, to_card)
+            return self._of_unknown_shape(func, args=args, kwargs=kwargs, tensors=tensors)
+        return self._on_card(func, args=args, kwargs=kwargs, tensors=tensors, to_card=to_card)
 
-    def _count_waits(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], to_card: bool) -> None:
+    def _count_waits(
+        self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], to_card: bool
+    ) -> None:
         from_host = any(not isinstance(tensor, FakeTensor) for tensor in tensors)
         copied = func is aten._to_copy.default and to_card and not kwargs.get("non_blocking")
         written = func is aten.copy_.default and not (len(args) > 2 and args[2])
         if from_host and (copied or written):
             self.wait("from the host")
-        elif func in _SHAPED and not (func is aten.repeat_interleave.Tensor and kwargs.get("output_size")):
+        elif func in _SHAPED and not (
+            func is aten.repeat_interleave.Tensor and kwargs.get("output_size")
+        ):
             self.wait(_SHAPED[func])
         elif func is aten.equal.default:
             self.wait("equal")
@@ -211,7 +238,9 @@ class Card(TorchDispatchMode):
                 elif index is not None and not isinstance(index, FakeTensor) and index.dim():
                     self.wait("index from the host")
 
-    def _on_card(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], to_card: bool) -> Any:
+    def _on_card(
+        self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], to_card: bool
+    ) -> Any:
         values = [self.value(tensor) for tensor in tensors]
         fakes = tree_map_only(Tensor, self._as_fake, (args, kwargs))
         if to_card:
@@ -219,11 +248,13 @@ class Card(TorchDispatchMode):
         with self.fake:
             out = func(*fakes[0], **fakes[1])
         if func._overloadpacket in flop_registry:
-            self._count_flops(func, fakes[0], fakes[1], out)
+            self._count_flops(func, args=fakes[0], kwargs=fakes[1], out=out)
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
-        small = all(t.numel() <= (FRACTIONS if t.dtype.is_floating_point else WHOLE) for t in results)
+        small = all(
+            t.numel() <= (FRACTIONS if t.dtype.is_floating_point else WHOLE) for t in results
+        )
         if results and small and func not in _DRAWN and all(value is not None for value in values):
-            self._compute_values(func, args, kwargs, results)
+            self._compute_values(func, args=args, kwargs=kwargs, results=results)
         elif func._schema.is_mutable:
             for tensor in [*results, *(t for t in args[:1] if isinstance(t, FakeTensor))]:
                 self.forget(tensor)
@@ -245,16 +276,25 @@ class Card(TorchDispatchMode):
             for fake in results:
                 self.forget(fake)
             return
-        for fake, real in zip(results, (leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)), strict=False):
+        for fake, real in zip(
+            results, (leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)), strict=False
+        ):
             fake._value = real
 
     def _of_unknown_shape(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """An operation whose result's shape depends on values. A mask that nobody knows is true everywhere."""
+        """An operation whose result's shape depends on values.
+
+        A mask that nobody knows is true everywhere.
+        """
         if all(self.value(tensor) is not None for tensor in tensors):
-            out = func(*tree_map_only(FakeTensor, self.value, args), **tree_map_only(FakeTensor, self.value, kwargs))
+            out = func(
+                *tree_map_only(FakeTensor, self.value, args),
+                **tree_map_only(FakeTensor, self.value, kwargs),
+            )
             return tree_map_only(Tensor, self.give, out)
         if func is aten.masked_select.default:
-            args, func = (args[0], [args[1]]), aten.index.Tensor
+            args = (args[0], [args[1]])
+            func = aten.index.Tensor
         if func not in _INDEXED:
             raise NotImplementedError(f"{func} of unknown values at {_place('').line}")
         indices: list[Any] = []
@@ -266,7 +306,10 @@ class Card(TorchDispatchMode):
             if found is None:
                 indices.append(None)
             else:
-                indices += [self.give(i) for i in (found.nonzero(as_tuple=True) if _is_mask(found) else [found])]
+                indices += [
+                    self.give(i)
+                    for i in (found.nonzero(as_tuple=True) if _is_mask(found) else [found])
+                ]
         with self.fake:
             out = aten.index.Tensor(self._as_fake(args[0]), indices)
         self._hold(out)
@@ -274,24 +317,35 @@ class Card(TorchDispatchMode):
 
     def _count_flops(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if "dtype" in func._overloadname:  # `out_dtype`, which torch's formulas do not know
-            args, kwargs = args[: 3 if "addmm" in str(func) else 2], {}
+            args = args[: 3 if "addmm" in str(func) else 2]
+            kwargs = {}
         flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
         if "flash_attention" in str(func):
             back = "backward" in str(func)
             query, key = args[1:3] if back else args[:2]
             place = 10 if back else 4
             if kwargs.get("is_causal", args[place] if len(args) > place else False):
-                flops = int(flops * (1 - (query.size(-2) - 1) / (2 * key.size(-2))))  # half of a square is not computed
+                # half of a square is not computed
+                flops = int(flops * (1 - (query.size(-2) - 1) / (2 * key.size(-2))))
         self.flops[self.phase] += flops
 
     def _inside(self, func: Any, args: Any) -> None:
-        """Memory that a kernel holds while it runs: the flash backward sums the queries' gradient in float32."""
+        """Memory that a kernel holds while it runs: the flash backward sums the queries' gradient
+        in float32.
+        """
         if func is aten._scaled_dot_product_flash_attention_backward.default:
             query, key = args[1:3]
             rows = -(-query.size(-2) // 128) * 128
             own = 4 * query.size(0) * query.size(1) * rows * (query.size(-1) + 1)
             if key.size(1) != query.size(1):
-                own += 2 * key.size(0) * query.size(1) * key.size(-2) * key.size(-1) * key.element_size()
+                own += (
+                    2
+                    * key.size(0)
+                    * query.size(1)
+                    * key.size(-2)
+                    * key.size(-1)
+                    * key.element_size()
+                )
             self._reach(self.live + own)
 
 

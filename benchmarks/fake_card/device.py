@@ -1,7 +1,9 @@
-"""Torch's CPU build takes `cuda` for a device of one card. Import this before torch.
+"""Torch's CPU build takes `cuda` for a device of one card.
 
-The build has no device guard and no hooks for CUDA, without which autograd ends the process. A library of a few lines
-brings both; the machine's own C++ compiler makes it once in seconds.
+Import this before torch.
+
+The build has no device guard and no hooks for CUDA, without which autograd ends the process. A
+library of a few lines brings both; the machine's own C++ compiler makes it once in seconds.
 """
 
 import ctypes
@@ -77,18 +79,29 @@ def _load_library() -> None:
     found = find_spec("torch")
     assert found is not None and found.submodule_search_locations
     torch_folder = Path(found.submodule_search_locations[0])
-    name = hashlib.sha256(f"{_SOURCE}{torch_folder}{(torch_folder / 'version.py').read_text()}".encode()).hexdigest()[
-        :16
-    ]
+    name = hashlib.sha256(
+        f"{_SOURCE}{torch_folder}{(torch_folder / 'version.py').read_text()}".encode()
+    ).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"adora_fake_card_{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"{name}.so"
     if not library.exists():
-        source, part = folder / f"{name}.cpp", folder / f"{name}.{os.getpid()}.part"
+        source = folder / f"{name}.cpp"
+        part = folder / f"{name}.{os.getpid()}.part"
         source.write_text(_SOURCE)
-        options = ["-shared", "-fPIC", "-std=c++20", "-O1", f"-I{torch_folder}/include", f"-L{torch_folder}/lib"]
+        options = [
+            "-shared",
+            "-fPIC",
+            "-std=c++20",
+            "-O1",
+            f"-I{torch_folder}/include",
+            f"-L{torch_folder}/lib",
+        ]
         links = ["-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch_folder}/lib"]
-        subprocess.run([os.environ.get("CXX", "c++"), *options, str(source), "-o", str(part), *links], check=True)
+        subprocess.run(
+            [os.environ.get("CXX", "c++"), *options, str(source), "-o", str(part), *links],
+            check=True,
+        )
         part.replace(library)
     ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
 
@@ -110,23 +123,50 @@ def _never_called(*args: Any, **kwargs: Any) -> Any:
 def answer_as_a_card(on_wait: Callable[[str], None], used: Callable[[], tuple[int, int]]) -> None:
     """Make `torch.cuda` speak of one card for the rest of the process.
 
-    `on_wait`: called where the host waits for the whole card. `used`: the bytes held now, and at most.
+    `on_wait`: called where the host waits for the whole card. `used`: the bytes held now, and at
+    most.
     """
     cuda: Any = torch.cuda
-    capability, nothing = (9, 0), lambda *args, **kwargs: None
+    capability = (9, 0)
+
+    def nothing(*args, **kwargs):
+        return None
+
     properties = types.SimpleNamespace(
-        name="pretended card", total_memory=MEMORY, major=capability[0], minor=capability[1], multi_processor_count=132,
-        shared_memory_per_block=49152, warp_size=32, is_integrated=False, uuid="0", gcnArchName="",
+        name="pretended card",
+        total_memory=MEMORY,
+        major=capability[0],
+        minor=capability[1],
+        multi_processor_count=132,
+        shared_memory_per_block=49152,
+        warp_size=32,
+        is_integrated=False,
+        uuid="0",
+        gcnArchName="",
         regs_per_multiprocessor=65536,
-    )  # fmt: skip
+    )
     noise = torch.zeros(16, dtype=torch.uint8)
     same: dict[str, Any] = {
-        "is_available": True, "device_count": 1, "current_device": 0, "is_initialized": True, "_is_in_bad_fork": False,
-        "get_device_capability": capability, "get_device_properties": properties, "get_device_name": properties.name,
-        "is_bf16_supported": True, "get_rng_state": noise, "get_rng_state_all": [noise], "_exchange_device": 0,
-        "_maybe_exchange_device": 0, "get_arch_list": ["sm_90"], "is_current_stream_capturing": False,
-    }  # fmt: skip
-    silent = "set_device _lazy_init init _lazy_call empty_cache manual_seed manual_seed_all seed_all ipc_collect"
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "is_initialized": True,
+        "_is_in_bad_fork": False,
+        "get_device_capability": capability,
+        "get_device_properties": properties,
+        "get_device_name": properties.name,
+        "is_bf16_supported": True,
+        "get_rng_state": noise,
+        "get_rng_state_all": [noise],
+        "_exchange_device": 0,
+        "_maybe_exchange_device": 0,
+        "get_arch_list": ["sm_90"],
+        "is_current_stream_capturing": False,
+    }
+    silent = (
+        "set_device _lazy_init init _lazy_call empty_cache manual_seed manual_seed_all seed_all "
+        "ipc_collect"
+    )
     silent += " reset_peak_memory_stats set_rng_state set_rng_state_all set_sync_debug_mode"
     for name, value in same.items():
         if hasattr(cuda.random, name):
@@ -168,27 +208,41 @@ def _mend_what_fakes_lack() -> None:
 
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     for name in torch._C._dispatch_get_all_op_names():
-        # Kernels of their own on a card, without which they would be several operations with memory between them
-        if name.startswith("aten::") and has(name, "CPU") and has(name, "CompositeImplicitAutograd"):
+        # Kernels of their own on a card, without which they would be several operations with memory
+        # between them
+        if (
+            name.startswith("aten::")
+            and has(name, "CPU")
+            and has(name, "CompositeImplicitAutograd")
+        ):
             _KERNELS.impl(name.removeprefix("aten::"), _never_called, "CUDA")
 
     amp.amp_definitely_not_available = lambda: False
     swap = torch.utils.swap_tensors
 
-    def swapped(one: Any, other: Any) -> None:  # `Module.to`: fakes have weak references, which a swap refuses
+    def swapped(
+        one: Any, other: Any
+    ) -> None:  # `Module.to`: fakes have weak references, which a swap refuses
         if not isinstance(one, FakeTensor):
             swap(one, other)
         elif (one.dtype, one.device) != (other.dtype, other.device):
             one.data = other.detach()
 
-    def bias(cls: Any, *args: Any, **kwargs: Any) -> Any:  # its constructor does not run below a mode
+    def bias(
+        cls: Any, *args: Any, **kwargs: Any
+    ) -> Any:  # its constructor does not run below a mode
         with _disable_current_modes():
             return torch.Tensor.__new__(cls)
 
     def backward(
-        tensor: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+        tensor: Any,
+        gradient: Any = None,
+        retain_graph: Any = None,
+        create_graph: bool = False,
+        inputs: Any = None,
     ) -> None:
-        # No torch function: a mode is off inside its own handler, and checkpointing computes layers again there.
+        # No torch function: a mode is off inside its own handler, and checkpointing computes layers
+        # again there.
         torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
     torch.utils.swap_tensors = swapped

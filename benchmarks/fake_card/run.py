@@ -1,4 +1,6 @@
-"""Builds the real trainer of a config on the card, with drawn images and answers of given lengths, and trains steps."""
+"""Builds the real trainer of a config on the card, with drawn images and answers of given lengths,
+and trains steps.
+"""
 
 import dataclasses
 import json
@@ -24,8 +26,8 @@ from trl.kernels import chunked_logprob
 from trl.trainer import grpo_trainer
 
 from adora_vl import trainer as our_trainer
+from adora_vl.config.run_context import Sharding
 from adora_vl.config.schema import parse
-from adora_vl.config.where import Sharding
 from adora_vl.data.dataset import schema
 from adora_vl.data.prompt_lengths import Measured
 from adora_vl.data.prompts import conversation
@@ -35,13 +37,23 @@ from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import SHAPES, describe
 from adora_vl.planning.dry_run import make_setup
 from adora_vl.planning.memory import CONTEXT, Prediction, Setup, predict
-from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk
-from adora_vl.start import checked, road
+from adora_vl.preflight import resolved_run, run_checks
+from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
+from adora_vl.synthetic.generate import generate
 from adora_vl.trainer import AdoraGRPOTrainer
-from data_prep.synthetic.generate import generate
 
 Way = Literal["ours", "stock"]
-PHASES = ("load", "start", "generation", "check", "forward", "backward", "clip", "optimizer", "checkpoint")
+PHASES = (
+    "load",
+    "start",
+    "generation",
+    "check",
+    "forward",
+    "backward",
+    "clip",
+    "optimizer",
+    "checkpoint",
+)
 LOGP = -11.9  # what the engine says of each token: that of a random model of 151,936 words
 
 
@@ -53,7 +65,9 @@ class CardRun:
     way: Way = "ours"
     layers: int | None = None  # of the language model; None: all
     blocks: int | None = None  # of the vision tower
-    lengths: Sequence[int] = ()  # of the rollouts of a group, in tokens; (): all as long as the config allows
+    lengths: Sequence[
+        int
+    ] = ()  # of the rollouts of a group, in tokens; (): all as long as the config allows
     groups: int = 2  # of a generation
     updates: int = 2  # optimizer steps
     image_tokens: int = 256
@@ -79,11 +93,15 @@ class Ran:
     @property
     def peak(self) -> int:
         """Bytes while the policy learns."""
-        return max(self.card.peaks[phase] for phase in ("check", "forward", "backward", "optimizer"))
+        return max(
+            self.card.peaks[phase] for phase in ("check", "forward", "backward", "optimizer")
+        )
 
     @property
     def predicted_peak(self) -> int:
-        """The dry run's, without what the card does not pretend: context, fragmentation, the engine."""
+        """The dry run's, without what the card does not pretend: context, fragmentation, the
+        engine.
+        """
         return _pretended(self.predicted)
 
     @property
@@ -92,8 +110,8 @@ class Ran:
 
     @property
     def first_and_later(self) -> list[tuple[int, int]]:
-        """Measured and predicted bytes of an optimizer step's first micro-batch, and of later ones, where the
-        optimizer has its moments.
+        """Measured and predicted bytes of an optimizer step's first micro-batch, and of later ones,
+        where the optimizer has its moments.
         """
         each = self.micro_batches // self.asked.updates
         at = [(number % each, peak) for number, peak in enumerate(self.peaks) if number >= each]
@@ -108,14 +126,25 @@ def _pretended(predicted: Prediction | None) -> int:
     return sum(size for name, size in parts.items() if name not in _NOT_PRETENDED)
 
 
-_NOT_PRETENDED = ("CUDA context", "fragmentation", "engine asleep", "engine weights", "engine workspace", "KV cache")
+_NOT_PRETENDED = (
+    "CUDA context",
+    "fragmentation",
+    "engine asleep",
+    "engine weights",
+    "engine workspace",
+    "KV cache",
+)
 
 
 class RecordedAnswers:
-    """Takes the place of the generation class: answers of the lengths that were asked for. No engine runs here."""
+    """Takes the place of the generation class: answers of the lengths that were asked for.
+
+    No engine runs here.
+    """
 
     lengths: Sequence[int] = ()
-    bytes_sent, model_runner = 0, None
+    bytes_sent = 0
+    model_runner = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         processing = kwargs["processing_class"]
@@ -135,12 +164,20 @@ class RecordedAnswers:
         drawn = torch.Generator().manual_seed(17)
         self.longest_prompt = max(map(len, prompts))
         lengths = [self.lengths[place % len(self.lengths)] for place in range(len(prompts))]
-        return [[*torch.randint(20, 600, (n - 1,), generator=drawn).tolist(), self.stop] for n in lengths]
+        return [
+            [*torch.randint(20, 600, (n - 1,), generator=drawn).tolist(), self.stop]
+            for n in lengths
+        ]
 
-    def sample(self, asks: Sequence[RolloutAsk], _: Any = None) -> list[RolloutAnswer]:
-        return [RolloutAnswer(row, [LOGP] * len(row)) for row in self._answers([ask.ids for ask in asks])]
+    def sample(self, asks: Sequence[SamplingRequest], _: Any = None) -> list[SamplingResult]:
+        return [
+            SamplingResult(row, [LOGP] * len(row))
+            for row in self._answers([ask.ids for ask in asks])
+        ]
 
-    def generate(self, prompts: Any, images: Any, num_generations: int, profiler: Any = None) -> tuple[Any, ...]:
+    def generate(
+        self, prompts: Any, images: Any, num_generations: int, profiler: Any = None
+    ) -> tuple[Any, ...]:
         """As stock TRL asks."""
         rows = self._answers(prompts)
         return prompts, rows, [[[LOGP]] * len(row) for row in rows], None
@@ -156,7 +193,8 @@ def run(asked: CardRun, folder: Path) -> Ran:
     card = Card()
     card.composed[bits.gemm_4bit.default] = gemm_4bit
     answer_as_a_card(card.synchronize, card.used)
-    ran, began = Ran(asked, card), time.perf_counter()
+    ran = Ran(asked, card)
+    began = time.perf_counter()
     with ExitStack() as inside:
         inside.enter_context(_patched(card))
         inside.enter_context(card)
@@ -168,25 +206,42 @@ def run(asked: CardRun, folder: Path) -> Ran:
             with card.during("start"):
                 trainer.train()
             ran.prompt = trainer.vllm_generation.longest_prompt
-            setup = _setup(asked, config, model, folder, ran.prompt)
+            setup = _setup(asked, config=config, model=model, folder=folder, prompt=ran.prompt)
             room = torch.cuda.get_device_properties(CARD).total_memory - CONTEXT
             ran.parameters = setup.shape.total  # of 4 bits a tensor has two in one number
-            ran.predicted, ran.predicted_first = predict(setup, room), predict(replace(setup, micro_batches=1), room)
+            ran.predicted = predict(setup, room)
+            ran.predicted_first = predict(replace(setup, micro_batches=1), room)
         except Exception as error:  # whatever it is, it is the result
             lines = traceback.format_exc().strip().splitlines()
-            ran.fault = "\n".join([f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", *lines[-8:-1]])
+            ran.fault = "\n".join(
+                [f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", *lines[-8:-1]]
+            )
     ran.seconds = time.perf_counter() - began
     return ran
 
 
 def make_model_folder(folder: Path, published: str, layers: int | None, blocks: int | None) -> None:
-    """The published shape with the tokenizer and the processor of the tiny model, whose special tokens it gets."""
+    """The published shape with the tokenizer and the processor of the tiny model, whose special
+    tokens it gets.
+    """
     config = json.loads((SHAPES / published / "config.json").read_text(encoding="utf-8"))
     processor = AutoProcessor.from_pretrained(PRETRAINED)
     tokenizer = processor.tokenizer
-    named = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
-    special = {f"{key}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>") for key, token in named.items()}
-    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    named = {
+        "image": "image_pad",
+        "video": "video_pad",
+        "vision_start": "vision_start",
+        "vision_end": "vision_end",
+    }
+    special = {
+        f"{key}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
+        for key, token in named.items()
+    }
+    ends = {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     text = config.get("text_config", config)
     config |= special if "vision_config" in config else {}
     for part in (config, text):
@@ -196,7 +251,10 @@ def make_model_folder(folder: Path, published: str, layers: int | None, blocks: 
         text.pop("layer_types", None)
     if blocks and "vision_config" in config:
         vision = config["vision_config"] | {"depth": blocks}
-        for name, places in (("fullatt_block_indexes", [blocks - 1]), ("deepstack_visual_indexes", None)):
+        for name, places in (
+            ("fullatt_block_indexes", [blocks - 1]),
+            ("deepstack_visual_indexes", None),
+        ):
             if name in vision:
                 vision[name] = places or list(range(min(blocks, len(vision[name]))))
         config["vision_config"] = vision
@@ -216,7 +274,11 @@ def _problems(number: int, asked: CardRun, *, images: bool, side: int) -> Datase
     size = (wide * side, max(1, round(asked.image_tokens / wide)) * side)
     rows = list(generate(number, seed=5))
     for row in rows:
-        row["images"] = [image.resize(size, Image.Resampling.BICUBIC) for image in row["images"]] if images else []
+        row["images"] = (
+            [image.resize(size, Image.Resampling.BICUBIC) for image in row["images"]]
+            if images
+            else []
+        )
         row["problem"] += " ab" * max(0, asked.text_tokens - 60)
     data = Dataset.from_list(rows, features=schema())
     data = data.add_column("prompt", [conversation(row["problem"]) for row in rows])
@@ -225,21 +287,38 @@ def _problems(number: int, asked: CardRun, *, images: bool, side: int) -> Datase
 
 def _trainer(asked: CardRun, folder: Path) -> tuple[Any, Any, Any]:
     given = yaml.safe_load(Path(asked.config).read_text(encoding="utf-8"))
-    make_model_folder(folder / "model", given["model_name_or_path"].split("/")[-1], asked.layers, asked.blocks)
+    make_model_folder(
+        folder / "model",
+        published=given["model_name_or_path"].split("/")[-1],
+        layers=asked.layers,
+        blocks=asked.blocks,
+    )
     size = len(asked.lengths) or given["num_generations"]
     rows = given["per_device_train_batch_size"] * size // given["num_generations"]
     per_update = max(1, asked.groups * size // rows)
     words = {
-        "model_name_or_path": folder / "model", "output_dir": folder / "run", "save_strategy": "steps",
-        "save_steps": asked.updates, "report_to": "none", "logging_steps": 1, "max_steps": asked.updates,
-        "num_generations": size, "per_device_train_batch_size": rows, "gradient_accumulation_steps": per_update,
-        "steps_per_generation": per_update, "adora_self_check": "false",
+        "model_name_or_path": folder / "model",
+        "output_dir": folder / "run",
+        "save_strategy": "steps",
+        "save_steps": asked.updates,
+        "report_to": "none",
+        "logging_steps": 1,
+        "max_steps": asked.updates,
+        "num_generations": size,
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": per_update,
+        "steps_per_generation": per_update,
+        "adora_self_check": "false",
         "max_completion_length": max(asked.lengths, default=given["max_completion_length"]),
-        "vllm_max_model_length": "null", "reward_weights": "null",
-    }  # fmt: skip
+        "vllm_max_model_length": "null",
+        "reward_weights": "null",
+    }
     spelled = [word for key, value in words.items() for word in (f"--{key}", str(value))]
     _, config, model = parse(["--config", asked.config, *spelled, *asked.words])
-    config.model_init_kwargs = {"dtype": model.dtype, "attn_implementation": model.attn_implementation}
+    config.model_init_kwargs = {
+        "dtype": model.dtype,
+        "attn_implementation": model.attn_implementation,
+    }
     if model.load_in_4bit:
         config.model_init_kwargs["quantization_config"] = get_quantization_config(model)
     config.adora_max_drift = None  # the answers are no engine's
@@ -247,7 +326,12 @@ def _trainer(asked: CardRun, folder: Path) -> tuple[Any, Any, Any]:
     shape = AutoConfig.from_pretrained(folder / "model")
     vision = getattr(shape, "vision_config", None)
     side = vision.patch_size * vision.spatial_merge_size if vision is not None else 28
-    data = _problems(max(8, asked.groups) * (asked.updates + 1), asked, images=vision is not None, side=side)
+    data = _problems(
+        max(8, asked.groups) * (asked.updates + 1),
+        asked=asked,
+        images=vision is not None,
+        side=side,
+    )
     both = {
         "model": str(folder / "model"),
         "reward_funcs": [reward],
@@ -262,7 +346,10 @@ def _trainer(asked: CardRun, folder: Path) -> tuple[Any, Any, Any]:
         values.pop(derived, None)
     processor = AutoProcessor.from_pretrained(folder / "model")
     if vision is not None:
-        processor.image_processor.size = {"shortest_edge": config.min_pixels, "longest_edge": config.max_pixels}
+        processor.image_processor.size = {
+            "shortest_edge": config.min_pixels,
+            "longest_edge": config.max_pixels,
+        }
     stock = GRPOTrainer(args=GRPOConfig(**values), processing_class=processor, **both)
     freeze(stock.model, config.adora_freeze)  # equal trained parameters
     return stock, config, model
@@ -278,14 +365,23 @@ def _setup(asked: CardRun, config: Any, model: Any, folder: Path, prompt: int) -
         four_bit_bytes=bytes_of(model.use_bnb_nested_quant) if model.load_in_4bit else 0.0,
     )
     image = asked.image_tokens if shape.vision else 0
-    return make_setup(config, model, shape, Sharding(), Measured([""], [prompt], [image]))
+    return make_setup(
+        config,
+        model=model,
+        shape=shape,
+        sharding=Sharding(),
+        lengths=Measured([""], [prompt], [image]),
+    )
 
 
 def _name_phases(card: Card, trainer: Any, ran: Ran) -> None:
     def around(
-        holder: Any, method: str, phase: str, before: Callable[[], None] | None = None,
+        holder: Any,
+        method: str,
+        phase: str,
+        before: Callable[[], None] | None = None,
         after: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         original = getattr(holder, method)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -314,26 +410,34 @@ def _name_phases(card: Card, trainer: Any, ran: Ran) -> None:
 
     trainer.create_optimizer = created
     around(trainer, "_prepare_inputs", "generation")
-    around(trainer, "compute_loss", "forward", before=begun)
-    around(trainer.accelerator, "backward", "backward", after=counted)
+    around(trainer, method="compute_loss", phase="forward", before=begun)
+    around(trainer.accelerator, method="backward", phase="backward", after=counted)
     around(trainer.accelerator, "clip_grad_norm_", "clip")
     around(trainer, "_save_checkpoint", "checkpoint")
     if ran.asked.way == "ours":
         around(trainer.policy_pass.packed, "_check", "check")  # once in a run
-    ran.trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
+    ran.trained = sum(
+        parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad
+    )
 
 
 @contextmanager
 def _patched(card: Card) -> Iterator[None]:
-    """Inside, weights come from nowhere and go nowhere, rollouts are recorded, and Triton's kernels are counted."""
+    """Inside, weights come from nowhere and go nowhere, rollouts are recorded, and Triton's kernels
+    are counted.
+    """
 
-    def from_pretrained(cls: Any, /, name: Any, config: Any = None, dtype: Any = None, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls: Any, /, name: Any, config: Any = None, dtype: Any = None, **kwargs: Any
+    ) -> Any:
         config = config or AutoConfig.from_pretrained(name)
         wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.bfloat16
         attention = kwargs.get("attn_implementation")
         quantised = getattr(config, "quantization_config", None)
         with torch.device(CARD):
-            made = cls._from_config(config, dtype=wanted, **({"attn_implementation": attention} if attention else {}))
+            made = cls._from_config(
+                config, dtype=wanted, **({"attn_implementation": attention} if attention else {})
+            )
             if quantised is not None:
                 quantise(made, BitsAndBytesConfig(**quantised))
         return made
@@ -341,8 +445,9 @@ def _patched(card: Card) -> Iterator[None]:
     def in_four_bit(name: str, revision: str | None, keys: Any) -> str:
         config = AutoConfig.from_pretrained(name)
         config.quantization_config = {
-            **get_quantization_config(keys).to_dict(), "llm_int8_skip_modules": list(WHOLE)
-        }  # fmt: skip
+            **get_quantization_config(keys).to_dict(),
+            "llm_int8_skip_modules": list(WHOLE),
+        }
         config.save_pretrained(folder := f"{name}-4bit")
         return folder
 
@@ -356,9 +461,13 @@ def _patched(card: Card) -> Iterator[None]:
         (PreTrainedModel, "from_pretrained", classmethod(from_pretrained)),
         (PreTrainedModel, "save_pretrained", saved),
         (torch, "save", written),
-        (checked, "four_bit_folder", in_four_bit),
-        (road, "check_weights", lambda *args: None),
-        (road, "refuse_on_cpu", lambda *args: None),  # which asks the vLLM that is installed here
+        (resolved_run, "four_bit_folder", in_four_bit),
+        (run_checks, "check_weights", lambda *args: None),
+        (
+            run_checks,
+            "refuse_on_cpu",
+            lambda *args: None,
+        ),  # which asks the vLLM that is installed here
         (our_trainer, "AdoraVLLMGeneration", RecordedAnswers),
         (grpo_trainer, "VLLMGeneration", RecordedAnswers),
         (chunked_logprob, "_forward_kernel", Launch(card, "TRL's head, forward")),

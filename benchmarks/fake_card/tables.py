@@ -1,6 +1,8 @@
-"""The tables of docs/hardware.md and docs/speed.md: memory beside its prediction, and our FLOPs beside stock's.
+"""The tables of docs/hardware.md and docs/speed.md: memory beside its prediction, and our FLOPs
+beside stock's.
 
-`python -m benchmarks.fake_card --table memory CONFIG ...` and `--table flops CONFIG`; both take minutes for each row.
+`python -m benchmarks.fake_card --table memory CONFIG ...` and `--table flops CONFIG`; both take
+minutes for each row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,20 +14,30 @@ from benchmarks.fake_card.run import CardRun, Ran
 from benchmarks.step import answer_lengths
 
 LAYERS = (2, 4, None)  # None: all
-# Image tokens and the lengths of the answers of docs/speed.md's rows, whose prompts have about 50 tokens of text
-ANSWERS = {"long-tailed": answer_lengths(400, 1024, 8, equal=False), "long": [1024] * 8, "alike": [400] * 8}
+# Image tokens and the lengths of the answers of docs/speed.md's rows, whose prompts have about 50
+# tokens of text
+ANSWERS = {
+    "long-tailed": answer_lengths(400, limit=1024, rollouts=8, equal=False),
+    "long": [1024] * 8,
+    "alike": [400] * 8,
+}
 CASES = [(image, "long-tailed") for image in (1000, 650, 300, 36)] + [(650, "long"), (36, "alike")]
-GIB, TERA = 2**30, 1e12
+GIB = 2**30
+TERA = 1e12
 
 
 def runs(table: str | None, configs: Sequence[str], like: CardRun) -> Iterator[list[CardRun]]:
     """The runs of each row. `like`: what they have in common."""
     if table != "flops":
         layers = LAYERS if table else (like.layers,)
-        yield from ([replace(like, config=config, layers=number)] for config in configs for number in layers)
+        yield from (
+            [replace(like, config=config, layers=number)] for config in configs for number in layers
+        )
         return
     room = ("--max_pixels", "1003520")  # for the largest image
-    case = replace(like, config=configs[0], text_tokens=1, groups=1, updates=1, words=(*like.words, *room))
+    case = replace(
+        like, config=configs[0], text_tokens=1, groups=1, updates=1, words=(*like.words, *room)
+    )
     for image, kind in CASES:
         row = replace(case, image_tokens=image, lengths=ANSWERS[kind])
         yield [replace(row, way="stock"), replace(row, way="ours")]
@@ -35,15 +47,29 @@ def row_of(found: Sequence[Ran]) -> list[str]:
     """The cells of a row."""
     if len(found) == 1:
         (ran,) = found
-        shown = (Path(ran.asked.config).stem, str(ran.asked.layers or "all"), f"{ran.parameters / 1e9:.2f}")
-        both = ((f"{peak / GIB:.2f}", f"{said / GIB:.2f}", f"{said / peak:.3f}") for peak, said in ran.first_and_later)
+        shown = (
+            Path(ran.asked.config).stem,
+            str(ran.asked.layers or "all"),
+            f"{ran.parameters / 1e9:.2f}",
+        )
+        both = (
+            (f"{peak / GIB:.2f}", f"{said / GIB:.2f}", f"{said / peak:.3f}")
+            for peak, said in ran.first_and_later
+        )
         return [*shown, f"{ran.prompt:,}", *(cell for cells in both for cell in cells)]
     stock, ours = (learning(ran) for ran in found)
-    lengths, prompt = list(found[0].asked.lengths), found[1].prompt
+    lengths = list(found[0].asked.lengths)
+    prompt = found[1].prompt
     said = f"{min(lengths):,} to {max(lengths):,}, median {median(lengths):.0f}"
     tokens = (prompt + sum(lengths)) / len(lengths) / (prompt + max(lengths))
     once = found[1].card.flops["check"] / TERA
-    figures = (f"{stock:.0f}", f"{ours:.0f}", f"**{ours / stock:.2f}**", f"{tokens:.2f}", f"{once:.0f}")
+    figures = (
+        f"{stock:.0f}",
+        f"{ours:.0f}",
+        f"**{ours / stock:.2f}**",
+        f"{tokens:.2f}",
+        f"{once:.0f}",
+    )
     return [f"{prompt:,}", said if len(set(lengths)) > 1 else f"all {lengths[0]:,}", *figures]
 
 
@@ -54,11 +80,27 @@ def learning(ran: Ran) -> float:
 
 HEADS = {
     "memory": (
-        "recipe, on a pretended card", "layers", "billion parameters", "prompt", "first micro-batch, GiB", "predicted",
-        "ratio", "later ones, GiB", "predicted", "ratio",
+        "recipe, on a pretended card",
+        "layers",
+        "billion parameters",
+        "prompt",
+        "first micro-batch, GiB",
+        "predicted",
+        "ratio",
+        "later ones, GiB",
+        "predicted",
+        "ratio",
     ),
-    "flops": ("prompt", "answers, tokens", "stock, TFLOP", "ours, TFLOP", "ratio", "of the tokens", "check, once"),
-}  # fmt: skip
+    "flops": (
+        "prompt",
+        "answers, tokens",
+        "stock, TFLOP",
+        "ours, TFLOP",
+        "ratio",
+        "of the tokens",
+        "check, once",
+    ),
+}
 
 
 def head_of(table: str) -> list[str]:

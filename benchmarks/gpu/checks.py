@@ -1,8 +1,9 @@
-"""The checks in their order, each in a process of its own: what breaks there, hangs or runs out of memory is one line
-of the table.
+"""The checks in their order, each in a process of its own: what breaks there, hangs or runs out of
+memory is one line of the table.
 
-The child is `python -m benchmarks.gpu.checks MODULE:FUNCTION SIZE CARDS FILE`. It writes each line as soon as it is
-known, so a check that is stopped keeps what it had found. Modules are imported only where a check runs.
+The child is `python -m benchmarks.gpu.checks MODULE:FUNCTION SIZE CARDS FILE`. It writes each line
+as soon as it is known, so a check that is stopped keeps what it had found. Modules are imported
+only where a check runs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.gpu.table import Line, Verdict, failed, one_line, skipped
+from benchmarks.gpu.table import CheckResult, Line, failed, one_line, skipped
 
 if TYPE_CHECKING:
     from benchmarks.gpu.setting import Setting
@@ -33,8 +34,10 @@ REPOSITORY = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class GPUCheck:
-    """`place`: module and function, a generator of lines. `needs`: packages without which it is skipped. `cards`: how
-    many it is for; of several cards, a check for one sees the first alone, as a run of one process does.
+    """`place`: module and function, a generator of lines.
+
+    `needs`: packages without which it is skipped. `cards`: how many it is for; of several cards, a
+    check for one sees the first alone, as a run of one process does.
     """
 
     name: str
@@ -49,54 +52,106 @@ class GPUCheck:
 
     def load(self) -> Callable[[Setting], Iterator[Line]]:
         module, _, function = self.place.partition(":")
-        run: Callable[[Setting], Iterator[Line]] = getattr(importlib.import_module(module), function)
+        run: Callable[[Setting], Iterator[Line]] = getattr(
+            importlib.import_module(module), function
+        )
         return run
 
 
-# What makes a run learn something wrong comes first, then what makes it slow, then what takes long and concerns few:
-# time may cut the end off. What needs an engine takes no time where there is none.
+# What makes a run learn something wrong comes first, then what makes it slow, then what takes long
+# and concerns few: time may cut the end off. What needs an engine takes no time where there is
+# none.
 CHECKS = (
     GPUCheck("rounding", "benchmarks.gpu.precision:cast", 120),
     GPUCheck("attention", "benchmarks.gpu.attention:run", 90),
-    GPUCheck("lm_head", "benchmarks.gpu.lm_head:run", 90, ("trl", "datasets")),
-    GPUCheck("drift", "benchmarks.gpu.engine:drift", 420, ("vllm", "trl", "datasets")),
+    GPUCheck(
+        name="lm_head", place="benchmarks.gpu.lm_head:run", limit=90, needs=("trl", "datasets")
+    ),
+    GPUCheck(
+        name="drift",
+        place="benchmarks.gpu.engine:drift",
+        limit=420,
+        needs=("vllm", "trl", "datasets"),
+    ),
     GPUCheck("vision", "benchmarks.gpu.vision:run", 120),
-    GPUCheck("prompts", "benchmarks.gpu.prompts:run", 180, ("trl", "accelerate", "datasets")),
-    GPUCheck("lora_sync", "benchmarks.gpu.streaming:run", 90, ("peft",)),
-    GPUCheck("recipe", "benchmarks.gpu.engine:recipe", 600, ("vllm", "trl", "datasets", "peft")),
-    GPUCheck("trainer", "benchmarks.gpu.trainer:run", 420, ("trl", "peft", "datasets")),
-    GPUCheck("zero3", "benchmarks.gpu.precision:zero3", 300, ("deepspeed",)),
-    GPUCheck("engine", "benchmarks.gpu.engine:run", 600, ("vllm", "trl", "datasets")),
-    GPUCheck("cards", "benchmarks.gpu.cards:run", 120, cards=2),
-    GPUCheck("server", "benchmarks.gpu.server:run", 600, ("vllm", "trl", "datasets", "peft"), cards=2),
-    GPUCheck("offload", "benchmarks.gpu.offload:run", 300, ("deepspeed",)),
-    GPUCheck("deepspeed", "benchmarks.gpu.offload:builds", 300, ("deepspeed",)),
+    GPUCheck(
+        name="prompts",
+        place="benchmarks.gpu.prompts:run",
+        limit=180,
+        needs=("trl", "accelerate", "datasets"),
+    ),
+    GPUCheck(name="lora_sync", place="benchmarks.gpu.streaming:run", limit=90, needs=("peft",)),
+    GPUCheck(
+        name="recipe",
+        place="benchmarks.gpu.engine:recipe",
+        limit=600,
+        needs=("vllm", "trl", "datasets", "peft"),
+    ),
+    GPUCheck(
+        name="trainer",
+        place="benchmarks.gpu.trainer:run",
+        limit=420,
+        needs=("trl", "peft", "datasets"),
+    ),
+    GPUCheck(name="zero3", place="benchmarks.gpu.precision:zero3", limit=300, needs=("deepspeed",)),
+    GPUCheck(
+        name="engine",
+        place="benchmarks.gpu.engine:run",
+        limit=600,
+        needs=("vllm", "trl", "datasets"),
+    ),
+    GPUCheck(name="cards", place="benchmarks.gpu.cards:run", limit=120, cards=2),
+    GPUCheck(
+        name="server",
+        place="benchmarks.gpu.server:run",
+        limit=600,
+        needs=("vllm", "trl", "datasets", "peft"),
+        cards=2,
+    ),
+    GPUCheck(name="offload", place="benchmarks.gpu.offload:run", limit=300, needs=("deepspeed",)),
+    GPUCheck(
+        name="deepspeed", place="benchmarks.gpu.offload:builds", limit=300, needs=("deepspeed",)
+    ),
 )
 LEAST = 10  # seconds; with fewer left a check would hardly import what it needs
 
 
 def run(check: GPUCheck, size: str, built: Path, left: float = math.inf) -> list[Line]:
-    """The lines of a check, run in a process of its own; at least one. `built`: where DeepSpeed's operators are, or
-    come to be, so that one check compiles them for all. `left`: seconds left for all checks.
+    """The lines of a check, run in a process of its own; at least one.
+
+    `built`: where DeepSpeed's operators are, or come to be, so that one check compiles them for
+    all. `left`: seconds left for all checks.
     """
     if check.missing:
         lines = [skipped("all of it", f"{' and '.join(check.missing)} not installed")]
     elif left < LEAST:
         lines = [skipped("all of it", _over(check))]
     else:
-        lines = _in_a_child(check, size, built, left)
+        lines = _in_a_child(check, size=size, built=built, left=left)
     return [replace(line, check=check.name) for line in lines]
 
 
 def _over(check: GPUCheck) -> str:
-    return f"not run, the time for all checks was over: `--only {check.name}` runs it alone, `--minutes` gives more"
+    return (
+        f"not run, the time for all checks was over: `--only {check.name}` runs it alone, "
+        "`--minutes` gives more"
+    )
 
 
 def _in_a_child(check: GPUCheck, size: str, built: Path, left: float) -> list[Line]:
     with tempfile.TemporaryDirectory(prefix="adora_vl_gpu_") as folder:
-        results, output = Path(folder) / "lines.jsonl", Path(folder) / "output.txt"
+        results = Path(folder) / "lines.jsonl"
+        output = Path(folder) / "output.txt"
         results.touch()
-        command = [sys.executable, "-m", "benchmarks.gpu.checks", check.place, size, str(check.cards), str(results)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.gpu.checks",
+            check.place,
+            size,
+            str(check.cards),
+            str(results),
+        ]
         with output.open("wb") as stream:
             child = subprocess.Popen(
                 command,
@@ -119,17 +174,27 @@ def _in_a_child(check: GPUCheck, size: str, built: Path, left: float) -> list[Li
     if code is None:
         return [*lines, failed("in time", f"not done after {check.limit} s; stopped")]
     if code < 0:
-        memory = "; that is how Linux ends a process when memory runs out" if -code == signal.SIGKILL else ""
+        memory = (
+            "; that is how Linux ends a process when memory runs out"
+            if -code == signal.SIGKILL
+            else ""
+        )
         return [*lines, failed("the process", f"ended by {signal.Signals(-code).name}{memory}")]
     if code:
-        return [*lines, failed("the process", f"exit code {code}: {printed[-1][:300] if printed else 'no output'}")]
+        return [
+            *lines,
+            failed(
+                "the process", f"exit code {code}: {printed[-1][:300] if printed else 'no output'}"
+            ),
+        ]
     return lines or [failed("the process", "it ended without a single figure")]
 
 
 def _environment(folder: str, built: Path) -> dict[str, str]:
     paths = [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     own = {"TORCH_EXTENSIONS_DIR": str(built)}
-    own |= {"TRITON_F32_DEFAULT": "ieee"}  # else Triton's float32 is TF32, and no reference for bfloat16
+    # else Triton's float32 is TF32, and no reference for bfloat16
+    own |= {"TRITON_F32_DEFAULT": "ieee"}
     return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": folder}
 
 
@@ -141,8 +206,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def remove_half_built(built: Path) -> None:
-    """What a stopped check was compiling: it left a lock, on which every later build would wait without end. Nobody
-    else may be building in that folder.
+    """What a stopped check was compiling: it left a lock, on which every later build would wait
+    without end. Nobody else may be building in that folder.
     """
     for lock in list(built.rglob("lock")):
         shutil.rmtree(lock.parent)
@@ -150,25 +215,33 @@ def remove_half_built(built: Path) -> None:
 
 def _read(words: str) -> Line:
     fields = json.loads(words)
-    return Line(**{**fields, "verdict": Verdict(fields["verdict"])})
+    return Line(**{**fields, "verdict": CheckResult(fields["verdict"])})
 
 
 def guarded(check: GPUCheck, setting: Setting) -> Iterator[Line]:
-    """The lines of a check. An exception, also for lack of memory, becomes the last line; a package of others that is
-    not here is none.
+    """The lines of a check.
+
+    An exception, also for lack of memory, becomes the last line; a package of others that is not
+    here is none.
     """
     try:
         yield from check.load()(setting)
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
         ours = package in ("adora_vl", "benchmarks", "data_prep")
-        yield failed("all of it", one_line(error)) if ours else skipped("the rest of it", f"{package} not installed")
+        yield (
+            failed("all of it", one_line(error))
+            if ours
+            else skipped("the rest of it", f"{package} not installed")
+        )
     except Exception as error:
         yield failed("the rest of it", one_line(error))
 
 
 def prepare_for(cards: int) -> None:
-    """As a run of one process prepares its environment, which sees the first card alone; for several, all of them."""
+    """As a run of one process prepares its environment, which sees the first card alone; for
+    several, all of them.
+    """
     from adora_vl.utils.launch import prepare_engine_environment
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -40,44 +40,83 @@ def builds(setting: Setting) -> Iterator[Line]:
                 check=False,
             )
         words = done.stderr.strip().splitlines()
-        figure = "built" if done.returncode == 0 else (words[-1][:200] if words else f"exit code {done.returncode}")
+        figure = (
+            "built"
+            if done.returncode == 0
+            else (words[-1][:200] if words else f"exit code {done.returncode}")
+        )
         what = f"CPUAdam, the environment's bin {name} PATH"
-        yield holds(what, figure, "builds", done.returncode == 0, "zero3_offload.yaml needs it; ninja and g++")
+        yield holds(
+            what,
+            figure,
+            "builds",
+            done.returncode == 0,
+            "zero3_offload.yaml needs it; ninja and g++",
+        )
 
 
 def run(setting: Setting) -> Iterator[Line]:
-    """ZeRO-3 with the optimizer in host memory, pinned and not: seconds of a step, and the same weights.
+    """ZeRO-3 with the optimizer in host memory, pinned and not: seconds of a step, and the same
+    weights.
 
-    A GPU adds in any order, and Adam turns a gradient near 0 of another sign into a step of the same size. So two
-    unpinned runs say how far apart the same steps may end.
+    A GPU adds in any order, and Adam turns a gradient near 0 of another sign into a step of the
+    same size. So two unpinned runs say how far apart the same steps may end.
     """
-    ways = {"unpinned": False, "unpinned again": False, "pinned": True} if setting.on_gpu else {"unpinned": False}
+    ways = (
+        {"unpinned": False, "unpinned again": False, "pinned": True}
+        if setting.on_gpu
+        else {"unpinned": False}
+    )
     seconds, weights = {}, {}
     with process_group(setting):
         for name, pinned in ways.items():
             seconds[name], weights[name], moved = _trained(setting, pinned)
-            yield at_most(f"{name}: weights that did not move", 1 - moved, 0.01, "", "an update of each but few")
+            yield at_most(
+                f"{name}: weights that did not move",
+                value=1 - moved,
+                bound=0.01,
+                unit="",
+                source="an update of each but few",
+            )
     if "pinned" not in seconds:
-        yield skipped("pinned", "memory is pinned for a GPU only", f"unpinned {seconds['unpinned']:.3g} s a step")
+        yield skipped(
+            "pinned",
+            "memory is pinned for a GPU only",
+            f"unpinned {seconds['unpinned']:.3g} s a step",
+        )
         return
     yield same_weights(weights["pinned"], weights["unpinned"], weights["unpinned again"])
     unpinned = min(seconds["unpinned"], seconds["unpinned again"])
     ratio = seconds["pinned"] / unpinned
     figure = f"{seconds['pinned']:.3g} and {unpinned:.3g} s"
-    yield at_most("pinned, of unpinned's seconds per step", ratio, 1.1, "", f"else pinning has no use; {figure}")
+    yield at_most(
+        "pinned, of unpinned's seconds per step",
+        value=ratio,
+        bound=1.1,
+        unit="",
+        source=f"else pinning has no use; {figure}",
+    )
 
 
 def same_weights(pinned: Tensor, unpinned: Tensor, again: Tensor) -> Line:
     """Whether pinned memory ended no further from an unpinned run than another unpinned run did."""
     noise = max(apart(again, unpinned), torch.finfo(torch.float32).eps)
     source = f"{SLACK} times what two unpinned runs are apart"
-    return at_most("pinned, from unpinned: weights", apart(pinned, unpinned), SLACK * noise, "", source)
+    return at_most(
+        "pinned, from unpinned: weights",
+        value=apart(pinned, unpinned),
+        bound=SLACK * noise,
+        unit="",
+        source=source,
+    )
 
 
 def _trained(setting: Setting, pinned: bool) -> tuple[float, Tensor, float]:
-    """Median seconds of a step, a layer's float32 weights after it, and the share of them that has changed.
+    """Median seconds of a step, a layer's float32 weights after it, and the share of them that has
+    changed.
 
-    The small size takes torch's AdamW, since CPUAdam is compiled for minutes; the check `deepspeed` compiles it.
+    The small size takes torch's AdamW, since CPUAdam is compiled for minutes; the check `deepspeed`
+    compiles it.
     """
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
@@ -88,10 +127,20 @@ def _trained(setting: Setting, pinned: bool) -> tuple[float, Tensor, float]:
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": not setting.full}},
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": pinned}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu", "pin_memory": pinned},
+        },
     }
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)[0]
-    ids = words(setting, 1, 256 if setting.full else 32, config.text_config.vocab_size)
+    engine = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=settings
+    )[0]
+    ids = words(
+        setting,
+        rows=1,
+        length=256 if setting.full else 32,
+        vocabulary=config.text_config.vocab_size,
+    )
     parameter = model.get_decoder().layers[0].mlp.up_proj.weight
     before = safe_get_full_fp32_param(parameter).clone()
 

@@ -1,7 +1,9 @@
-"""Constants that a cast may round: the rotary frequencies, and what a model computes far from the start.
+"""Constants that a cast may round: the rotary frequencies, and what a model computes far from the
+start.
 
-The bound is the same bfloat16 weights in a model whose constants no cast has touched, against float32. That the check
-can see rounded constants is a line of its own: the same model with them must be beyond the bound.
+The bound is the same bfloat16 weights in a model whose constants no cast has touched, against
+float32. That the check can see rounded constants is a line of its own: the same model with them
+must be beyond the bound.
 """
 
 import copy
@@ -43,7 +45,9 @@ def zero3(setting: Setting) -> Iterator[Line]:
     with process_group(setting), tempfile.TemporaryDirectory() as folder:
         exact.save_pretrained(folder)
         kept = HfDeepSpeedConfig(settings)  # Transformers looks for it while it is alive
-        sharded = type(exact).from_pretrained(Path(folder), dtype=torch.bfloat16, attn_implementation="sdpa")
+        sharded = type(exact).from_pretrained(
+            Path(folder), dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
         restore_buffers(sharded)
         engine = deepspeed.initialize(model=sharded, config=settings)[0]
         del kept
@@ -52,27 +56,43 @@ def zero3(setting: Setting) -> Iterator[Line]:
 
 
 def judge(setting: Setting, exact: Any, subject: Any, plain: nn.Module) -> Iterator[Line]:
-    """`subject` computes with `plain`'s buffers; `exact` is the bfloat16 model that nothing was done to."""
+    """`subject` computes with `plain`'s buffers; `exact` is the bfloat16 model that nothing was
+    done to.
+    """
     wrong = wrong_buffers(plain)
     rotary = {str(buffer.dtype) for name, buffer in plain.named_buffers() if ROTARY in name}
     figure = ", ".join(sorted(rotary)).replace("torch.", "") if not wrong else wrong[0]
-    yield holds("rotary frequencies", figure, "float32, the config's values", not wrong and rotary == {
-        "torch.float32"
-    }, "adora_vl.models.precision")  # fmt: skip
+    yield holds(
+        "rotary frequencies",
+        figure,
+        "float32, the config's values",
+        not wrong and rotary == {"torch.float32"},
+        "adora_vl.models.precision",
+    )
     ends = (500, 2000, 4000) if setting.full else (500, 1000)
     right = far_logps(setting, in_float32(exact), ends)
-    ours, control = far_logps(setting, subject, ends), far_logps(setting, exact, ends)
+    ours = far_logps(setting, subject, ends)
+    control = far_logps(setting, exact, ends)
     coarse = far_logps(setting, with_rounded(exact), ends)
     for end in ends:
         gap, noise = (_gap(found[end], right[end]) for found in (ours, control))
         source = f"{SLACK} times what bfloat16 costs with untouched frequencies"
-        yield at_most(f"from float32 at token {end}", gap, SLACK * noise, "nats", source)
+        yield at_most(
+            f"from float32 at token {end}",
+            value=gap,
+            bound=SLACK * noise,
+            unit="nats",
+            source=source,
+        )
     seen = _gap(coarse[ends[-1]], right[ends[-1]])
     noise = _gap(control[ends[-1]], right[ends[-1]])
     yield at_least(
-        f"rounded frequencies, seen at token {ends[-1]}", seen, 2 * SLACK * noise, "nats",
-        "else this check would not notice them",
-    )  # fmt: skip
+        f"rounded frequencies, seen at token {ends[-1]}",
+        value=seen,
+        bound=2 * SLACK * noise,
+        unit="nats",
+        source="else this check would not notice them",
+    )
 
 
 def with_rounded(model: Any) -> Any:
@@ -87,9 +107,16 @@ def with_rounded(model: Any) -> Any:
 @torch.no_grad()
 def far_logps(setting: Setting, model: Any, ends: tuple[int, ...]) -> dict[int, Tensor]:
     """Log-probabilities of all tokens, (window, vocabulary), up to each of `ends`."""
-    ids = words(setting, 1, ends[-1] + 1, setting.config("3B", layers=1).text_config.vocab_size)
+    ids = words(
+        setting,
+        rows=1,
+        length=ends[-1] + 1,
+        vocabulary=setting.config("3B", layers=1).text_config.vocab_size,
+    )
     wanted = torch.cat([torch.arange(end - WINDOW + 1, end + 1) for end in ends]).to(setting.device)
-    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), logits_to_keep=wanted, use_cache=False).logits[0]
+    logits = model(
+        input_ids=ids, attention_mask=torch.ones_like(ids), logits_to_keep=wanted, use_cache=False
+    ).logits[0]
     logps = logits.float().log_softmax(dim=-1).split(WINDOW)
     return dict(zip(ends, logps, strict=True))
 
@@ -99,8 +126,8 @@ def _gap(one: Tensor, other: Tensor) -> float:
 
 
 def _model(setting: Setting) -> Any:
-    """Queries and keys are scaled so that the scores of attention spread by about 3, as in a trained model: nearly flat
-    attention would not notice an angle.
+    """Queries and keys are scaled so that the scores of attention spread by about 3, as in a
+    trained model: nearly flat attention would not notice an angle.
     """
     model = setting.model(setting.config("3B", layers=4), torch.bfloat16).eval()
     with torch.no_grad():

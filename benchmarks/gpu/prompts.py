@@ -1,7 +1,9 @@
-"""The policy's pass with each prompt once per group, with rows end to end, and with separate rows as stock TRL has it.
+"""The policy's pass with each prompt once per group, with rows end to end, and with separate rows
+as stock TRL has it.
 
-Language models of 3B's and 7B's widths with few layers. Shared prompts go through `PolicyPass`, as in a training
-step, so its own rule says whether they are worth it; the check times both and says whether the rule was right.
+Language models of 3B's and 7B's widths with few layers. Shared prompts go through `PolicyPass`, as
+in a training step, so its own rule says whether they are worth it; the check times both and says
+whether the rule was right.
 """
 
 from __future__ import annotations
@@ -21,16 +23,25 @@ from torch import Tensor
 from transformers.utils import is_flash_attn_2_available
 from trl.trainer.utils import add_fused_lm_head
 
-from adora_vl.dedup import policy_pass as packed_pass
-from adora_vl.dedup.policy_pass import PolicyPass
+from adora_vl.packing import policy_pass as packed_pass
+from adora_vl.packing.policy_pass import PolicyPass
 from adora_vl.utils.files import GIB
-from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting, apart, as_far_as_it_fits, gradients, in_float32, words
+from benchmarks.gpu.setting import (
+    ON_A_GPU_ONLY,
+    Setting,
+    apart,
+    as_far_as_it_fits,
+    gradients,
+    in_float32,
+    words,
+)
 from benchmarks.gpu.table import Line, at_most, holds, skipped
 from benchmarks.measure import by_turns, peak_bytes
 
 SLACK = 2.0
 _VOCABULARY = 32_768  # the LM head has a check of its own
-# Prompt, completion, rows. The first one runs in float32 too, at 7B widths in 17 GiB; the others by what they take
+# Prompt, completion, rows. The first one runs in float32 too, at 7B widths in 17 GiB; the others by
+# what they take
 _EXACT = (512, 256, 4)
 _FULL = ((512, 256, 8), (512, 1024, 8), (1024, 2048, 8), (2048, 256, 4), (256, 64, 16))
 _SMALL = ((48, 12, 4), (24, 96, 4))
@@ -45,11 +56,15 @@ class RandomGroup:
     completion: int
 
     @classmethod
-    def of(cls, setting: Setting, prompt: int, completion: int, rows: int, vocabulary: int) -> RandomGroup:
-        ids = words(setting, rows, prompt + completion, vocabulary)
+    def of(
+        cls, setting: Setting, prompt: int, completion: int, rows: int, vocabulary: int
+    ) -> RandomGroup:
+        ids = words(setting, rows=rows, length=prompt + completion, vocabulary=vocabulary)
         ids[:, :prompt] = ids[0, :prompt]
         mask = torch.ones_like(ids)
-        for row, length in enumerate(torch.linspace(completion / 2, completion, rows).int().tolist()):
+        for row, length in enumerate(
+            torch.linspace(completion / 2, completion, rows).int().tolist()
+        ):
             mask[row, prompt + length :] = 0
         return cls(ids, mask, completion)
 
@@ -66,7 +81,7 @@ def _of_width(setting: Setting, size: str) -> Iterator[Line]:
     subject = Subject(setting, setting.model(config, torch.bfloat16))
     exact = _EXACT if setting.full else lengths[0]
     group = RandomGroup.of(setting, *exact, config.text_config.vocab_size)
-    yield from subject.exactness(size, group, "shared", subject.shared)
+    yield from subject.exactness(size, group=group, name="shared", make=subject.shared)
     for prompt, completion, rows in lengths:
         where = f"{size}, prompt {prompt}, {rows} x {completion}"
         groups = [  # a new length in every call, as in training
@@ -79,33 +94,47 @@ def _of_width(setting: Setting, size: str) -> Iterator[Line]:
 
 def _with_flash_attention(setting: Setting) -> Iterator[Line]:
     if not (setting.on_gpu and is_flash_attn_2_available()):
-        reason = "flash attention is not installed" if setting.on_gpu else "flash attention needs a GPU"
+        reason = (
+            "flash attention is not installed" if setting.on_gpu else "flash attention needs a GPU"
+        )
         yield skipped("shared, flash attention", reason)
         return
     config = setting.config("3B", layers=4, vocabulary=_VOCABULARY)
     subject = Subject(setting, setting.model(config, torch.bfloat16, "flash_attention_2"))
     group = RandomGroup.of(setting, *_EXACT, config.text_config.vocab_size)
-    yield from subject.exactness("3B, flash attention", group, "shared", subject.shared)
+    yield from subject.exactness(
+        "3B, flash attention", group=group, name="shared", make=subject.shared
+    )
 
 
 class Subject:
     """A model, and the ways to its log-probabilities."""
 
     def __init__(self, setting: Setting, model: Any) -> None:
-        self.setting, self.model = setting, model.train()
+        self.setting = setting
+        self.model = model.train()
         self.accelerator = Accelerator(cpu=not setting.on_gpu)
         add_fused_lm_head(self.model)
 
-    def separate(self, model: Any, ids: Tensor, mask: Tensor, completion: int, *_: Any, **__: Any) -> Any:
+    def separate(
+        self, model: Any, ids: Tensor, mask: Tensor, completion: int, *_: Any, **__: Any
+    ) -> Any:
         """The batch as separate rows, as in stock TRL."""
         labels = ids.masked_fill(mask == 0, -100)
         labels[:, :-completion] = -100
-        logps = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs
+        logps = model(
+            input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True
+        ).log_probs
         return logps[:, -completion:], None, None
 
     def through(self, policy: PolicyPass | None, group: RandomGroup, model: Any = None) -> Tensor:
         """Log-probabilities (B, C); 0 where there is no token."""
-        given = (model if model is not None else self.model, group.ids, group.mask, group.completion)
+        given = (
+            model if model is not None else self.model,
+            group.ids,
+            group.mask,
+            group.completion,
+        )
         logps = (policy(self.separate, *given) if policy is not None else self.separate(*given))[0]
         return logps * group.mask[:, -group.completion :]
 
@@ -113,7 +142,9 @@ class Subject:
         switches: Any = SimpleNamespace(own=lambda part: True)
         return PolicyPass(self.accelerator, switches)
 
-    def exactness(self, size: str, group: RandomGroup, name: str, make: Callable[[], PolicyPass]) -> Iterator[Line]:
+    def exactness(
+        self, size: str, group: RandomGroup, name: str, make: Callable[[], PolicyPass]
+    ) -> Iterator[Line]:
         """Both ways' distance from float32, and the kernels that they use."""
         reference = in_float32(self.model)
         add_fused_lm_head(reference)
@@ -125,31 +156,51 @@ class Subject:
             found = self._both(policy, group)
         layout = policy.packed
         used = layout.passes > 0
-        yield holds(f"{size}, {name}", "used" if used else layout.refused or "not used", "used", used, "PackedForward")
+        yield holds(
+            f"{size}, {name}",
+            "used" if used else layout.refused or "not used",
+            "used",
+            used,
+            "PackedForward",
+        )
         for number, what in enumerate(("log-probabilities", "gradients")):
-            value, bound = apart(found[number], right[number]), SLACK * apart(noise[number], right[number])
+            value = apart(found[number], right[number])
+            bound = SLACK * apart(noise[number], right[number])
             source = f"{SLACK} times separate rows' own error in bfloat16"
-            yield at_most(f"{size}, {name}: {what}, from float32", value, bound, "", source)
+            yield at_most(
+                f"{size}, {name}: {what}, from float32",
+                value=value,
+                bound=bound,
+                unit="",
+                source=source,
+            )
         for label, way in (("separate", None), (name, policy)):
             with _whatever_the_rule_says():
                 kernels = self.kernels(partial(self.through, way, group))
             slow = any("math" in kernel for kernel in kernels)
             yield holds(
-                f"{size}, {label}: attention kernel", ", ".join(kernels) or "none of PyTorch's", "not math", not slow,
+                f"{size}, {label}: attention kernel",
+                ", ".join(kernels) or "none of PyTorch's",
+                "not math",
+                not slow,
                 "the math kernel holds every pair of tokens in memory",
-            )  # fmt: skip
+            )
 
     def rule(self, where: str, groups: Sequence[RandomGroup]) -> Iterator[Line]:
         """Seconds and peak of both ways, and whether the way that training takes is the faster one.
 
         `groups`: of nearly one length. Each way sees a new one in every call, as in training.
         """
-        policy, group = self.shared(), groups[0]
+        policy = self.shared()
+        group = groups[0]
         with torch.no_grad():
             self.through(policy, group)
         chosen = "shared" if policy.packed.passes else "separate"
         forced = self.shared()
-        ways = {name: partial(self._step, way, cycle(groups)) for name, way in (("separate", None), ("shared", forced))}
+        ways = {
+            name: partial(self._step, way, cycle(groups))
+            for name, way in (("separate", None), ("shared", forced))
+        }
         with _whatever_the_rule_says():
             times = by_turns(self.setting.device, ways, 3 if self.setting.full else 1)
             peaks = {name: peak_bytes(self.setting.device, way) / GIB for name, way in ways.items()}
@@ -157,12 +208,20 @@ class Subject:
         if self.setting.on_gpu:
             ratio = times[chosen] / min(times.values())
             line = at_most(
-                f"{where}: {chosen}, of the faster way's time", ratio, 1.1, "", f"a tenth is noise; {figure}"
+                f"{where}: {chosen}, of the faster way's time",
+                value=ratio,
+                bound=1.1,
+                unit="",
+                source=f"a tenth is noise; {figure}",
             )
             yield line
-            yield holds(f"{where}: both ways", figure, "shared takes no more memory", peaks["shared"] <= 1.05 * peaks[
-                "separate"
-            ], "it computes fewer tokens")  # fmt: skip
+            yield holds(
+                f"{where}: both ways",
+                figure,
+                "shared takes no more memory",
+                peaks["shared"] <= 1.05 * peaks["separate"],
+                "it computes fewer tokens",
+            )
         else:
             yield skipped(f"{where}: the rule says {chosen}", ON_A_GPU_ONLY, figure)
 
@@ -179,7 +238,9 @@ class Subject:
         self.through(policy, next(groups)).sum().backward()
         self.model.zero_grad(set_to_none=True)
 
-    def _both(self, policy: PolicyPass | None, group: RandomGroup, model: Any = None) -> tuple[Tensor, Tensor]:
+    def _both(
+        self, policy: PolicyPass | None, group: RandomGroup, model: Any = None
+    ) -> tuple[Tensor, Tensor]:
         """Log-probabilities, and the gradients of a weighted sum of them."""
         logps = self.through(policy, group, model)
         weights = torch.linspace(-1, 1, len(logps), device=logps.device)[:, None]
@@ -189,4 +250,8 @@ class Subject:
 
 def _whatever_the_rule_says() -> AbstractContextManager[Any]:
     """Share prompts also where the rule would choose separate rows."""
-    return mock.patch.object(packed_pass, "_pays", lambda *_: True) if hasattr(packed_pass, "_pays") else nullcontext()
+    return (
+        mock.patch.object(packed_pass, "_pays", lambda *_: True)
+        if hasattr(packed_pass, "_pays")
+        else nullcontext()
+    )

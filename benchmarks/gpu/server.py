@@ -1,7 +1,9 @@
-"""A vLLM server: the recipe's path for three generations, with a sync before each, by files and by NCCL.
+"""A vLLM server: the recipe's path for three generations, with a sync before each, by files and by
+NCCL.
 
-The first sync sends everything, and the later ones rely on it, so a fault shows from the second generation on. Files
-need one card, or none; NCCL needs a second one for the server. `docs/rollouts.md` has the same server for people.
+The first sync sends everything, and the later ones rely on it, so a fault shows from the second
+generation on. Files need one card, or none; NCCL needs a second one for the server.
+`docs/rollouts.md` has the same server for people.
 """
 
 import os
@@ -32,25 +34,42 @@ def run(setting: Setting) -> Iterator[Line]:
         return
     found = torch.cuda.device_count() if setting.on_gpu else 0
     first, second = cards(os.environ, found)
-    yield from _synced(setting, "file", first, second)
+    yield from _synced(setting, way="file", trainer=first, server=second)
     if found < CARDS:
         yield skipped("weights by nccl", f"NCCL needs {CARDS} cards, here is {found}")
         return
-    yield from _synced(setting, "nccl", first, second)
+    yield from _synced(setting, way="nccl", trainer=first, server=second)
 
 
 def _synced(setting: Setting, way: str, trainer: str, server: str) -> Iterator[Line]:
     """Three generations. `trainer`, `server`: the cards on which each is."""
-    what, dtype = f"weights by {way}, {GENERATIONS} generations", "bfloat16" if setting.on_gpu else "float32"
+    what = f"weights by {way}, {GENERATIONS} generations"
+    dtype = "bfloat16" if setting.on_gpu else "float32"
     with tempfile.TemporaryDirectory() as name:
-        folder, port = Path(name), free_port()
-        words = [*arguments(setting, dtype, folder), *recipe_words(setting, folder), "--vllm_mode", "server"]
-        words += ["--vllm_server_base_url", f"http://{_LOOPBACK}:{port}", "--adora_weight_transfer", way]
+        folder = Path(name)
+        port = free_port()
+        words = [
+            *arguments(setting, dtype, folder),
+            *recipe_words(setting, folder),
+            "--vllm_mode",
+            "server",
+        ]
+        words += [
+            "--vllm_server_base_url",
+            f"http://{_LOOPBACK}:{port}",
+            "--adora_weight_transfer",
+            way,
+        ]
         words += ["--vllm_enable_sleep_mode", "false"]
         address = {"VLLM_HOST_IP": _LOOPBACK}  # where NCCL's weights are handed over
         there = {"VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": server, **address}
         try:
-            with serving(server_words(folder / "model", port, way, dtype), there, port, COLD[setting.on_gpu]):
+            with serving(
+                server_words(folder / "model", port=port, way=way, dtype=dtype),
+                environment=there,
+                port=port,
+                seconds=COLD[setting.on_gpu],
+            ):
                 here = {"CUDA_VISIBLE_DEVICES": trainer, **address}
                 yield from generations(what, words, dtype, folder / "run-server", here)
         except ServerError as error:
@@ -58,8 +77,8 @@ def _synced(setting: Setting, way: str, trainer: str, server: str) -> Iterator[L
 
 
 def cards(environment: Mapping[str, str], found: int) -> tuple[str, str]:
-    """The cards of trainer and server, by the names that `CUDA_VISIBLE_DEVICES` has for them: the same if it is the
-    only one.
+    """The cards of trainer and server, by the names that `CUDA_VISIBLE_DEVICES` has for them: the
+    same if it is the only one.
     """
     named = [name.strip() for name in environment.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")]
     return named[0], named[1 if found >= CARDS else 0]
@@ -68,14 +87,24 @@ def cards(environment: Mapping[str, str], found: int) -> tuple[str, str]:
 def server_words(model: Path, port: int, way: str, dtype: str) -> list[str]:
     """What is started in Python's place for `-m`."""
     keys = {
-        "model": model, "host": _LOOPBACK, "port": port, "generation-config": "vllm", "dtype": dtype,
-        "max-model-len": _LENGTH, "gpu-memory-utilization": 0.3, "logprobs-mode": "raw_logprobs",
-    }  # fmt: skip
+        "model": model,
+        "host": _LOOPBACK,
+        "port": port,
+        "generation-config": "vllm",
+        "dtype": dtype,
+        "max-model-len": _LENGTH,
+        "gpu-memory-utilization": 0.3,
+        "logprobs-mode": "raw_logprobs",
+    }
     named = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     if way == "nccl":
         named += ["--weight-transfer-config", '{"backend": "nccl"}']
     if find_cpu_build():
-        named += ["--enforce-eager", "--no-enable-chunked-prefill"]  # it cannot read a prompt with a seed in parts
+        # it cannot read a prompt with a seed in parts
+        named += [
+            "--enforce-eager",
+            "--no-enable-chunked-prefill",
+        ]
     return ["vllm.entrypoints.openai.api_server", *named, "--enable-scale-out"]
 
 
@@ -84,19 +113,30 @@ class ServerError(Exception):
 
 
 @contextmanager
-def serving(words: Sequence[str], environment: Mapping[str, str], port: int, seconds: float) -> Iterator[None]:
+def serving(
+    words: Sequence[str], environment: Mapping[str, str], port: int, seconds: float
+) -> Iterator[None]:
     """Inside, the module answers to `/health`; at the end it is ended. Raises `ServerError`."""
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
-            [sys.executable, "-m", *words], stdout=log, stderr=log, env={**os.environ, **environment}
+            [sys.executable, "-m", *words],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **environment},
         )
         try:
             end = time.monotonic() + seconds
             while not _healthy(port):
                 if server.poll() is not None or time.monotonic() > end:
                     log.seek(0)
-                    last = log.read().decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
-                    how = f"exit code {server.returncode}" if server.returncode is not None else f"after {seconds:g} s"
+                    last = log.read().decode(errors="replace").strip().splitlines()[-1:] or [
+                        "no output"
+                    ]
+                    how = (
+                        f"exit code {server.returncode}"
+                        if server.returncode is not None
+                        else f"after {seconds:g} s"
+                    )
                     raise ServerError(f"the server does not answer, {how}: {last[0][:300]}")
                 time.sleep(0.2)
             yield

@@ -1,4 +1,6 @@
-"""Where and how large: the device, and models of the published shapes with few layers and random weights."""
+"""Where and how large: the device, and models of the published shapes with few layers and random
+weights.
+"""
 
 import copy
 import gc
@@ -13,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PretrainedConfig
 
-from adora_vl.dedup.split_attention import plan_no_shapes
 from adora_vl.models.load import load_config
 from adora_vl.models.shape import SHAPES
+from adora_vl.packing.split_attention import plan_no_shapes
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.table import Line, failed, one_line, skipped
 
@@ -23,12 +25,16 @@ SMALL_VOCABULARY = 1000
 _PIECE = 2**24  # elements
 MADE_FOR = 75  # GiB: the sizes of the checks fit a card of 80 GB
 ON_A_GPU_ONLY = "seconds are judged on a GPU only"
-WRONG_BUILD = skipped("all of it", "the vLLM that is installed is the CPU build; a GPU wants `pip install vllm`")
+WRONG_BUILD = skipped(
+    "all of it", "the vLLM that is installed is the CPU build; a GPU wants `pip install vllm`"
+)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """`full`: the published widths; else widths that a CPU takes in seconds, with the same size of head."""
+    """`full`: the published widths; else widths that a CPU takes in seconds, with the same size of
+    head.
+    """
 
     full: bool
     device: torch.device
@@ -37,34 +43,51 @@ class Setting:
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
-    def config(self, size: str, *, layers: int, eye_layers: int = 1, vocabulary: int | None = None) -> PretrainedConfig:
+    def config(
+        self, size: str, *, layers: int, eye_layers: int = 1, vocabulary: int | None = None
+    ) -> PretrainedConfig:
         """The config of Qwen2.5-VL-`size` with so many text and vision layers."""
         config = load_config(str(SHAPES / f"Qwen2.5-VL-{size}-Instruct"))
-        text, eye = config.text_config, config.vision_config
+        text = config.text_config
+        eye = config.vision_config
         if not self.full:
             heads = {"3B": 2, "7B": 4}[size]  # of 128 numbers each, as in the published models
-            text.hidden_size, text.intermediate_size = 128 * heads, 256 * heads
-            text.num_attention_heads, text.num_key_value_heads = heads, heads // 2
+            text.hidden_size = 128 * heads
+            text.intermediate_size = 256 * heads
+            text.num_attention_heads = heads
+            text.num_key_value_heads = heads // 2
             text.vocab_size = SMALL_VOCABULARY
-            eye.hidden_size, eye.num_heads, eye.intermediate_size = 160, 2, 320  # heads of 80
+            # heads of 80
+            eye.hidden_size = 160
+            eye.num_heads = 2
+            eye.intermediate_size = 320
             eye.out_hidden_size = text.hidden_size
-        text.num_hidden_layers, text.layer_types = layers, ["full_attention"] * layers
+        text.num_hidden_layers = layers
+        text.layer_types = ["full_attention"] * layers
         text.max_window_layers = layers
-        eye.depth, eye.fullatt_block_indexes = eye_layers, [n for n in eye.fullatt_block_indexes if n < eye_layers]
+        eye.depth = eye_layers
+        eye.fullatt_block_indexes = [n for n in eye.fullatt_block_indexes if n < eye_layers]
         if vocabulary is not None and self.full:
             text.vocab_size = vocabulary
         return config
 
     def model(self, config: PretrainedConfig, dtype: torch.dtype, attention: str = "sdpa") -> Any:
-        """A model with random weights, the same for the same config and device. The config stays as it is."""
+        """A model with random weights, the same for the same config and device.
+
+        The config stays as it is.
+        """
         config = copy.deepcopy(config)
         torch.manual_seed(0)
         with self.device:
-            return AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation=attention)
+            return AutoModelForImageTextToText.from_config(
+                config, dtype=dtype, attn_implementation=attention
+            )
 
 
 def in_float32(model: Any) -> Any:
-    """Another model with the same (rounded) weights, which computes in float32; flash attention cannot."""
+    """Another model with the same (rounded) weights, which computes in float32; flash attention
+    cannot.
+    """
     with next(model.parameters()).device:
         other = AutoModelForImageTextToText.from_config(
             copy.deepcopy(model.config), dtype=torch.float32, attn_implementation="sdpa"
@@ -76,7 +99,9 @@ def in_float32(model: Any) -> Any:
 def here(full: bool) -> Setting:
     """The first GPU, or the CPU where there is none."""
     plan_no_shapes()  # as a run does
-    return Setting(full, torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    return Setting(
+        full, torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    )
 
 
 def free_bytes(setting: Setting) -> int:
@@ -87,13 +112,24 @@ def free_bytes(setting: Setting) -> int:
 
 
 def as_far_as_it_fits(setting: Setting, what: str, lines: Iterator[Line]) -> Iterator[Line]:
-    """The lines. Where memory runs out, one says so in place of the rest: a failure on a card of 80 GB alone."""
+    """The lines.
+
+    Where memory runs out, one says so in place of the rest: a failure on a card of 80 GB alone.
+    """
     try:
         yield from lines
     except torch.OutOfMemoryError as error:
-        size = torch.cuda.get_device_properties(setting.device).total_memory / GIB if setting.on_gpu else 0.0
+        size = (
+            torch.cuda.get_device_properties(setting.device).total_memory / GIB
+            if setting.on_gpu
+            else 0.0
+        )
         small = f"does not fit into a card of {size:.0f} GiB"
-        line = failed(f"{what}: the rest", one_line(error)) if size >= MADE_FOR else skipped(f"{what}: the rest", small)
+        line = (
+            failed(f"{what}: the rest", one_line(error))
+            if size >= MADE_FOR
+            else skipped(f"{what}: the rest", small)
+        )
     else:
         return
     gc.collect()  # what the lines held; their error is gone with its block
@@ -104,15 +140,21 @@ def as_far_as_it_fits(setting: Setting, what: str, lines: Iterator[Line]) -> Ite
 
 def words(setting: Setting, rows: int, length: int, vocabulary: int) -> Tensor:
     """Random ids of ordinary tokens, (rows, length)."""
-    ids = torch.randint(1, min(vocabulary, 150_000), (rows, length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        1, min(vocabulary, 150_000), (rows, length), generator=torch.Generator().manual_seed(0)
+    )
     return ids.to(setting.device)
 
 
 def gradients(model: nn.Module) -> Tensor:
-    """All gradients as one float32 vector on the CPU, since several of a 7B model's width do not fit a card of 24 GB;
-    the model's own are cleared.
+    """All gradients as one float32 vector on the CPU, since several of a 7B model's width do not
+    fit a card of 24 GB; the model's own are cleared.
     """
-    parts = [parameter.grad.flatten().float().cpu() for parameter in model.parameters() if parameter.grad is not None]
+    parts = [
+        parameter.grad.flatten().float().cpu()
+        for parameter in model.parameters()
+        if parameter.grad is not None
+    ]
     model.zero_grad(set_to_none=True)
     return torch.cat(parts)
 

@@ -1,4 +1,6 @@
-"""What a LoRA policy sends to its engine: merged tensors, one at a time, into a receiver on the same card."""
+"""What a LoRA policy sends to its engine: merged tensors, one at a time, into a receiver on the
+same card.
+"""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -14,7 +16,16 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.table import Line, at_most, holds, skipped
 from benchmarks.measure import peak_bytes, seconds_of
 
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # of our recipe
+# of our recipe
+TARGETS = [
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+]
 
 
 def run(setting: Setting) -> Iterator[Line]:
@@ -34,24 +45,42 @@ def run(setting: Setting) -> Iterator[Line]:
     largest = max(parameter.numel() for name, parameter in base.items() if _is_adapted(name))
     # float32 weight, float32 product, their sum, and the copy that goes
     bound = (4 + 4 + 4 + 4 + 2) * largest
-    yield at_most("memory beside the policy", peak / GIB, 1.1 * bound / GIB, "GiB", "one tensor at a time, in float32")
+    yield at_most(
+        "memory beside the policy",
+        value=peak / GIB,
+        bound=1.1 * bound / GIB,
+        unit="GiB",
+        source="one tensor at a time, in float32",
+    )
     spent = seconds_of(setting.device, lambda: send(policy, receiver))
     size = sum(tensor.nbytes for tensor in receiver.values())
     figure = f"{spent:.3g} s for {size / GIB:.3g} GiB"
     yield (
-        at_most("seconds of a sync", spent, 10, "s", f"ours: small beside a generation's; {figure}")
+        at_most(
+            "seconds of a sync",
+            value=spent,
+            bound=10,
+            unit="s",
+            source=f"ours: small beside a generation's; {figure}",
+        )
         if setting.on_gpu
         else skipped("seconds of a sync", "seconds are judged on a GPU only", figure)
     )
     yield at_most(
         "sent weights, from float64",
-        _error(policy, receiver),
-        1.01 * 2**-8,
-        "",
-        "one rounding to bfloat16, and float32's",
+        value=_error(policy, receiver),
+        bound=1.01 * 2**-8,
+        unit="",
+        source="one rounding to bfloat16, and float32's",
     )
     same = sum(parameter.double().sum().item() == before[name] for name, parameter in base.items())
-    yield holds("weights that a sync leaves alone", f"{same} of {len(base)}", "all", same == len(base), "frozen base")
+    yield holds(
+        "weights that a sync leaves alone",
+        f"{same} of {len(base)}",
+        "all",
+        same == len(base),
+        "frozen base",
+    )
 
 
 def _is_adapted(name: str) -> bool:
@@ -59,7 +88,10 @@ def _is_adapted(name: str) -> bool:
 
 
 def send(policy: Any, receiver: dict[str, Tensor]) -> None:
-    """Send weights as `sync_weights` does. Raises `KeyError` for a name that the engine would not know."""
+    """Send weights as `sync_weights` does.
+
+    Raises `KeyError` for a name that the engine would not know.
+    """
     missing = set(receiver)
     for name, tensor in merged_parameters(policy, lambda _: nullcontext(), lambda _: True):
         receiver[name].copy_(tensor)
@@ -69,12 +101,23 @@ def send(policy: Any, receiver: dict[str, Tensor]) -> None:
 
 def _error(policy: Any, receiver: dict[str, Tensor]) -> float:
     """The largest relative error of an element in some adapted tensors."""
-    layers = {n: m for n, m in policy.named_modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer")}
+    layers = {
+        n: m for n, m in policy.named_modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer")
+    }
     worst = 0.0
     for name, layer in list(layers.items())[:: max(1, len(layers) // 14)]:
-        down, up = (part["default"].weight.detach().double() for part in (layer.lora_A, layer.lora_B))
+        down, up = (
+            part["default"].weight.detach().double() for part in (layer.lora_A, layer.lora_B)
+        )
         right = layer.base_layer.weight.detach().double() + layer.scaling["default"] * up @ down
         sent = receiver[f"{name.removeprefix('base_model.model.')}.weight"].double()
         # beside the largest elements: sums of products cancel in the smallest
-        worst = max(worst, float(((sent - right).abs() / right.abs().clamp(min=1e-3 * float(right.abs().max()))).max()))
+        worst = max(
+            worst,
+            float(
+                (
+                    (sent - right).abs() / right.abs().clamp(min=1e-3 * float(right.abs().max()))
+                ).max()
+            ),
+        )
     return worst

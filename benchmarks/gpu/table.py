@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Any
 
 
-class Verdict(StrEnum):
+class CheckResult(StrEnum):
     OK = "ok"
     FAIL = "FAIL"
     SKIPPED = "skipped"
@@ -19,7 +19,7 @@ class Line:
     what: str
     figure: str
     bound: str
-    verdict: Verdict
+    verdict: CheckResult
     note: str
     check: str = ""
 
@@ -38,17 +38,23 @@ def at_least(what: str, value: float, bound: float, unit: str, source: str) -> L
 
 def holds(what: str, figure: str, bound: str, ok: bool, source: str) -> Line:
     """ok where the caller found so."""
-    return Line(what, figure, bound, Verdict.OK if ok else Verdict.FAIL, source)
+    return Line(
+        what=what,
+        figure=figure,
+        bound=bound,
+        verdict=CheckResult.OK if ok else CheckResult.FAIL,
+        note=source,
+    )
 
 
 def skipped(what: str, reason: str, figure: str = "-") -> Line:
     """Not judged. `figure`: what was seen all the same."""
-    return Line(what, figure, "-", Verdict.SKIPPED, reason)
+    return Line(what=what, figure=figure, bound="-", verdict=CheckResult.SKIPPED, note=reason)
 
 
 def failed(what: str, reason: str) -> Line:
     """There is no figure because something broke."""
-    return Line(what, "-", "-", Verdict.FAIL, reason)
+    return Line(what=what, figure="-", bound="-", verdict=CheckResult.FAIL, note=reason)
 
 
 def one_line(error: BaseException) -> str:
@@ -60,21 +66,25 @@ _HEADER = ("check", "what", "figure", "bound", "verdict")
 
 
 def table(lines: Sequence[Line]) -> str:
-    """The table for a person: notes below what failed and beside what was skipped, and the counts at the end."""
+    """The table for a person: notes below what failed and beside what was skipped, and the counts
+    at the end.
+    """
     rows = [(line.check, line.what, line.figure, line.bound, str(line.verdict)) for line in lines]
     widths = [max(map(len, column)) for column in zip(_HEADER, *rows, strict=True)]
     printed = [_row(_HEADER, widths)]
     for line, row in zip(lines, rows, strict=True):
-        behind = f" ({line.note})" if line.verdict is Verdict.SKIPPED else ""
+        behind = f" ({line.note})" if line.verdict is CheckResult.SKIPPED else ""
         printed.append(_row(row, widths) + behind)
-        if line.verdict is Verdict.FAIL:
+        if line.verdict is CheckResult.FAIL:
             printed.append(f"    -> {line.note}")
     return "\n".join([*printed, "", counts(lines)])
 
 
 def counts(lines: Sequence[Line]) -> str:
     """The number of lines of each verdict."""
-    return ", ".join(f"{sum(line.verdict is verdict for line in lines)} {verdict}" for verdict in Verdict)
+    return ", ".join(
+        f"{sum(line.verdict is verdict for line in lines)} {verdict}" for verdict in CheckResult
+    )
 
 
 def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
@@ -88,4 +98,4 @@ def as_json(lines: Sequence[Line]) -> list[dict[str, Any]]:
 
 def exit_code(lines: Sequence[Line]) -> int:
     """1 where a line fails or nothing was looked at, else 0."""
-    return int(not lines or any(line.verdict is Verdict.FAIL for line in lines))
+    return int(not lines or any(line.verdict is CheckResult.FAIL for line in lines))

@@ -1,7 +1,8 @@
-"""Whole steps of `trl.GRPOTrainer` beside ours in alternation, without an engine: LoRA, batches of 8, random weights.
+"""Whole steps of `trl.GRPOTrainer` beside ours in alternation, without an engine: LoRA, batches of
+8, random weights.
 
-Rollouts come from `generate`, with which neither has anything to do, so the policy's part is judged by itself. The peak
-of ours is held against what the dry run predicts for these shapes.
+Rollouts come from `generate`, with which neither has anything to do, so the policy's part is judged
+by itself. The peak of ours is held against what the dry run predicts for these shapes.
 """
 
 import gc
@@ -22,7 +23,7 @@ from transformers import AutoConfig, AutoProcessor, PretrainedConfig, TrainerCal
 from trl import GRPOConfig, GRPOTrainer, ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.where import Sharding
+from adora_vl.config.run_context import Sharding
 from adora_vl.data.prompt_lengths import Measured
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import describe
@@ -59,19 +60,34 @@ def run(setting: Setting) -> Iterator[Line]:
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(2 if setting.full else 1):
             for way, done in turns.items():
-                done.append(_turn(setting, config, way, side, completion, Path(folder)))
+                done.append(
+                    _turn(
+                        setting,
+                        config=config,
+                        way=way,
+                        side=side,
+                        completion=completion,
+                        folder=Path(folder),
+                    )
+                )
     for way, done in turns.items():
         finite = all(turn.finite for turn in done)
         figure = "finite" if finite else "not finite"
-        yield holds(f"{way}: loss and gradient norm", figure, "finite, not all 0", finite, "trainer's log")
+        yield holds(
+            f"{way}: loss and gradient norm", figure, "finite, not all 0", finite, "trainer's log"
+        )
     yield from _seconds(setting, turns)
     peak = max(turn.peak for turn in turns["ours"])
     yield from _memory(setting, config, side, completion, turns["ours"][0].prompt, peak)
 
 
 def shapes(setting: Setting) -> PretrainedConfig:
-    """The 3B model, with the special tokens of the tiny model's processor: there is no other without a hub."""
-    config = setting.config("3B", layers=36 if setting.full else 2, eye_layers=32 if setting.full else 2)
+    """The 3B model, with the special tokens of the tiny model's processor: there is no other
+    without a hub.
+    """
+    config = setting.config(
+        "3B", layers=36 if setting.full else 2, eye_layers=32 if setting.full else 2
+    )
     tiny = AutoConfig.from_pretrained(PRETRAINED)
     for name in _SPECIAL:
         setattr(config, name, getattr(tiny, name))
@@ -83,26 +99,48 @@ def shapes(setting: Setting) -> PretrainedConfig:
 def lora(setting: Setting) -> LoraConfig:
     """The LoRA config of our recipe, on the language model alone."""
     targets = rf".*language_model.*\.({'|'.join(TARGETS)})"
-    return LoraConfig(r=64 if setting.full else 4, lora_alpha=128, target_modules=targets, task_type="CAUSAL_LM")
+    return LoraConfig(
+        r=64 if setting.full else 4, lora_alpha=128, target_modules=targets, task_type="CAUSAL_LM"
+    )
 
 
 def arguments(setting: Setting, way: str, side: int, completion: int, folder: Path) -> Any:
-    """One group of 8 per step, as `adora_3b_1gpu_lora.yaml` where it says something about a micro-batch."""
+    """One group of 8 per step, as `adora_3b_1gpu_lora.yaml` where it says something about a
+    micro-batch.
+    """
     keys: dict[str, Any] = {
-        "output_dir": str(folder / way), "use_vllm": False, "use_cpu": not setting.on_gpu, "bf16": setting.on_gpu,
-        "gradient_checkpointing": setting.on_gpu, "per_device_train_batch_size": ROWS, "num_generations": ROWS,
-        "max_completion_length": completion, "max_steps": STEPS, "learning_rate": 1e-5, "beta": 0.0,
-        "loss_type": "grpo", "save_strategy": "no", "report_to": "none",
-        "disable_tqdm": True, "logging_steps": 1, "seed": 3,
-    }  # fmt: skip
+        "output_dir": str(folder / way),
+        "use_vllm": False,
+        "use_cpu": not setting.on_gpu,
+        "bf16": setting.on_gpu,
+        "gradient_checkpointing": setting.on_gpu,
+        "per_device_train_batch_size": ROWS,
+        "num_generations": ROWS,
+        "max_completion_length": completion,
+        "max_steps": STEPS,
+        "learning_rate": 1e-5,
+        "beta": 0.0,
+        "loss_type": "grpo",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "seed": 3,
+    }
     if way == "stock":
         return GRPOConfig(**keys)
-    return AdoraGRPOConfig(**keys, min_pixels=side * side, max_pixels=side * side, adora_method="grpo")
+    return AdoraGRPOConfig(
+        **keys, min_pixels=side * side, max_pixels=side * side, adora_method="grpo"
+    )
 
 
-def _turn(setting: Setting, config: PretrainedConfig, way: str, side: int, completion: int, folder: Path) -> Turn:
+def _turn(
+    setting: Setting, config: PretrainedConfig, way: str, side: int, completion: int, folder: Path
+) -> Turn:
     """A new model and a new trainer of this kind, for a few steps."""
-    processor = AutoProcessor.from_pretrained(PRETRAINED, padding_side="left", truncation_side="left")
+    processor = AutoProcessor.from_pretrained(
+        PRETRAINED, padding_side="left", truncation_side="left"
+    )
     processor.image_processor.size = {"shortest_edge": side * side, "longest_edge": side * side}
     model = setting.model(config, torch.bfloat16 if setting.on_gpu else torch.float32)
     model.generation_config.eos_token_id = config.text_config.eos_token_id
@@ -115,10 +153,13 @@ def _turn(setting: Setting, config: PretrainedConfig, way: str, side: int, compl
         processing_class=processor,
         peft_config=lora(setting),
     )
-    turn, clock = Turn(), DeviceClock(setting)
+    turn = Turn()
+    clock = DeviceClock(setting)
     trainer.add_callback(Steps(setting, turn, clock))
     _note_prompts(trainer, turn)
-    clock.around(*((trainer, "_generate") if way == "stock" else (trainer.sampler, "sample")), "rollout")
+    clock.around(
+        *((trainer, "_generate") if way == "stock" else (trainer.sampler, "sample")), "rollout"
+    )
     clock.around(trainer, "_get_per_token_logps_and_entropies", "log-probabilities")
     clock.around(trainer.accelerator, "backward", "backward")
     trainer.train()
@@ -154,7 +195,9 @@ class Steps(TrainerCallback):
     """Writes down what each step but the first took."""
 
     def __init__(self, setting: Setting, turn: Turn, clock: Clock) -> None:
-        self.setting, self.turn, self.clock = setting, turn, clock
+        self.setting = setting
+        self.turn = turn
+        self.clock = clock
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.setting.on_gpu:
@@ -169,7 +212,8 @@ class Steps(TrainerCallback):
         _wait(self.setting)
         if state.global_step == 1:
             return
-        total, phases = time.perf_counter() - self.started, dict(self.clock.seconds)
+        total = time.perf_counter() - self.started
+        phases = dict(self.clock.seconds)
         self.turn.seconds.append(total)
         for name, spent in {**phases, "other": total - sum(phases.values())}.items():
             self.turn.phases[name].append(spent)
@@ -183,7 +227,14 @@ def _wait(setting: Setting) -> None:
 def _note_prompts(trainer: Any, turn: Turn) -> None:
     original = trainer._get_per_token_logps_and_entropies
 
-    def noting(model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *args: Any, **kwargs: Any) -> Any:
+    def noting(
+        model: Any,
+        input_ids: Any,
+        attention_mask: Any,
+        logits_to_keep: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         turn.prompt = max(turn.prompt, input_ids.size(1) - logits_to_keep)
         return original(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
@@ -195,18 +246,31 @@ def _seconds(setting: Setting, turns: dict[str, list[Turn]]) -> Iterator[Line]:
     for way, done in turns.items():
         names = {name for turn in done for name in turn.phases}
         medians[way] = {
-            name: statistics.median([spent for turn in done for spent in turn.phases[name]]) for name in sorted(names)
+            name: statistics.median([spent for turn in done for spent in turn.phases[name]])
+            for name in sorted(names)
         }
         medians[way]["step"] = statistics.median([spent for turn in done for spent in turn.seconds])
         figure = ", ".join(f"{name} {spent:.3g} s" for name, spent in medians[way].items())
-        yield holds(f"{way}: seconds", figure, "more than 0", medians[way]["step"] > 0, "medians of the counted steps")
+        yield holds(
+            f"{way}: seconds",
+            figure,
+            "more than 0",
+            medians[way]["step"] > 0,
+            "medians of the counted steps",
+        )
     policy = {way: spent["log-probabilities"] + spent["backward"] for way, spent in medians.items()}
     ratios = {"policy's pass and backward": policy["ours"] / policy["stock"]}
     ratios["whole step"] = medians["ours"]["step"] / medians["stock"]["step"]
     for (what, ratio), bound in zip(ratios.items(), (1.0, 1.1), strict=True):
         name = f"ours, of stock's seconds: {what}"
         if setting.on_gpu:
-            yield at_most(name, ratio, bound, "", "else our way costs time; a tenth of a whole step is noise")
+            yield at_most(
+                name,
+                value=ratio,
+                bound=bound,
+                unit="",
+                source="else our way costs time; a tenth of a whole step is noise",
+            )
         else:
             yield skipped(name, ON_A_GPU_ONLY, f"{ratio:.2f}")
 
@@ -214,21 +278,42 @@ def _seconds(setting: Setting, turns: dict[str, list[Turn]]) -> Iterator[Line]:
 def _memory(
     setting: Setting, config: PretrainedConfig, side: int, completion: int, prompt: int, peak: int
 ) -> Iterator[Line]:
-    predicted = prediction(setting, config, side, completion, prompt) / GIB
+    predicted = (
+        prediction(setting, config=config, side=side, completion=completion, prompt=prompt) / GIB
+    )
     if not setting.on_gpu:
-        reason = "a process's memory on a CPU is no card's; tests/unit/planning judges the formulas there"
+        reason = (
+            "a process's memory on a CPU is no card's; tests/unit/planning judges the formulas "
+            "there"
+        )
         yield skipped("peak memory", reason, f"{predicted:.2g} GiB predicted")
         return
     source = "the dry run's prediction without the context"
-    yield at_most("peak memory", peak / GIB, predicted, "GiB", source)
-    yield at_most("prediction, of the peak", predicted / (peak / GIB), 1.5, "", "more would refuse what fits")
+    yield at_most("peak memory", value=peak / GIB, bound=predicted, unit="GiB", source=source)
+    yield at_most(
+        "prediction, of the peak",
+        value=predicted / (peak / GIB),
+        bound=1.5,
+        unit="",
+        source="more would refuse what fits",
+    )
 
 
-def prediction(setting: Setting, config: PretrainedConfig, side: int, completion: int, prompt: int) -> int:
+def prediction(
+    setting: Setting, config: PretrainedConfig, side: int, completion: int, prompt: int
+) -> int:
     """Bytes of the worst phase, as the dry run computes them from the configuration."""
     args = arguments(setting, "ours", side, completion, Path("unused"))
-    shape = describe(config, dtype="bfloat16" if setting.on_gpu else "float32", peft_config=lora(setting))
+    shape = describe(
+        config, dtype="bfloat16" if setting.on_gpu else "float32", peft_config=lora(setting)
+    )
     image = (side // shape.patch // shape.merge) ** 2
     lengths = Measured(["row"], [prompt], [image])
-    setup = make_setup(args, ModelConfig(attn_implementation="sdpa"), shape, Sharding(), lengths)
+    setup = make_setup(
+        args,
+        model=ModelConfig(attn_implementation="sdpa"),
+        shape=shape,
+        sharding=Sharding(),
+        lengths=lengths,
+    )
     return predict(setup, 80 * GIB).peak - (CONTEXT if setting.on_gpu else 0)

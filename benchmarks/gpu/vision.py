@@ -1,4 +1,6 @@
-"""The vision tower of Qwen2.5-VL with its windows batched and looped: forward and backward at three sizes of image."""
+"""The vision tower of Qwen2.5-VL with its windows batched and looped: forward and backward at three
+sizes of image.
+"""
 
 import copy
 import warnings
@@ -8,79 +10,124 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VisionTransformerPretrainedModel,
+)
 
-from adora_vl.dedup.vision import batch_windows, host_bounds
 from adora_vl.models.precision import restore_buffers
+from adora_vl.packing.vision import batch_windows, host_bounds
 from adora_vl.utils.files import GIB
-from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting, apart, as_far_as_it_fits, free_bytes, gradients
+from benchmarks.gpu.setting import (
+    ON_A_GPU_ONLY,
+    Setting,
+    apart,
+    as_far_as_it_fits,
+    free_bytes,
+    gradients,
+)
 from benchmarks.gpu.table import Line, at_most, holds, skipped
 from benchmarks.measure import by_turns, peak_bytes
 
 SLACK = 1.5
 # Height and width in patches, four to an image token; the edges of all but the last cut windows
 _FULL = {"300 tokens": [(30, 40)], "8 x 300": [(30, 40)] * 8, "1024": [(64, 64)]}
-# GiB that the float32 tower's pass takes for an image of 300 tokens, and both towers with their gradients
-_IMAGE, _TOWERS = 5, 9
+# GiB that the float32 tower's pass takes for an image of 300 tokens, and both towers with their
+# gradients
+_IMAGE = 5
+_TOWERS = 9
 _SMALL = {"30 tokens": [(10, 12)], "2 x 16": [(8, 8)] * 2, "49": [(14, 14)]}
 
 
 def run(setting: Setting) -> Iterator[Line]:
-    config = setting.config("7B", layers=1, eye_layers=32 if setting.full else 9).vision_config  # 9: one sees it all
+    config = setting.config(
+        "7B", layers=1, eye_layers=32 if setting.full else 9
+    ).vision_config  # 9: one sees it all
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
     with setting.device:
         exact = Qwen2_5_VisionTransformerPretrainedModel(config).bfloat16().float().train()
     tower = copy.deepcopy(exact).bfloat16()
     for each in (exact, tower):
-        restore_buffers(each)  # both have been through bfloat16, which rounds the rotary frequencies
+        # both have been through bfloat16, which rounds the rotary frequencies
+        restore_buffers(each)
     for name, sides in (sized(free_bytes(setting)) if setting.full else _SMALL).items():
         grids = torch.tensor([[1, *side] for side in sides])
-        pixels = torch.randn(int(grids.prod(dim=1).sum()), 1176, generator=torch.Generator().manual_seed(0))
-        lines = _image(setting, name, tower, exact, pixels.to(setting.device), grids)
+        pixels = torch.randn(
+            int(grids.prod(dim=1).sum()), 1176, generator=torch.Generator().manual_seed(0)
+        )
+        lines = _image(
+            setting,
+            name=name,
+            tower=tower,
+            exact=exact,
+            pixels=pixels.to(setting.device),
+            grids=grids,
+        )
         yield from as_far_as_it_fits(setting, name, lines)
 
 
 def sized(free: int) -> dict[str, list[tuple[int, int]]]:
     """The images, of which as many are seen at once as there is room for."""
     several = max(2, min(8, int((free / GIB - _TOWERS) / _IMAGE)))
-    return {(name if len(sides) == 1 else f"{several} x 300"): sides[:several] for name, sides in _FULL.items()}
+    return {
+        (name if len(sides) == 1 else f"{several} x 300"): sides[:several]
+        for name, sides in _FULL.items()
+    }
 
 
-def _image(setting: Setting, name: str, tower: Any, exact: Any, pixels: Tensor, grids: Tensor) -> Iterator[Line]:
+def _image(
+    setting: Setting, name: str, tower: Any, exact: Any, pixels: Tensor, grids: Tensor
+) -> Iterator[Line]:
     right = passed(exact, pixels, grids, batched=False)
     loop, batched = (passed(tower, pixels, grids, batched=on) for on in (False, True))
     for number, what in enumerate(("features", "gradients")):
         bound = SLACK * apart(loop[number], right[number])
         source = f"{SLACK} times the loop's own error in bfloat16"
         yield at_most(
-            f"{name}, batched: {what}, from float32", apart(batched[number], right[number]), bound, "", source
+            f"{name}, batched: {what}, from float32",
+            value=apart(batched[number], right[number]),
+            bound=bound,
+            unit="",
+            source=source,
         )
     del right, loop, batched
     ways = {
-        label: partial(_seen, tower, pixels, grids, batched=on) for label, on in (("loop", False), ("batched", True))
+        label: partial(_seen, tower, pixels, grids, batched=on)
+        for label, on in (("loop", False), ("batched", True))
     }
     times = by_turns(setting.device, ways, 3 if setting.full else 1)
     if not setting.on_gpu:
         yield skipped(
-            f"{name}: both ways", ON_A_GPU_ONLY, ", ".join(f"{way} {spent:.3g} s" for way, spent in times.items())
+            f"{name}: both ways",
+            ON_A_GPU_ONLY,
+            ", ".join(f"{way} {spent:.3g} s" for way, spent in times.items()),
         )
         return
     waits = syncs(ways["batched"])
     source = f"else a block waits for a bound of its windows; the loop {syncs(ways['loop'])}"
-    yield at_most(f"{name}: waits for the device", waits, len(tower.blocks) - 1, "", source)
+    yield at_most(
+        f"{name}: waits for the device",
+        value=waits,
+        bound=len(tower.blocks) - 1,
+        unit="",
+        source=source,
+    )
     peaks = {way: peak_bytes(setting.device, go) / GIB for way, go in ways.items()}
     figure = "; ".join(f"{way} {times[way]:.3g} s, {peaks[way]:.2g} GiB" for way in ways)
     yield at_most(
         f"{name}: batched, of the loop's time",
-        times["batched"] / times["loop"],
-        1.0,
-        "",
-        f"else it has no use; {figure}",
+        value=times["batched"] / times["loop"],
+        bound=1.0,
+        unit="",
+        source=f"else it has no use; {figure}",
     )
     fits = peaks["batched"] <= 1.2 * peaks["loop"]
     yield holds(
-        f"{name}: both ways", figure, "at most 1.2 of the loop's memory", fits, "a reordered copy of q, k and v"
+        f"{name}: both ways",
+        figure,
+        "at most 1.2 of the loop's memory",
+        fits,
+        "a reordered copy of q, k and v",
     )
 
 
@@ -102,12 +149,16 @@ def passed(tower: Any, pixels: Tensor, grids: Tensor, *, batched: bool) -> tuple
 
 
 def _seen(tower: Any, pixels: Tensor, grids: Tensor, *, batched: bool) -> Tensor:
-    """Forward and backward: the loop as Transformers runs it, or batched with the bounds that training gives it."""
+    """Forward and backward: the loop as Transformers runs it, or batched with the bounds that
+    training gives it.
+    """
     assert batch_windows(tower, batched) is batched
     tower.zero_grad(set_to_none=True)
     bounds = host_bounds(tower, grids, pixels.device) if batched else {}
     given = {name.removeprefix("image_"): value for name, value in bounds.items()}
-    features: Tensor = tower(pixels.to(tower.dtype), grid_thw=grids.to(pixels.device), **given).pooler_output
+    features: Tensor = tower(
+        pixels.to(tower.dtype), grid_thw=grids.to(pixels.device), **given
+    ).pooler_output
     weights = torch.linspace(-1, 1, features.size(-1), device=features.device)
     (features.float() * weights).sum().backward()
     return features

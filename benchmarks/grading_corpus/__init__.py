@@ -1,9 +1,11 @@
-r"""The labelled corpus: answers by kind, with their reference answer and the verdict of the grading policy.
+r"""The labelled corpus: answers by kind, with their reference answer and the verdict of the grading
+policy.
 
-One JSON line per reference answer: `gold` is that answer, and `correct`, `wrong`, `unparseable` and `rejected` (any
-verdict but correct) are lists of answers. Where needed it has `choices` and `rounding`. An answer is what stands in the
-box; in a line with `whole` it is the whole response, as pairs of a text and how often it is repeated. `reason` says why
-the wrong ones of a line are wrong (`guesses`: what somebody writes who wants to be right without knowing the answer).
+One JSON line per reference answer: `gold` is that answer, and `correct`, `wrong`, `unparseable` and
+`rejected` (any verdict but correct) are lists of answers. Where needed it has `choices` and
+`rounding`. An answer is what stands in the box; in a line with `whole` it is the whole response, as
+pairs of a text and how often it is repeated. `reason` says why the wrong ones of a line are wrong
+(`guesses`: what somebody writes who wants to be right without knowing the answer).
 """
 
 import json
@@ -35,12 +37,32 @@ def cases() -> list[Case]:
             row = json.loads(line)
             for label in LABELS:
                 for index, answer in enumerate(row.get(label, ())):
-                    found.append(_case(path.stem, f"{path.stem}:{number}:{label}:{index}", row, label, answer))
+                    found.append(
+                        _case(
+                            path.stem,
+                            place=f"{path.stem}:{number}:{label}:{index}",
+                            row=row,
+                            label=label,
+                            answer=answer,
+                        )
+                    )
     return found
 
 
 def _case(kind: str, place: str, row: dict[str, Any], label: str, answer: Any) -> Case:
-    response = "".join(text * count for text, count in answer) if row.get("whole") else rf"So \boxed{{{answer}}}."
+    response = (
+        "".join(text * count for text, count in answer)
+        if row.get("whole")
+        else rf"So \boxed{{{answer}}}."
+    )
     choices = tuple(row["choices"]) if "choices" in row else None
     name = f"{place} {response[:40]!r} for {row['gold']!r}"
-    return Case(kind, name, response, row["gold"], label, choices, bool(row.get("rounding")))
+    return Case(
+        kind=kind,
+        name=name,
+        response=response,
+        gold=row["gold"],
+        label=label,
+        choices=choices,
+        rounding=bool(row.get("rounding")),
+    )

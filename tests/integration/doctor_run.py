@@ -1,5 +1,5 @@
-"""The doctor's command with one engine for everything: healthy first, then with one correction after the other taken
-out. Writes the lines of each to FILE.json. Run by `test_doctor.py`.
+"""The doctor's command with one engine for everything: healthy first, then with one correction
+after the other taken out. Writes the lines of each to FILE.json. Run by `test_doctor.py`.
 
 Usage: doctor_run.py FILE.json [training arguments]
 """
@@ -50,7 +50,11 @@ def unnoticed(examination: Examination) -> Iterator[None]:
 
 @contextmanager
 def no_sync(examination: Examination) -> Iterator[None]:
-    with patch.object(engine_module, "push_weights", lambda llm, tensors, everything=False: sum(1 for _ in tensors)):
+    with patch.object(
+        engine_module,
+        "push_weights",
+        lambda llm, tensors, everything=False: sum(1 for _ in tensors),
+    ):
         yield
 
 
@@ -73,7 +77,9 @@ def pixel_limits(examination: Examination) -> Iterator[None]:
 @contextmanager
 def unbanned(examination: Examination) -> Iterator[None]:
     generation = examination.trainer.vllm_generation
-    free = {key: value for key, value in generation.generation_kwargs.items() if key != "logit_bias"}
+    free = {
+        key: value for key, value in generation.generation_kwargs.items() if key != "logit_bias"
+    }
     with patch.object(generation, "generation_kwargs", free):
         yield
 
@@ -81,12 +87,18 @@ def unbanned(examination: Examination) -> Iterator[None]:
 @contextmanager
 def doubled_in_the_trainer(examination: Examination) -> Iterator[None]:
     """The processor's ids have twice the image tokens that it makes features for."""
-    trainer, token = examination.trainer, examination.trainer.processing_class.image_token_id
+    trainer = examination.trainer
+    token = examination.trainer.processing_class.image_token_id
     real = trainer.images.read
 
     def doubled(rows: Any) -> Any:
         read = real(rows)
-        return replace(read, ids=[[t for one in row for t in [one] * (2 if one == token else 1)] for row in read.ids])
+        return replace(
+            read,
+            ids=[
+                [t for one in row for t in [one] * (2 if one == token else 1)] for row in read.ids
+            ],
+        )
 
     with patch.object(trainer.images, "read", doubled):
         examination.prompts = read_prompts(trainer, rows_of(examination))
@@ -107,7 +119,10 @@ def rounded(examination: Examination) -> Iterator[None]:
 
 
 def rows_of(examination: Examination) -> list[dict[str, Any]]:
-    return [examination.trainer.train_dataset[number] for number in range(len(examination.prompts.names))]
+    return [
+        examination.trainer.train_dataset[number]
+        for number in range(len(examination.prompts.names))
+    ]
 
 
 STEPS: dict[str, tuple[Any, Callable[[Examination], list[Check]]]] = {
@@ -119,26 +134,39 @@ STEPS: dict[str, tuple[Any, Callable[[Examination], list[Check]]]] = {
     "rounded": (rounded, lambda e: [check_buffers(e.trainer), *e.cold(), e.distant()]),
     "doubled": (doubled_in_the_trainer, lambda e: examine(e, 2)[:1]),
     "healthy_again": (lambda e: patch.object(e, "tokens", 8), lambda e: [*e.cold(), e.distant()]),
-    "stale_encoder_cache": (stale_encoder_cache, lambda e: [e.after_change(vision=True)]),  # may break the engine
+    "stale_encoder_cache": (
+        stale_encoder_cache,
+        lambda e: [e.after_change(vision=True)],
+    ),  # may break the engine
 }
 
 
 def fingerprint(trainer: Any) -> str:
-    """All that a run could notice: weights, random states, counters, what is to be logged. That the engine has the
-    weights of this step by then saves a sync and changes nothing.
+    """All that a run could notice: weights, random states, counters, what is to be logged.
+
+    That the engine has the weights of this step by then saves a sync and changes nothing.
     """
     digest = hashlib.sha256()
     for _, parameter in sorted(trainer.model.named_parameters()):
         digest.update(parameter.detach().numpy().tobytes())
     generation = trainer.vllm_generation
     facts = (
-        random.getstate(), np.random.get_state(), torch.get_rng_state().tolist(),
-        trainer._step, str(vars(trainer.state)), dict(trainer._metrics["train"]),
-        {name: list(values) for name, values in trainer._logs.items() if name in ("prompt", "advantages")},
-        generation.max_completion_length, generation.temperature,
+        random.getstate(),
+        np.random.get_state(),
+        torch.get_rng_state().tolist(),
+        trainer._step,
+        str(vars(trainer.state)),
+        dict(trainer._metrics["train"]),
+        {
+            name: list(values)
+            for name, values in trainer._logs.items()
+            if name in ("prompt", "advantages")
+        },
+        generation.max_completion_length,
+        generation.temperature,
         generation.generation_kwargs,
         trainer.model.training,
-    )  # fmt: skip
+    )
     digest.update(pickle.dumps(facts))
     return digest.hexdigest()
 

@@ -1,6 +1,8 @@
-"""The training command in which things go wrong on purpose: `FAULTS=nan:2:1,drift:3 ... -m tests.integration.faulty`.
+"""The training command in which things go wrong on purpose: `FAULTS=nan:2:1,drift:3 ... -m
+tests.integration.faulty`.
 
-A fault is `name:step`, or `name:step:rank` for one rank alone. Steps are counted from 1, as they are logged.
+A fault is `name:step`, or `name:step:rank` for one rank alone. Steps are counted from 1, as they
+are logged.
 """
 
 import contextlib
@@ -14,7 +16,8 @@ from typing import Any
 
 import torch
 
-Fault = Callable[[Any, Callable[[], bool]], None]  # gets the stack of patches and whether it is time
+# gets the stack of patches and whether it is time
+Fault = Callable[[Any, Callable[[], bool]], None]
 
 
 @contextmanager
@@ -52,7 +55,9 @@ def _nan(patches: Any, due: Callable[[], bool]) -> None:
     from trl import GRPOTrainer
 
     stock = GRPOTrainer._compute_loss
-    patches.setattr(GRPOTrainer, "_compute_loss", lambda *args: stock(*args) * (torch.nan if due() else 1.0))
+    patches.setattr(
+        GRPOTrainer, "_compute_loss", lambda *args: stock(*args) * (torch.nan if due() else 1.0)
+    )
 
 
 def _ratio(patches: Any, due: Callable[[], bool]) -> None:
@@ -68,7 +73,11 @@ def _drift(patches: Any, due: Callable[[], bool]) -> None:
     from adora_vl.rollout.importance import drift_sums
     from adora_vl.training import guards
 
-    patches.setattr(guards, "drift_sums", lambda *args: drift_sums(*args) + torch.tensor([1e9, 0.0, 0.0]) * due())
+    patches.setattr(
+        guards,
+        "drift_sums",
+        lambda *args: drift_sums(*args) + torch.tensor([1e9, 0.0, 0.0]) * due(),
+    )
 
 
 def _generate(patches: Any, due: Callable[[], bool]) -> None:
@@ -87,7 +96,9 @@ def _sync(patches: Any, due: Callable[[], bool]) -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     stock = GPUModelRunner.reload_weights
-    patches.setattr(GPUModelRunner, "reload_weights", lambda *a, **k: broken() if due() else stock(*a, **k))
+    patches.setattr(
+        GPUModelRunner, "reload_weights", lambda *a, **k: broken() if due() else stock(*a, **k)
+    )
 
 
 def broken(*args: Any, **kwargs: Any) -> Any:
@@ -122,13 +133,19 @@ def _reward(patches: Any, due: Callable[[], bool]) -> None:
 
 
 KNOWN: dict[str, Fault] = {
-    "nan": _nan, "ratio": _ratio, "drift": _drift, "generate": _generate, "sync": _sync, "disk": _disk,
+    "nan": _nan,
+    "ratio": _ratio,
+    "drift": _drift,
+    "generate": _generate,
+    "sync": _sync,
+    "disk": _disk,
     "reward": _reward,
-}  # fmt: skip
+}
 
 
 def several(arguments: list[str], starts: list[str]) -> int:
-    """One start of the command for each entry of `starts` (`FAULTS [argument ...]`), all with the first one's engine.
+    """One start of the command for each entry of `starts` (`FAULTS [argument ...]`), all with the
+    first one's engine.
 
     Prints `start N ended with CODE` for each; returns the last code.
     """
@@ -139,16 +156,25 @@ def several(arguments: list[str], starts: list[str]) -> int:
 
     def build_once(run: Any) -> Any:
         if made:
-            made[0].create_accelerator_and_postprocess()  # the new start has forgotten the one of before
+            made[
+                0
+            ].create_accelerator_and_postprocess()  # the new start has forgotten the one of before
         else:
             made.append(build(run))
         trainer = made[0]
-        trainer.train_dataset, trainer.run = run.dataset, run
-        trainer.bad_steps.in_a_row, trainer.bad_steps.reason = 0, None
-        trainer._step, trainer._generation, trainer.sampler.synced = 0, None, -1  # as in a new process
+        trainer.train_dataset = run.dataset
+        trainer.run = run
+        trainer.bad_steps.in_a_row = 0
+        trainer.bad_steps.reason = None
+        # as in a new process
+        trainer._step = 0
+        trainer._generation = None
+        trainer.sampler.synced = -1
         trainer.checkpoints.saved_at = trainer.checkpoints.began_at = None
         trainer.callback_handler.callbacks = [  # without those of the command
-            each for each in trainer.callback_handler.callbacks if type(each).__name__ not in ("StopOnSignal", "Speak")
+            each
+            for each in trainer.callback_handler.callbacks
+            if type(each).__name__ not in ("StopOnSignal", "Speak")
         ]
         return trainer
 

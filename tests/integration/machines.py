@@ -1,5 +1,6 @@
-"""Two machines on this one: network namespaces with a cable between them where they may be made, else two names for
-this machine. They have names, disks and processes of their own, and are reached by `ssh`, which is a stand-in.
+"""Two machines on this one: network namespaces with a cable between them where they may be made,
+else two names for this machine. They have names, disks and processes of their own, and are reached
+by `ssh`, which is a stand-in.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def _ip(*words: str) -> bool:
 
 def namespaces() -> set[str]:
     """The names of this machine's network namespaces."""
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+    listed = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, check=False
+    ).stdout
     return {line.split()[0] for line in listed.splitlines()}
 
 
@@ -55,12 +58,15 @@ def _remove_orphans() -> None:
 
 
 class TwoMachines:
-    """Both see the same files. With namespaces, `disks` may hold a folder for a machine's name, which that machine sees
-    at the place of `output_dir`.
+    """Both see the same files.
+
+    With namespaces, `disks` may hold a folder for a machine's name, which that machine sees at the
+    place of `output_dir`.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.mark = folder, uuid.uuid4().hex
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
         self.hosts = [f"{name}-{os.getpid()}-{self.mark[:6]}" for name in ("one", "two")]
         self.disks = folder / "disks"
         self.apart = os.geteuid() == 0 and shutil.which("ip") is not None and self._connected()
@@ -69,11 +75,26 @@ class TwoMachines:
         one, two = self.hosts
         _remove_orphans()
         done = all(_ip("netns", "add", host) for host in self.hosts)
-        cable = ["link", "add", _CABLE, "netns", one, "type", "veth", "peer", "name", _CABLE, "netns", two]
+        cable = [
+            "link",
+            "add",
+            _CABLE,
+            "netns",
+            one,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            _CABLE,
+            "netns",
+            two,
+        ]
         done = done and _ip(*cable)
         for number, host in enumerate(self.hosts, 1):
             done = done and _ip("-n", host, "addr", "add", f"10.77.0.{number}/24", "dev", _CABLE)
-            done = done and all(_ip("-n", host, "link", "set", link, "up") for link in ("lo", _CABLE))
+            done = done and all(
+                _ip("-n", host, "link", "set", link, "up") for link in ("lo", _CABLE)
+            )
         return done
 
     def __enter__(self) -> TwoMachines:
@@ -89,24 +110,38 @@ class TwoMachines:
             _ip("netns", "del", host)
 
     @contextlib.contextmanager
-    def running(self, config: str, output_dir: Path, words: list[str]) -> Iterator[subprocess.Popen[str]]:
+    def running(
+        self, config: str, output_dir: Path, words: list[str]
+    ) -> Iterator[subprocess.Popen[str]]:
         """`setup/ssh/train.sh` with one process a machine; `config` is an accelerate config."""
         with socket.socket() as probe:  # free here, so most likely there
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         environment = {
-            "PATH": f"{self.folder}:{os.environ['PATH']}", "HOSTS": " ".join(self.hosts), "PROCESSES_PER_NODE": "1",
-            "PORT": str(port), "MAIN_IP": "10.77.0.1" if self.apart else "127.0.0.1", "ACCELERATE_CONFIG": config,
-            "LAUNCH": str(Path(sys.executable).parent / "accelerate"), "TEST_MARK": self.mark, "GRACE": "60",
-            "ENVIRONMENT": f"GLOO_SOCKET_IFNAME={_CABLE}" if self.apart else "", "TOKENIZERS_PARALLELISM": "false",
-            "TEST_DISKS": str(self.disks), "TEST_OUTPUT": str(output_dir),
-        }  # fmt: skip
+            "PATH": f"{self.folder}:{os.environ['PATH']}",
+            "HOSTS": " ".join(self.hosts),
+            "PROCESSES_PER_NODE": "1",
+            "PORT": str(port),
+            "MAIN_IP": "10.77.0.1" if self.apart else "127.0.0.1",
+            "ACCELERATE_CONFIG": config,
+            "LAUNCH": str(Path(sys.executable).parent / "accelerate"),
+            "TEST_MARK": self.mark,
+            "GRACE": "60",
+            "ENVIRONMENT": f"GLOO_SOCKET_IFNAME={_CABLE}" if self.apart else "",
+            "TOKENIZERS_PARALLELISM": "false",
+            "TEST_DISKS": str(self.disks),
+            "TEST_OUTPUT": str(output_dir),
+        }
         with (self.folder / "said").open("w") as said:
             script = subprocess.Popen(
-                ["bash", "setup/ssh/train.sh", *words, "--output_dir", str(output_dir)], cwd=REPOSITORY,
-                env={**os.environ, **environment}, stdout=said, stderr=subprocess.STDOUT, text=True,
+                ["bash", "setup/ssh/train.sh", *words, "--output_dir", str(output_dir)],
+                cwd=REPOSITORY,
+                env={**os.environ, **environment},
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                text=True,
                 start_new_session=True,
-            )  # fmt: skip
+            )
             try:
                 yield script
             finally:
@@ -118,7 +153,9 @@ class TwoMachines:
         end = time.monotonic() + _DEADLINE_S
         while not any(line["step"] >= step for line in read_metrics(output_dir / METRICS)):
             assert script.poll() is None, f"ended with {script.returncode}:\n{self.said[-5000:]}"
-            assert time.monotonic() < end, f"no step {step} within {_DEADLINE_S} s:\n{self.said[-3000:]}"
+            assert time.monotonic() < end, (
+                f"no step {step} within {_DEADLINE_S} s:\n{self.said[-3000:]}"
+            )
             time.sleep(0.2)
 
     @property

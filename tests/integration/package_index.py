@@ -1,4 +1,6 @@
-"""Package indexes of empty wheels on loopback: one server is the proxy of pip's configuration and plays every host."""
+"""Package indexes of empty wheels on loopback: one server is the proxy of pip's configuration and
+plays every host.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +42,23 @@ def _zipped(files: Mapping[str, bytes]) -> bytes:
 
 
 def empty_wheel(
-    project: str, version: str, *, tag: str = "py3-none-any", requires: Sequence[str] = (),
+    project: str,
+    version: str,
+    *,
+    tag: str = "py3-none-any",
+    requires: Sequence[str] = (),
     modules: Mapping[str, str] | None = None,
-) -> Wheel:  # fmt: skip
+) -> Wheel:
     """A wheel that pip installs, with nothing in it but `modules` (name and source)."""
     name = re.sub(r"[-_.]+", "_", project)
     info = f"{name}-{version}.dist-info"
     needs = "".join(f"Requires-Dist: {need}\n" for need in requires)
     files = {
         **{f"{module}/__init__.py": source.encode() for module, source in (modules or {}).items()},
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n{needs}".encode(),
-        f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n".encode(),
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n"
+        f"{needs}".encode(),
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\n"
+        f"Tag: {tag}\n".encode(),
     }
     lines = []
     for path, content in files.items():
@@ -66,14 +74,18 @@ def packed_again(project: str) -> Wheel:
     files = {
         str(path): path.read_binary()
         for path in installed.files or []
-        if ".." not in path.parts and path.suffix != ".pyc" and path.name not in ("INSTALLER", "REQUESTED")
+        if ".." not in path.parts
+        and path.suffix != ".pyc"
+        and path.name not in ("INSTALLER", "REQUESTED")
     }
     return Wheel(f"{installed.name}-{installed.version}-py3-none-any.whl", _zipped(files))
 
 
 @dataclass
 class Indexes:
-    """`hosts` maps a host to its wheels. pip asks for `http://HOST/simple` through the proxy at `port`."""
+    """`hosts` maps a host to its wheels. pip asks for `http://HOST/simple` through the proxy at
+    `port`.
+    """
 
     hosts: dict[str, list[Wheel]]
     down: set[str] = field(default_factory=set)  # the proxy answers that it cannot reach them
@@ -103,7 +115,8 @@ class Indexes:
 
     def _answer(self, request: BaseHTTPRequestHandler) -> None:
         url = urlsplit(request.path)
-        host, path = url.hostname or "", unquote(url.path)
+        host = url.hostname or ""
+        path = unquote(url.path)
         self.asked.append((host, path))
         if host in self.silent:
             self._ended.wait()
@@ -111,10 +124,16 @@ class Indexes:
         wheels = self.hosts.get(host, [])
         place, _, last = path.strip("/").rpartition("/")
         if place == "files":
-            found, kind = [wheel.content for wheel in wheels if wheel.name == last], "application/octet-stream"
+            found = [wheel.content for wheel in wheels if wheel.name == last]
+            kind = "application/octet-stream"
         else:
-            links = [f'<a href="/files/{wheel.name}">{wheel.name}</a>' for wheel in wheels if wheel.project == last]
-            found, kind = ["".join(links).encode()] if links else [], "text/html"
+            links = [
+                f'<a href="/files/{wheel.name}">{wheel.name}</a>'
+                for wheel in wheels
+                if wheel.project == last
+            ]
+            found = ["".join(links).encode()] if links else []
+            kind = "text/html"
         request.send_response(502 if host in self.down else 200 if found else 404)
         request.send_header("Content-Type", kind)
         request.end_headers()
@@ -128,4 +147,8 @@ class Indexes:
 
     def projects_asked(self, host: str) -> set[str]:
         """The projects whose list of files was read at `host`."""
-        return {path.strip("/").rpartition("/")[2] for at, path in self.asked if at == host and "/files/" not in path}
+        return {
+            path.strip("/").rpartition("/")[2]
+            for at, path in self.asked
+            if at == host and "/files/" not in path
+        }

@@ -1,6 +1,6 @@
-"""Policy and reference as training would build them, looked at just before the first step: their constants, their
-log-probabilities far from the start as they are, under float32 angles and under rounded ones, and what the guard says.
-Run by `test_precision.py` under ZeRO-3.
+"""Policy and reference as training would build them, looked at just before the first step: their
+constants, their log-probabilities far from the start as they are, under float32 angles and under
+rounded ones, and what the guard says. Run by `test_precision.py` under ZeRO-3.
 
 Usage: precision_run.py FOLDER [training arguments]
 """
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from adora_vl.config.reading import read
+from adora_vl.config.command import read
 from adora_vl.models.precision import RefuseWrongBuffers
 from adora_vl.utils.errors import RunError
 
@@ -29,7 +29,9 @@ class LookedAt(Exception):  # noqa: N818  # ends a training that was never meant
 
 
 def constants(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor of the model that is not a parameter: buffers, and plain attributes of its modules."""
+    """Every tensor of the model that is not a parameter: buffers, and plain attributes of its
+    modules.
+    """
     found = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for prefix, module in model.named_modules():
         plain = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
@@ -46,17 +48,26 @@ def text_frequencies(model: Any) -> Tensor:
 
 @torch.no_grad()
 def far_logps(model: nn.Module) -> dict[str, Tensor]:
-    """Log-probabilities of all tokens, (window, vocabulary), up to each of `POSITIONS`, after the same text."""
-    length, first = POSITIONS[-1] + 1, 50  # ordinary tokens begin before 50
+    """Log-probabilities of all tokens, (window, vocabulary), up to each of `POSITIONS`, after the
+    same text.
+    """
+    # ordinary tokens begin before 50
+    length = POSITIONS[-1] + 1
+    first = 50
     words = torch.randint(first, 400, (1, length), generator=torch.Generator().manual_seed(0))
-    logits = model(input_ids=words, attention_mask=torch.ones_like(words), logits_to_keep=length).logits[0]
+    logits = model(
+        input_ids=words, attention_mask=torch.ones_like(words), logits_to_keep=length
+    ).logits[0]
     logps = logits.float().log_softmax(dim=-1)
-    return {str(position): logps[position - WINDOW + 1 : position + 1].clone() for position in POSITIONS}
+    return {
+        str(position): logps[position - WINDOW + 1 : position + 1].clone() for position in POSITIONS
+    }
 
 
 class Look(TrainerCallback):
     def __init__(self, trainer: Any, folder: Path) -> None:
-        self.trainer, self.folder = trainer, folder
+        self.trainer = trainer
+        self.folder = folder
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         reference = self.trainer.accelerator.unwrap_model(self.trainer.ref_model)
@@ -64,18 +75,25 @@ class Look(TrainerCallback):
         refusals = {"built": self.refusal()}
         tensors: dict[str, Any] = {}
         for role, model in models.items():
-            tensors |= {f"{role}/constants/{name}": value for name, value in constants(model).items()}
+            tensors |= {
+                f"{role}/constants/{name}": value for name, value in constants(model).items()
+            }
             tensors |= {f"{role}/built/{place}": value for place, value in far_logps(model).items()}
             exact = text_frequencies(model)
             for which, frequencies in (("float32", exact), ("rounded", exact.bfloat16())):
                 model.get_decoder().rotary_emb.inv_freq.data = frequencies
-                tensors |= {f"{role}/{which}/{place}": value for place, value in far_logps(model).items()}
+                tensors |= {
+                    f"{role}/{which}/{place}": value for place, value in far_logps(model).items()
+                }
             refusals[role] = self.refusal()
             model.get_decoder().rotary_emb.inv_freq.data = exact
         sharded = all(hasattr(next(model.parameters()), "ds_id") for model in models.values())
         facts = {"refusals": refusals, "sharded": sharded, "dtype": str(self.trainer.model.dtype)}
         if self.trainer.accelerator.is_main_process:
-            save_file({name: one.contiguous() for name, one in tensors.items()}, self.folder / "tensors.safetensors")
+            save_file(
+                {name: one.contiguous() for name, one in tensors.items()},
+                self.folder / "tensors.safetensors",
+            )
             (self.folder / "facts.json").write_text(json.dumps(facts))
         raise LookedAt
 

@@ -1,6 +1,8 @@
-"""Whole runs of all three benchmarks on one engine start: `python -m tests.integration.run_benchmarks MODEL FOLDER`.
+"""Whole runs of all three benchmarks on one engine start: `python -m
+tests.integration.run_benchmarks MODEL FOLDER`.
 
-The commands are those of a user; only the engine is built once, since starting it takes longer than all the rest.
+The commands are those of a user; only the engine is built once, since starting it takes longer than
+all the rest.
 """
 
 import dataclasses
@@ -8,10 +10,10 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+from adora_vl.evals.inference.engines import build_engine
+from adora_vl.evals.inference.requests import AnswerEngine, AnswerEngineSettings
 from eval import command
 from eval.geometry3k import BENCHMARK as GEOMETRY3K
-from eval.inference.engines import build_engine
-from eval.inference.requests import AnswerEngine, AnswerEngineSettings
 from eval.mathvista import BENCHMARK as MATHVISTA
 from eval.mmstar import BENCHMARK as MMSTAR
 
@@ -35,7 +37,17 @@ def main(model: str, folder: Path) -> int:
         (MMSTAR, "mmstar", ["--without-image", str(folder / "mmstar_blind" / "predictions.jsonl")]),
     ):
         data = folder / "data" / name.removesuffix("_blind")
-        words = ["run", "--model", model, "--data", str(data), "--output", str(folder / name), "--engine", "vllm"]
+        words = [
+            "run",
+            "--model",
+            model,
+            "--data",
+            str(data),
+            "--output",
+            str(folder / name),
+            "--engine",
+            "vllm",
+        ]
         if command.main(benchmark, [*words, "--max-tokens", "32", *more]) != 0:
             return 1
     assert len(_engines) == 1

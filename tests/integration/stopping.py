@@ -24,10 +24,14 @@ LAUNCHER = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config
 
 
 class Running:
-    """A command under `accelerate launch` with all its processes and what they say; none is left after the block."""
+    """A command under `accelerate launch` with all its processes and what they say; none is left
+    after the block.
+    """
 
     def __init__(self, config: str, output_dir: Path, words: list[str]) -> None:
-        self.output_dir, self._mark, self._said = output_dir, uuid.uuid4().hex, b""
+        self.output_dir = output_dir
+        self._mark = uuid.uuid4().hex
+        self._said = b""
         self._ours: int | None
         self._ours, theirs = pty.openpty()
         file = str(REPOSITORY / "configs" / "accelerate" / f"{config}.yaml")
@@ -39,7 +43,9 @@ class Running:
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # or Ctrl-C and its end would be no signals
+            preexec_fn=lambda: fcntl.ioctl(
+                0, termios.TIOCSCTTY, 0
+            ),  # or Ctrl-C and its end would be no signals
         )
         os.close(theirs)
 
@@ -67,21 +73,29 @@ class Running:
         """Wait for something that can be seen, reading what is said meanwhile."""
         end = time.monotonic() + _DEADLINE_S
         while not happened():
-            assert time.monotonic() < end, f"not within {_DEADLINE_S} s: {what}\n{self.said[-3000:]}"
-            assert self.launcher.poll() is None or what == "end", f"ended before: {what}\n{self.said[-3000:]}"
+            assert time.monotonic() < end, (
+                f"not within {_DEADLINE_S} s: {what}\n{self.said[-3000:]}"
+            )
+            assert self.launcher.poll() is None or what == "end", (
+                f"ended before: {what}\n{self.said[-3000:]}"
+            )
             select.select([self._ours] if self._ours is not None else [], [], [], 0.1)
             _ = self.said
 
     def wait_for_step(self, step: int) -> None:
         file = self.output_dir / METRICS
-        self.wait_until(lambda: any(line["step"] >= step for line in read_metrics(file)), f"step {step}")
+        self.wait_until(
+            lambda: any(line["step"] >= step for line in read_metrics(file)), f"step {step}"
+        )
 
     def wait_for_words(self, words: str, times: int) -> None:
         self.wait_until(lambda: self.said.count(words) >= times, words)
 
     def wait_for_the_end(self) -> int:
         """Of all processes, not of the launcher alone. Its exit code."""
-        self.wait_until(lambda: self.launcher.poll() is not None and not pids_with(self._mark), "end")
+        self.wait_until(
+            lambda: self.launcher.poll() is not None and not pids_with(self._mark), "end"
+        )
         return self.launcher.wait()
 
     def signal_everybody(self, number: int) -> None:

@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 REPOSITORY = Path(__file__).parents[2]
 
 
-# Processes of Python are forked from one that has the libraries, whose import takes longer than most runs.
+# Processes of Python are forked from one that has the libraries, whose import takes longer than
+# most runs.
 _READY = multiprocessing.get_context("forkserver")
 _READY.set_forkserver_preload(["adora_vl.trainer"])
 
@@ -42,54 +43,82 @@ def _begin(words: list[str], environment: dict[str, str], outputs: list[str]) ->
         atexit._run_exitfuncs()
 
 
-def _forked(words: list[str], environment: dict[str, str], timeout: int) -> subprocess.CompletedProcess[str]:
+def _forked(
+    words: list[str], environment: dict[str, str], timeout: int
+) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("out", "err")]
         for file in files:
             file.touch()
-        process = _READY.Process(target=_begin, args=(words, environment, [str(file) for file in files]))
+        process = _READY.Process(
+            target=_begin, args=(words, environment, [str(file) for file in files])
+        )
         process.start()
         try:
             process.join(timeout)
-            assert process.exitcode is not None, f"not done after {timeout} s: {words}\n{files[1].read_text()[-3000:]}"
+            assert process.exitcode is not None, (
+                f"not done after {timeout} s: {words}\n{files[1].read_text()[-3000:]}"
+            )
         finally:
             process.kill()
-        return subprocess.CompletedProcess(words, process.exitcode, *(file.read_text() for file in files))
+        return subprocess.CompletedProcess(
+            words, process.exitcode, *(file.read_text() for file in files)
+        )
 
 
 def run(
-    command: list[str], *, timeout: int = 500, check: bool = True, environment: dict[str, str] | None = None
+    command: list[str],
+    *,
+    timeout: int = 500,
+    check: bool = True,
+    environment: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in the repository; on failure the end of its output is the assertion's message."""
-    ours = {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(REPOSITORY)}  # so that a script finds `tests`
+    # so that a script finds `tests`
+    ours = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": str(REPOSITORY),
+    }
     environment = {**os.environ, **ours, **(environment or {})}
     if command[0] == sys.executable:
         done = _forked(command[1:], environment, timeout)
     else:
         done = subprocess.run(
-            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+            command,
+            cwd=REPOSITORY,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
         )
     if check:
-        assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-1500:]}\n{done.stderr[-4000:]}"
+        assert done.returncode == 0, (
+            f"{' '.join(command)}\n{done.stdout[-1500:]}\n{done.stderr[-4000:]}"
+        )
     return done
 
 
 def launch(config: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """`accelerate launch` with one of the shipped accelerate configs; `options` are those of `run`.
 
-    One process needs no launcher, unless it has words of its own (`--num_processes`). That one is not forked: a run
-    reads from its command line how it was started.
+    One process needs no launcher, unless it has words of its own (`--num_processes`). That one is
+    not forked: a run reads from its command line how it was started.
     """
     if config == "cpu" and not arguments[0].startswith("--"):
         return run([sys.executable, *arguments], **options)
     file = ["--config_file", str(REPOSITORY / "configs" / "accelerate" / f"{config}.yaml")]
     if config == "cpu":
-        return run([str(Path(sys.executable).with_name("accelerate")), "launch", *file, *arguments], **options)
+        return run(
+            [str(Path(sys.executable).with_name("accelerate")), "launch", *file, *arguments],
+            **options,
+        )
     return run([sys.executable, "-m", "accelerate.commands.launch", *file, *arguments], **options)
 
 
-# Where vLLM 0.31 (V1) asks for an image's features: the scheduler's books say that it has them, the runner has them not
-# ("Encoder cache miss"), has others (an assertion without words), or as many as there are not places for.
+# Where vLLM 0.31 (V1) asks for an image's features: the scheduler's books say that it has them, the
+# runner has them not ("Encoder cache miss"), has others (an assertion without words), or as many as
+# there are not places for.
 _FEATURES = re.compile(
     r'^\s*File "[^"]*/vllm/.*, in (_gather_mm_embeddings|gather_mm_embeddings|_try_schedule_encoder_inputs|'
     r"check_and_update_cache|can_allocate|allocate|free_encoder_input|_merge_multimodal_embeddings)$"

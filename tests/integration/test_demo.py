@@ -18,12 +18,17 @@ def test_the_demo_shows_what_attenuation_is_for(tmp_path):
     """GRPO gives the workings up and ends with guesses; ADORA keeps them and ends clearly higher."""
     compiles = {"TORCH_COMPILE_DISABLE": "0"}  # as a user's engine does
     done = run(["bash", "setup/demo.sh", str(tmp_path)], timeout=1400, environment=compiles)
-    scores = {name: json.loads((tmp_path / name / "score.json").read_text()) for name in ("after-grpo", "after-adora")}
+    scores = {
+        name: json.loads((tmp_path / name / "score.json").read_text())
+        for name in ("after-grpo", "after-adora")
+    }
     assert scores["after-grpo"]["total"] == scores["after-adora"]["total"] >= 400
     assert scores["after-grpo"]["wilson_95"][1] < scores["after-adora"]["wilson_95"][0]
     assert scores["after-adora"]["accuracy"] - scores["after-grpo"]["accuracy"] >= 0.15
-    logs = {name: [line for line in read_metrics(tmp_path / name / METRICS) if line["kind"] == "train"]
-            for name in ("grpo", "adora")}  # fmt: skip
+    logs = {
+        name: [line for line in read_metrics(tmp_path / name / METRICS) if line["kind"] == "train"]
+        for name in ("grpo", "adora")
+    }
     worked = {name: lines[-1]["grading/worked"] for name, lines in logs.items()}
     assert 0.3 < logs["grpo"][0]["grading/worked"] < 0.7, "the start knows both ways"
     assert worked["grpo"] < 0.1 and worked["adora"] > 0.9, worked
@@ -36,11 +41,37 @@ def test_the_demo_shows_what_attenuation_is_for(tmp_path):
 
 
 def test_the_shipped_model_starts_with_room_to_learn(tmp_path):
-    """Sampling solves 20 to 50 % of the held-out problems: groups then have right and wrong rollouts to compare."""
+    """Sampling solves 20 to 50 % of the held-out problems: groups then have right and wrong
+    rollouts to compare.
+    """
     data = str(tmp_path / "data")
-    run([sys.executable, "-m", "data_prep", "synthetic", "--output", data, "--rows", "1", "--test-rows", "600"])
-    command = ["-m", "eval.geometry3k", "run", "--model", str(PRETRAINED), "--data", data]
-    run([sys.executable, *command, "--output", str(tmp_path / "out"), "--temperature", "1", "--max-tokens", "48"])
+    run(
+        [
+            sys.executable,
+            "-m",
+            "data_prep",
+            "synthetic",
+            "--output",
+            data,
+            "--rows",
+            "1",
+            "--test-rows",
+            "600",
+        ]
+    )
+    command = ["-m", "eval.problems", "run", "--model", str(PRETRAINED), "--data", data]
+    run(
+        [
+            sys.executable,
+            *command,
+            "--output",
+            str(tmp_path / "out"),
+            "--temperature",
+            "1",
+            "--max-tokens",
+            "48",
+        ]
+    )
     assert 0.2 <= json.loads((tmp_path / "out" / "score.json").read_text())["accuracy"] <= 0.5
 
 
@@ -55,19 +86,52 @@ zoom.__doc__ = ours.zoom.__doc__
 
 
 def test_a_few_steps_teach_to_look_again_and_none_where_nothing_is_shown(tmp_path):
-    """The start is right on about 0.3; after ten steps it was 0.55 to 0.7, and at most 0.03 where nothing is shown."""
+    """The start is right on about 0.3; after ten steps it was 0.55 to 0.7, and at most 0.03 where
+    nothing is shown.
+    """
     (tmp_path / "own.py").write_text(WITHHELD)
-    made = ["synthetic", "--families", "corners", "--size", "448", "--rows", "400", "--output", str(tmp_path / "data")]
+    made = [
+        "synthetic",
+        "--families",
+        "corners",
+        "--size",
+        "448",
+        "--rows",
+        "400",
+        "--output",
+        str(tmp_path / "data"),
+    ]
     run([sys.executable, "-m", "data_prep", *made, "--test-rows", "1"])
     rewards = {}
     for name, tool in (("shown", "zoom"), ("withheld", f"{tmp_path}/own.py:zoom")):
         launch(
-            "cpu", "-m", "adora_vl.train", "--config", "configs/train/tiny_zoom.yaml", "--tools", tool,
-            "--dataset_name", str(tmp_path / "data"), "--output_dir", str(tmp_path / name), "--max_steps", "14",
-            "--adora_method", "grpo", "--learning_rate", "3e-4", "--lr_scheduler_type", "constant",
-        )  # fmt: skip
-        rewards[name] = [line["reward"] for line in read_metrics(tmp_path / name / METRICS) if line["kind"] == "train"]
-    shown, withheld = rewards["shown"], rewards["withheld"]
+            "cpu",
+            "-m",
+            "adora_vl.train",
+            "--config",
+            "configs/train/tiny_zoom.yaml",
+            "--tools",
+            tool,
+            "--dataset_name",
+            str(tmp_path / "data"),
+            "--output_dir",
+            str(tmp_path / name),
+            "--max_steps",
+            "14",
+            "--adora_method",
+            "grpo",
+            "--learning_rate",
+            "3e-4",
+            "--lr_scheduler_type",
+            "constant",
+        )
+        rewards[name] = [
+            line["reward"]
+            for line in read_metrics(tmp_path / name / METRICS)
+            if line["kind"] == "train"
+        ]
+    shown = rewards["shown"]
+    withheld = rewards["withheld"]
     assert len(shown) == len(withheld) == 14
     assert fmean(shown[-4:]) > max(0.45, fmean(shown[:2]) + 0.1), shown
     assert max(withheld) < 0.15 and fmean(withheld[-4:]) < 0.05, withheld

@@ -1,4 +1,7 @@
-"""The doctor on the real stack: healthy, and with each correction taken out. One engine serves all."""
+"""The doctor on the real stack: healthy, and with each correction taken out.
+
+One engine serves all.
+"""
 
 import json
 import sys
@@ -20,11 +23,21 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("doctor")
     output = folder / "result.json"
     words = [
-        "--config", str(REPOSITORY / "configs" / "train" / "smoke_cpu.yaml"), "--output_dir", str(folder / "run"),
-        "--per_device_train_batch_size", "8", "--num_generations", "4", "--adora_synthetic_rows", "64",
-        "--vllm_max_model_length", "2048",  # of which the far prompts take 2,000
-        "--model_name_or_path", "tiny_perimeter",  # its answers begin with what it sees, those of `tiny` with wording
-    ]  # fmt: skip
+        "--config",
+        str(REPOSITORY / "configs" / "train" / "smoke_cpu.yaml"),
+        "--output_dir",
+        str(folder / "run"),
+        "--per_device_train_batch_size",
+        "8",
+        "--num_generations",
+        "4",
+        "--adora_synthetic_rows",
+        "64",
+        "--vllm_max_model_length",
+        "2048",  # of which the far prompts take 2,000
+        "--model_name_or_path",
+        "tiny_perimeter",  # its answers begin with what it sees, those of `tiny` with wording
+    ]
     done = run([sys.executable, SCRIPT, str(output), *words])
     return {
         **json.loads(output.read_text()),
@@ -45,14 +58,19 @@ def test_a_healthy_run_passes_every_line(examined):
     checks = (FEATURES, BUFFERS, PROMPTS, COLD, DISTANT, LANGUAGE, VISION, BANNED)
     for name in (*checks, "grader on 8 reference answers", "output folder has room"):
         assert status[name] == "passed", name
-    assert status[SLEEP] == "skipped" and "vllm_enable_sleep_mode: false" in line(examined["table"], SLEEP)["detail"]
+    assert (
+        status[SLEEP] == "skipped"
+        and "vllm_enable_sleep_mode: false" in line(examined["table"], SLEEP)["detail"]
+    )
     assert "moved the policy by" in line(examined["table"], LANGUAGE)["detail"]
     assert "answers from position 19" in line(examined["table"], DISTANT)["detail"]
     assert "0 failed" in examined["stdout"]
 
 
 def test_nothing_of_the_run_is_changed(examined):
-    """Weights, random states, counters, figures: so a checked run is the run that it would have been, to the bit."""
+    """Weights, random states, counters, figures: so a checked run is the run that it would have
+    been, to the bit.
+    """
     assert examined["examined_unchanged"] and examined["self_check_unchanged"]
     assert not examined["run"].exists(), "the user's folder is not touched"
 
@@ -71,7 +89,9 @@ def test_nothing_of_the_run_is_changed(examined):
 def test_without_a_correction_its_line_fails_with_the_remedy(examined, sabotage, name, remedy):
     checks = examined[sabotage]
     if "raised" in checks[0]:
-        assert sabotage == "stale_encoder_cache" and lost_image_features(checks[0]["raised"]), checks[0]
+        assert sabotage == "stale_encoder_cache" and lost_image_features(checks[0]["raised"]), (
+            checks[0]
+        )
         return
     found = line(checks, name)
     assert found["status"] == "failed", found

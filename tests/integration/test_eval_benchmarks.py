@@ -1,4 +1,6 @@
-"""Whole runs of all three benchmarks, in their published formats, on the shipped tiny model with real vLLM."""
+"""Whole runs of all three benchmarks, in their published formats, on the shipped tiny model with
+real vLLM.
+"""
 
 import json
 import sys
@@ -7,13 +9,19 @@ from typing import Any
 
 import pytest
 
+from adora_vl.evals.inference.predictions import IMAGE_FAILED, read_predictions
 from adora_vl.models.load import PRETRAINED
 from adora_vl.utils.launch import STARTUP_LOG
 from eval.command import main
-from eval.inference.predictions import IMAGE_FAILED, read_predictions
 from eval.mathvista import BENCHMARK as MATHVISTA
 from tests.integration.support import launch, run
-from tests.support.benchmark_data import mathvista_rows, mmstar_rows, write_geometry3k, write_mathvista, write_mmstar
+from tests.support.benchmark_data import (
+    mathvista_rows,
+    mmstar_rows,
+    write_geometry3k,
+    write_mathvista,
+    write_mmstar,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +45,8 @@ def score(folder: Path, name: str) -> dict[str, Any]:
 
 def test_geometry3k_is_answered_and_graded(folder: Path) -> None:
     result = score(folder, "geometry3k")
-    # The shipped model is warm-started on such problems: it boxes an answer to most and gets some right.
+    # The shipped model is warm-started on such problems: it boxes an answer to most and gets some
+    # right.
     assert result["total"] == 6
     assert result["verdicts"].get("unparseable", 0) < 6
     assert result["groups"]["image_size"]["to 128x128"]["total"] == 6
@@ -48,11 +57,21 @@ def test_mathvista_is_answered_and_its_broken_image_recorded(folder: Path) -> No
     result = score(folder, "mathvista")
     assert (result["total"], result["image_failed"], result["verdicts"]["failed"]) == (6, 1, 1)
     assert {value: cell["total"] for value, cell in result["groups"]["answer_type"].items()} == {
-        "text": 2, "integer": 2, "float": 1, "list": 1,
-    }  # fmt: skip
+        "text": 2,
+        "integer": 2,
+        "float": 1,
+        "list": 1,
+    }
     assert result["rules"]["rules"] == "vlmevalkit"
     rows = read_predictions(folder / "mathvista" / "predictions.jsonl")
-    assert [row["finish_reason"] == IMAGE_FAILED for row in rows] == [False, True, False, False, False, False]
+    assert [row["finish_reason"] == IMAGE_FAILED for row in rows] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
     assert "UnreadableImageError" in rows[1]["error"]
     assert all(row["response"] for row in rows if row["finish_reason"] != IMAGE_FAILED)
 
@@ -61,7 +80,9 @@ def test_mmstar_sees_the_image_unless_told_not_to(folder: Path) -> None:
     seen = read_predictions(folder / "mmstar" / "predictions.jsonl")
     blind = read_predictions(folder / "mmstar_blind" / "predictions.jsonl")
     # 56 x 56 pixels are 4 image tokens; with the two tokens around them the blind prompt lacks 6.
-    assert [a["n_prompt_tokens"] - b["n_prompt_tokens"] for a, b in zip(seen, blind, strict=True)] == [6] * 6
+    assert [
+        a["n_prompt_tokens"] - b["n_prompt_tokens"] for a, b in zip(seen, blind, strict=True)
+    ] == [6] * 6
     leakage = score(folder, "mmstar")["leakage"]
     assert leakage["MG"] == pytest.approx(leakage["S_v"] - leakage["S_wv"])
     assert score(folder, "mmstar_blind")["fingerprint"]["fields"]["no_image"] is True
@@ -70,7 +91,17 @@ def test_mmstar_sees_the_image_unless_told_not_to(folder: Path) -> None:
 
 def test_two_launched_processes_write_what_one_writes(tmp_path: Path) -> None:
     data = write_mathvista(tmp_path / "data", mathvista_rows(5))
-    words = ["run", "--model", str(PRETRAINED), "--data", str(data), "--engine", "transformers", "--max-tokens", "12"]
+    words = [
+        "run",
+        "--model",
+        str(PRETRAINED),
+        "--data",
+        str(data),
+        "--engine",
+        "transformers",
+        "--max-tokens",
+        "12",
+    ]
     words += ["--batch-size", "1"]  # on whose make-up rounding depends
     assert main(MATHVISTA, [*words, "--output", str(tmp_path / "one")]) == 0
     launch("cpu_zero3", "-m", "eval.mathvista", *words, "--output", str(tmp_path / "two"))

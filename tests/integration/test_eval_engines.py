@@ -1,4 +1,6 @@
-"""Real vLLM and real Transformers on a tiny random Qwen2.5-VL: they must give the same answers to the same problems."""
+"""Real vLLM and real Transformers on a tiny random Qwen2.5-VL: they must give the same answers to
+the same problems.
+"""
 
 import subprocess
 import sys
@@ -11,26 +13,29 @@ from adora_vl.builtin.processor import build_processor
 from adora_vl.builtin.tiny_vl import build_model
 from adora_vl.data.dataset import write_split
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
+from adora_vl.evals.inference.chat import ChatProcessor
+from adora_vl.evals.inference.predictions import read_predictions
+from adora_vl.evals.records import Prediction
 from adora_vl.rollout.prompt_tokens import NEVER_SAMPLED
-from data_prep.synthetic.generate import generate
+from adora_vl.synthetic.generate import generate
 from eval.command import main
 from eval.geometry3k import BENCHMARK
-from eval.inference.chat import ChatProcessor
-from eval.inference.predictions import read_predictions
-from eval.records import Prediction
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-# The images are 112 x 112, which is 16 image tokens without a limit and 4 with this one. The lower limit is left out on
-# purpose: the image processor ignores an upper one that comes alone.
-MAX_PIXELS, IMAGE_TOKENS = 56 * 56, 4
+# The images are 112 x 112, which is 16 image tokens without a limit and 4 with this one. The lower
+# limit is left out on purpose: the image processor ignores an upper one that comes alone.
+MAX_PIXELS = 56 * 56
+IMAGE_TOKENS = 4
 QUESTIONS = ("Find x.", "Find the measure of the angle x in the figure.")
 
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `model` (float32, random) and `data` (8 problems with two questions of different lengths)."""
+    """A folder with `model` (float32, random) and `data` (8 problems with two questions of
+    different lengths).
+    """
     folder = tmp_path_factory.mktemp("eval")
     rows = list(generate(8, split="test", seed=1, size=112))
     processor = build_processor([f"{row['problem']} {row['meta']['solution']}" for row in rows])
@@ -42,8 +47,10 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and "visual" not in name:
                 parameter.mul_(2)  # or the fresh model repeats one token whatever it is shown
-        model.lm_head.weight[processor.tokenizer.convert_tokens_to_ids(NEVER_SAMPLED)] *= 10  # wanted, if allowed
-    model.generation_config.repetition_penalty = 1.3  # Qwen2.5-VL's has 1.05; greedy means greedy for both engines
+        # wanted, if allowed
+        model.lm_head.weight[processor.tokenizer.convert_tokens_to_ids(NEVER_SAMPLED)] *= 10
+    # Qwen2.5-VL's has 1.05; greedy means greedy for both engines
+    model.generation_config.repetition_penalty = 1.3
     model.save_pretrained(folder / "model")
     write_split(rows, folder / "data", "test")
     return folder
@@ -57,17 +64,28 @@ def command(workspace: Path, engine: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def predictions(workspace: Path) -> dict[str, list[Prediction]]:
-    """The rows of each engine. vLLM in a process of its own, so that its memory and threads go away with it."""
-    subprocess.run([sys.executable, "-m", "eval.geometry3k", *command(workspace, "vllm")], cwd=ROOT, check=True)
+    """The rows of each engine. vLLM in a process of its own, so that its memory and threads go away
+    with it.
+    """
+    subprocess.run(
+        [sys.executable, "-m", "eval.geometry3k", *command(workspace, "vllm")], cwd=ROOT, check=True
+    )
     assert main(BENCHMARK, command(workspace, "transformers")) == 0
-    return {engine: read_predictions(workspace / engine / "predictions.jsonl") for engine in ("vllm", "transformers")}
+    return {
+        engine: read_predictions(workspace / engine / "predictions.jsonl")
+        for engine in ("vllm", "transformers")
+    }
 
 
 def test_both_engines_give_the_same_answers(predictions):
     assert len(predictions["vllm"]) == 8
     assert predictions["vllm"] == predictions["transformers"]
-    assert all(len(row["response"]) > 20 for row in predictions["vllm"])  # special tokens decode to nothing
-    assert len({row["response"] for row in predictions["vllm"]}) > 2 * len(QUESTIONS)  # so the images matter
+    assert all(
+        len(row["response"]) > 20 for row in predictions["vllm"]
+    )  # special tokens decode to nothing
+    assert len({row["response"] for row in predictions["vllm"]}) > 2 * len(
+        QUESTIONS
+    )  # so the images matter
 
 
 def test_the_pixel_limit_reaches_both_engines(workspace, predictions):

@@ -1,4 +1,6 @@
-"""Every recipe for GPUs takes its steps on a card that is not there: no fault, few waits, the memory foretold."""
+"""Every recipe for GPUs takes its steps on a card that is not there: no fault, few waits, the
+memory foretold.
+"""
 
 import json
 import subprocess
@@ -34,13 +36,17 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 def test_no_recipe_has_a_fault_of_device_or_dtype(recipes):
     assert {name: run["fault"] for name, run in recipes.items() if run["fault"]} == {}
-    assert {"adora_3b_12gb", "adora_7b_geo3k", "adora_llm_kk", "adora_qwen3_vl_2b_1gpu"} <= set(recipes)
+    assert {"adora_3b_12gb", "adora_7b_geo3k", "adora_llm_kk", "adora_qwen3_vl_2b_1gpu"} <= set(
+        recipes
+    )
 
 
 def test_the_host_seldom_waits_and_never_for_a_row(recipes, subtests):
     for name, run in recipes.items():
         with subtests.test(name):
-            assert run["waits"] * run["updates"] <= 6 * run["micro_batches"], "one for each of 4 rows would be more"
+            assert run["waits"] * run["updates"] <= 6 * run["micro_batches"], (
+                "one for each of 4 rows would be more"
+            )
             assert run["generation_waits"] <= 10
             assert run["kernels"].get("attention: math", 0) == 0
 
@@ -49,15 +55,27 @@ def test_learning_takes_the_memory_that_the_dry_run_predicts(recipes, subtests):
     """Of answers of equal length: the prediction takes all for the longest."""
     for name, run in recipes.items():
         with subtests.test(name):
-            assert run["peak"] < 1.07 * run["predicted"], "of the one-time check, which weighs less with all layers"
-            assert len(run["first_and_later"]) == 2, "without gradients at its beginning, and with them"
+            assert run["peak"] < 1.07 * run["predicted"], (
+                "of the one-time check, which weighs less with all layers"
+            )
+            assert len(run["first_and_later"]) == 2, (
+                "without gradients at its beginning, and with them"
+            )
             for peak, predicted in run["first_and_later"]:
                 assert predicted == pytest.approx(peak, rel=0.03)
 
 
 def test_stock_takes_its_steps_on_the_card_too():
-    command = [sys.executable, "-m", "benchmarks.fake_card", str(CONFIGS / "adora_3b_1gpu_lora.yaml"), *SMALL]
-    done = subprocess.run([*command, "--way", "stock", "--updates", "1"], check=False, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.fake_card",
+        str(CONFIGS / "adora_3b_1gpu_lora.yaml"),
+        *SMALL,
+    ]
+    done = subprocess.run(
+        [*command, "--way", "stock", "--updates", "1"], check=False, capture_output=True, text=True
+    )
     assert "No fault of device or dtype." in done.stdout, done.stdout[-2000:]
 
 
@@ -82,5 +100,7 @@ with card, card.during("x"):
 
 def test_a_tensor_of_the_host_in_an_operation_of_the_card_is_refused():
     """And values that are looked at are there, are waited for, and take memory."""
-    out = subprocess.run([sys.executable, "-c", _FAULT], capture_output=True, text=True, check=True).stdout.split("\n")
+    out = subprocess.run(
+        [sys.executable, "-c", _FAULT], capture_output=True, text=True, check=True
+    ).stdout.split("\n")
     assert out[:3] == ["refused", "[0, 1, 2, 3, 4, 5] 15.0 512 2", "True"]

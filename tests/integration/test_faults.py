@@ -1,6 +1,8 @@
-"""Faults in the middle of a run with a real engine: each ends it with one line, a whole checkpoint and nothing running.
+"""Faults in the middle of a run with a real engine: each ends it with one line, a whole checkpoint
+and nothing running.
 
-Every start goes on from what the one before it left, in one process with one engine (`faulty.several`).
+Every start goes on from what the one before it left, in one process with one engine
+(`faulty.several`).
 """
 
 import json
@@ -23,40 +25,77 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def after(tmp_path_factory):
     """The folder of the run, what each start wrote, and the processes that were left at the end."""
-    folder, mark = tmp_path_factory.mktemp("faults"), uuid.uuid4().hex
+    folder = tmp_path_factory.mktemp("faults")
+    mark = uuid.uuid4().hex
     for name in ("whole", "damaged"):
         words = ["--output", str(folder / name), "--rows", "40", "--test-rows", "4"]
         assert data_prep(["synthetic", *words]) == 0
-    damage(folder / "damaged" / "data" / "train-00000-of-00001.parquet", 14)  # a row of the second step
+    # a row of the second step
+    damage(folder / "damaged" / "data" / "train-00000-of-00001.parquet", 14)
     out = folder / "out"
     starts = [
-        f"- --dataset_name {folder / 'damaged'}", f"disk:3 --resume_from_checkpoint {out / 'checkpoint-1'}", "sync:4",
-        "ratio:4,ratio:5,ratio:6", "nan:7,generate:8", "reward:8",
-    ]  # fmt: skip
+        f"- --dataset_name {folder / 'damaged'}",
+        f"disk:3 --resume_from_checkpoint {out / 'checkpoint-1'}",
+        "sync:4",
+        "ratio:4,ratio:5,ratio:6",
+        "nan:7,generate:8",
+        "reward:8",
+    ]
     command = [
-        sys.executable, "-m", "tests.integration.faulty", "--config", "configs/train/smoke_cpu.yaml", "--max_steps",
-        "9", "--num_generations", "4", "--per_device_train_batch_size", "16", "--max_completion_length", "12",
-        "--logging_steps", "1", "--save_steps", "1", "--save_total_limit", "9", "--dataset_name",
-        str(folder / "whole"), "--output_dir", str(out), "--adora_stock_step", "skip_old_pass",  # else every ratio is 1
-        "--adora_self_check", "false",  # it would meet the fault first
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "tests.integration.faulty",
+        "--config",
+        "configs/train/smoke_cpu.yaml",
+        "--max_steps",
+        "9",
+        "--num_generations",
+        "4",
+        "--per_device_train_batch_size",
+        "16",
+        "--max_completion_length",
+        "12",
+        "--logging_steps",
+        "1",
+        "--save_steps",
+        "1",
+        "--save_total_limit",
+        "9",
+        "--dataset_name",
+        str(folder / "whole"),
+        "--output_dir",
+        str(out),
+        "--adora_stock_step",
+        "skip_old_pass",  # else every ratio is 1
+        "--adora_self_check",
+        "false",  # it would meet the fault first
+    ]
     done = run(command, environment={"STARTS": ";".join(starts), "TEST_MARK": mark}, check=False)
     said = re.split(r"^start \d ended with (\d)$", done.stdout, flags=re.MULTILINE)
-    assert said[1::2] == ["1"] * len(starts) and done.returncode == 1, done.stdout[-3000:] + done.stderr[-2000:]
+    assert said[1::2] == ["1"] * len(starts) and done.returncode == 1, (
+        done.stdout[-3000:] + done.stderr[-2000:]
+    )
     return out, said[::2], processes_with(mark)
 
 
 ENDS = [
-    r"error: step 2: row synthetic/0/train/14: an image cannot be read: OSError: image file is truncated. .*"
+    r"error: step 2: row synthetic/0/train/14: an image cannot be read: OSError: image file is "
+    r"truncated. .*"
     r"Repair or remove the row, and go on with --resume_from_checkpoint .*checkpoint-1$",
-    r"error: checkpoint-3 could not be written \(no space left .*\); older .* as they were; make room there, and the "
+    r"error: checkpoint-3 could not be written \(no space left .*\); older .* as they were; make "
+    r"room there, and the "
     r"same command goes on from checkpoint-2$",
-    r"error: step 4: the engine failed in the weight sync \(ValueError: the engine core died\); the same command goes "
+    r"error: step 4: the engine failed in the weight sync \(ValueError: the engine core died\); "
+    r"the same command goes "
     r"on from checkpoint-3$",
-    r"error: step 6: 3 steps in a row were skipped: the largest importance ratio of the last is 1e\+06 .*",
-    r"error: step 8: the engine failed in generate \(ValueError: the engine core died\); .* from checkpoint-7$",
-    r"error: step 8: reward adora_reward: 16 completions together, of row synthetic/0/train/\d+ and others: "
-    r"ZeroDivisionError: the reward's own mistake. .* go on with --resume_from_checkpoint .*checkpoint-7$",
+    r"error: step 6: 3 steps in a row were skipped: the largest importance ratio of the last is "
+    r"1e\+06 .*",
+    r"error: step 8: the engine failed in generate \(ValueError: the engine core died\); .* from "
+    r"checkpoint-7$",
+    r"error: step 8: reward adora_reward: 16 completions together, of row synthetic/0/train/\d+ "
+    r"and others: "
+    r"ZeroDivisionError: the reward's own mistake. .* go on with --resume_from_checkpoint "
+    r".*checkpoint-7$",
 ]
 BEGINNINGS = ["", "checkpoint-1", "checkpoint-2", "checkpoint-3", "checkpoint-6", "checkpoint-7"]
 
@@ -68,7 +107,9 @@ def test_the_last_line_says_where_why_and_how_to_go_on_and_the_next_start_does(a
     assert re.match(ENDS[number], lines[-1]), lines[-1]
     assert sum(line.startswith("error: ") for line in lines) == 1
     going_on = [line for line in lines if line.startswith("going on from ")]
-    assert [Path(line.split()[-1]).name for line in going_on] == ([BEGINNINGS[number]] if number else [])
+    assert [Path(line.split()[-1]).name for line in going_on] == (
+        [BEGINNINGS[number]] if number else []
+    )
 
 
 def test_the_error_of_the_engine_itself_stands_above(after):
@@ -79,14 +120,21 @@ def test_the_error_of_the_engine_itself_stands_above(after):
 
 def test_every_step_is_there_once_and_the_skipped_ones_changed_nothing(after):
     out, _, _ = after
-    assert [path.name for path in checkpoints(out)] == [f"checkpoint-{step}" for step in range(7, 0, -1)]
+    assert [path.name for path in checkpoints(out)] == [
+        f"checkpoint-{step}" for step in range(7, 0, -1)
+    ]
     assert [problem_of(path) for path in checkpoints(out)] == [None] * 7
     assert not list((out / STAGING).iterdir())
     history = json.loads((out / "checkpoint-7" / "trainer_state.json").read_text())["log_history"]
     assert [entry["step"] for entry in history] == list(range(1, 8))
     assert [entry["adora/skipped_steps"] for entry in history] == [0, 0, 0, 1, 1, 1, 1]
-    assert history[0]["adora/ratio_max"] == pytest.approx(1, abs=1e-3) and history[4]["adora/ratio_max"] > 1e5
-    second, third, last = (load_file(out / f"checkpoint-{step}" / "model.safetensors") for step in (2, 3, 7))
+    assert (
+        history[0]["adora/ratio_max"] == pytest.approx(1, abs=1e-3)
+        and history[4]["adora/ratio_max"] > 1e5
+    )
+    second, third, last = (
+        load_file(out / f"checkpoint-{step}" / "model.safetensors") for step in (2, 3, 7)
+    )
     assert all(torch.equal(third[name], last[name]) for name in last)
     assert any(not torch.equal(second[name], third[name]) for name in last)
 

@@ -1,5 +1,6 @@
 """The trainer as a drop-in for TRL's, by the lines that the documentation shows."""
 
+import ast
 import json
 import os
 import re
@@ -15,10 +16,10 @@ from datasets import Dataset
 from PIL import Image
 
 from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer
-from adora_vl.config.where import Where
-from adora_vl.start.checked import Asked, ModelSource
-from adora_vl.start.objects import Datasets, model_keys
-from adora_vl.start.road import walk
+from adora_vl.config.run_context import RunContext
+from adora_vl.preflight.python_inputs import Datasets, model_keys
+from adora_vl.preflight.resolved_run import ModelSource, RunRequest
+from adora_vl.preflight.run_checks import walk
 from adora_vl.utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -38,23 +39,34 @@ def test_the_package_shows_its_classes_and_stays_light_until_they_are_asked_for(
         "assert {'AdoraGRPOTrainer', 'AdoraGRPOConfig'} <= set(dir(adora_vl))\n"
         "try:\n    adora_vl.AdoraTrainer\nexcept AttributeError as error:\n    print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "module 'adora_vl' has no attribute 'AdoraTrainer'\n"
 
 
 @pytest.mark.slow
 def test_the_documented_lines_train_and_record(tmp_path):
-    """Own column, two images, three turns, own reward: trained for two steps, and recorded with all of it."""
+    """Own column, two images, three turns, own reward: trained for two steps, and recorded with all
+    of it.
+    """
     lines = documented()
-    assert len([line for line in lines.splitlines() if line.strip()]) <= 15
+    assert len(ast.parse(lines).body) <= 15  # statements
     script = tmp_path / "own.py"
     script.write_text(lines.replace("runs/python", str(tmp_path / "out")))
     done = subprocess.run(
-        [sys.executable, str(script)], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
-        text=True, timeout=400, check=False,
-    )  # fmt: skip
+        [sys.executable, str(script)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    metrics = [
+        json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert metrics[-1]["kind"] == "end" and metrics[-1]["step"] == 2
     rollouts = pq.read_table(tmp_path / "out" / "rollouts").to_pylist()
     assert len(rollouts) == 16 and {row["problem"] for row in rollouts} == {"Which one is darker?"}
@@ -63,7 +75,10 @@ def test_the_documented_lines_train_and_record(tmp_path):
 
 
 ROWS = [
-    {"prompt": [{"role": "user", "content": f"Which of {n}?"}], "images": [Image.new("RGB", (56, 56), (n, n, n))]}
+    {
+        "prompt": [{"role": "user", "content": f"Which of {n}?"}],
+        "images": [Image.new("RGB", (56, 56), (n, n, n))],
+    }
     for n in range(8)
 ]
 
@@ -73,8 +88,15 @@ def half(completions, **kwargs):
 
 
 def trainer(folder, rows=ROWS, **keys):
-    given = {"max_steps": 2, "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 8,
-             "save_steps": 1, "report_to": "none", **keys}  # fmt: skip
+    given = {
+        "max_steps": 2,
+        "num_generations": 4,
+        "per_device_train_batch_size": 8,
+        "max_completion_length": 8,
+        "save_steps": 1,
+        "report_to": "none",
+        **keys,
+    }
     args = AdoraGRPOConfig(str(folder), use_cpu=True, bf16=False, **given)
     return AdoraGRPOTrainer("tiny", half, args, Dataset.from_list(rows))
 
@@ -89,7 +111,10 @@ def test_a_run_owns_its_folder_as_a_commands_does(tmp_path):
     assert "2 steps of ADORA" in (folder / "checkpoint-2" / "README.md").read_text()
     held = {type(each).__name__ for each in first.callback_handler.callbacks}
     assert {"SkipBadSteps", "RefuseWrongBuffers", "SelfCheck"} <= held
-    with pytest.raises(UserError, match=r"holds checkpoint-2 of a run; train\(resume_from_checkpoint=True\) goes on"):
+    with pytest.raises(
+        UserError,
+        match=r"holds checkpoint-2 of a run; train\(resume_from_checkpoint=True\) goes on",
+    ):
         trainer(folder, learning_rate=1e-5).train()
     for changed, line in (
         ({"max_steps": 4}, "of another run: max_steps: 2 -> 4"),
@@ -132,19 +157,48 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
         return [float(each.pairs) for each in environments]
 
     args = AdoraGRPOConfig(
-        str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, vllm_mode="colocate", vllm_max_model_length=1200,
-        num_generations=4, per_device_train_batch_size=8, max_completion_length=100, report_to="none",
-    )  # fmt: skip
+        str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_max_model_length=1200,
+        num_generations=4,
+        per_device_train_batch_size=8,
+        max_completion_length=200,
+        report_to="none",
+    )
     rows = Datasets(Dataset.from_list(ROWS), {"own": Dataset.from_list(ROWS[4:])})
     source = ModelSource(model_keys("tiny", args, None))
-    run = walk(Asked(args, source, rows, seen, tools=[area, "zoom"], environment=Board), Where.of_launch("leave"))
-    assert run.rewards.entries == ("seen", "Board") and '"name": "pair"' in run.dataset[0]["prompt"][0]["content"]
-    with pytest.raises(UserError, match="environment_factory: a reward function has the name 'seen', too; rename"):
-        walk(Asked(args, source, rows, seen, environment=type("seen", (Board,), {})), Where.of_launch("leave"))
-    assert run.evaluated["own"][0]["prompt"][0] == run.dataset[0]["prompt"][0], "TRL's evaluations tell of them, too"
+    run = walk(
+        RunRequest(args, source, rows, seen, tools=[area, "zoom"], environment=Board),
+        RunContext.of_launch("leave"),
+    )
+    assert (
+        run.rewards.entries == ("seen", "Board")
+        and '"name": "pair"' in run.dataset[0]["prompt"][0]["content"]
+    )
+    with pytest.raises(
+        UserError, match="environment_factory: a reward function has the name 'seen', too; rename"
+    ):
+        walk(
+            RunRequest(args, source, rows, seen, environment=type("seen", (Board,), {})),
+            RunContext.of_launch("leave"),
+        )
+    assert run.evaluated["own"][0]["prompt"][0] == run.dataset[0]["prompt"][0], (
+        "TRL's evaluations tell of them, too"
+    )
     first, second = run.dataset[0]["prompt"]
-    assert first["role"] == "system" and '"name": "area"' in first["content"] and '"name": "zoom"' in first["content"]
-    assert second["content"] == "Which of 0?" and run.own.keys() == {"reward seen", "tool area", "tool Board"}
+    assert (
+        first["role"] == "system"
+        and '"name": "area"' in first["content"]
+        and '"name": "zoom"' in first["content"]
+    )
+    assert second["content"] == "Which of 0?" and run.own.keys() == {
+        "reward seen",
+        "tool area",
+        "tool Board",
+    }
     call = '<tool_call>{"name": "area", "arguments": {"width": 3}}</tool_call>'
     assert run.toolbox.answer(call, [], seed="", last=True).calls[0].text == "9"
 

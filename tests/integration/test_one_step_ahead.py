@@ -1,5 +1,5 @@
-"""Rollouts that vLLM servers sample while the policy learns: from which weights, how far from the policy, and after a
-kill. Stand-ins play the servers, whose answers are drawn from the seeds alone.
+"""Rollouts that vLLM servers sample while the policy learns: from which weights, how far from the
+policy, and after a kill. Stand-ins play the servers, whose answers are drawn from the seeds alone.
 """
 
 import json
@@ -14,7 +14,7 @@ import pytest
 from adora_vl import parts as trainer_parts
 from adora_vl.checkpoint.store import facts_of
 from adora_vl.record.metrics import METRICS, read_metrics
-from adora_vl.rollout.sources import ServersAhead
+from adora_vl.rollout.samplers import AsyncServerSampler
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.train import main
 from adora_vl.trainer import AdoraGRPOTrainer
@@ -36,36 +36,57 @@ def server() -> Iterator[StandIn]:
 
 
 def words(folder: Any, server: StandIn, **changed: Any) -> list[str]:
-    return arguments(folder, **{
-        "use_vllm": "true", "vllm_mode": "server", "vllm_server_base_url": server.url, "vllm_server_timeout": 0.1,
-        "adora_weight_transfer": "file", "adora_rollouts.ahead": 1, "adora_max_drift": "null",
-        "adora_self_check": "false", "entropy_coef": 1.0, "max_steps": 4, "save_steps": 1, "adora_synthetic_rows": 12,
-        **changed,
-    })  # fmt: skip
+    return arguments(
+        folder,
+        **{
+            "use_vllm": "true",
+            "vllm_mode": "server",
+            "vllm_server_base_url": server.url,
+            "vllm_server_timeout": 0.1,
+            "adora_weight_transfer": "file",
+            "adora_rollouts.ahead": 1,
+            "adora_max_drift": "null",
+            "adora_self_check": "false",
+            "entropy_coef": 1.0,
+            "max_steps": 4,
+            "save_steps": 1,
+            "adora_synthetic_rows": 12,
+            **changed,
+        },
+    )
 
 
 def steps(folder: Any) -> list[dict[str, Any]]:
     return [step for step in read_metrics(folder / METRICS) if "reward" in step]
 
 
-def test_each_generation_is_asked_for_before_the_policy_learns_from_the_one_before(tmp_path, server):
-    """Twelve rows are three generations, so the fourth is of the next epoch. The rows are those of a run without."""
+def test_each_generation_is_asked_for_before_the_policy_learns_from_the_one_before(
+    tmp_path, server
+):
+    """Twelve rows are three generations, so the fourth is of the next epoch.
+
+    The rows are those of a run without.
+    """
     assert main(words(tmp_path / "ahead", server)) == 0
-    # weights 0 sample generations 0 and 1, weights 1 generation 2 and the answers whose drift is measured, ...
+    # weights 0 sample generations 0 and 1, weights 1 generation 2 and the answers whose drift is
+    # measured, ...
     rollouts, drift = (_with_each_weights(server, limit) for limit in (32, 8))
     assert (rollouts, drift) == ([8, 4, 4, 0], [0, 2, 2, 2])
     assert [step["adora/staleness"] for step in steps(tmp_path / "ahead")] == [0, 1, 1, 1]
     server.asked.clear()
     assert main(words(tmp_path / "after", server, adora_rollouts="{ahead: 0}")) == 0
-    ahead, after = (pq.read_table(tmp_path / name / "rollouts").to_pylist() for name in ("ahead", "after"))
+    ahead, after = (
+        pq.read_table(tmp_path / name / "rollouts").to_pylist() for name in ("ahead", "after")
+    )
     for name in ("id", "completion"):
         assert [row[name] for row in ahead] == [row[name] for row in after], name
     assert _with_each_weights(server, 8) == [0] * 4
 
 
 def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkeypatch):
-    """Weights are written, and the next prompts read and asked for, before the rollouts are joined; the drift is scored
-    when the policy has learned from all but the last micro-batch, since servers answer late where they are far ahead.
+    """Weights are written, and the next prompts read and asked for, before the rollouts are joined;
+    the drift is scored when the policy has learned from all but the last micro-batch, since servers
+    answer late where they are far ahead.
     """
     done: list[str] = []
 
@@ -79,22 +100,38 @@ def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkey
         monkeypatch.setattr(owner, method, run)
 
     noted(WeightFiles, "written", "written")
-    noted(ServersAhead, "begin", "asked")
-    noted(ServersAhead, "_join", "joined")
+    noted(AsyncServerSampler, "begin", "asked")
+    noted(AsyncServerSampler, "_join", "joined")
     noted(AdoraGRPOTrainer, "_compute_loss", "learned")
     noted(trainer_parts, "drift_measured", "drift")
     keys: dict[str, Any] = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
-    keys |= {"max_steps": 3, "adora_max_drift": 99, "save_strategy": "no", "adora_rollouts": "{ahead: 2}"}
+    keys |= {
+        "max_steps": 3,
+        "adora_max_drift": 99,
+        "save_strategy": "no",
+        "adora_rollouts": "{ahead: 2}",
+    }
     assert main(words(tmp_path / "one", server, **keys)) == 0
     step = "drift asked joined learned joined learned"
-    assert " ".join(done).split("written ")[1:] == ["asked asked asked joined learned learned ", f"{step} ", step]
+    assert " ".join(done).split("written ")[1:] == [
+        "asked asked asked joined learned learned ",
+        f"{step} ",
+        step,
+    ]
     done.clear()
     assert main(words(tmp_path / "two", server, steps_per_generation=1, **keys)) == 0
-    found = [(part.count("drift"), "joined joined learned" in part) for part in " ".join(done).split("written ")[1:]]
-    assert found == [(0, False), (1, True), (1, True)], "once in a step of two generations, and judged at its end"
+    found = [
+        (part.count("drift"), "joined joined learned" in part)
+        for part in " ".join(done).split("written ")[1:]
+    ]
+    assert found == [(0, False), (1, True), (1, True)], (
+        "once in a step of two generations, and judged at its end"
+    )
 
 
-def test_two_generations_ahead_are_sampled_by_the_weights_of_two_steps_before_and_the_same_each_time(tmp_path, server):
+def test_two_generations_ahead_are_sampled_by_the_weights_of_two_steps_before_and_the_same_each_time(
+    tmp_path, server
+):
     keys: dict[str, Any] = {"adora_rollouts": "{ahead: 2}", "max_steps": 5}
     assert main(words(tmp_path / "one", server, **keys)) == 0
     assert _with_each_weights(server, 32) == [12, 4, 4, 0, 0]
@@ -123,12 +160,18 @@ def _with_each_weights(server: StandIn, limit: int) -> list[int]:
 
 
 def test_a_generation_that_begins_again_is_not_counted_twice(tmp_path, server):
-    """Neither in the figures of the next log, nor in the tokens that were seen, nor in what a method remembers."""
+    """Neither in the figures of the next log, nor in the tokens that were seen, nor in what a
+    method remembers.
+    """
     assert main(words(tmp_path / "whole", server, max_steps=2)) == 0
     (tmp_path / "mine.py").write_text(FAILS)
     failing = {"adora_reward": f"{tmp_path / 'mine.py'}:fails", "save_steps": 4}
-    assert main(words(tmp_path / "reward", server, **failing)) == 1, "after the wait for the rollouts was logged"
-    assert main(words(tmp_path / "drift", server, adora_max_drift=1e-3, adora_method="daro")) == 1, "in the first pass"
+    assert main(words(tmp_path / "reward", server, **failing)) == 1, (
+        "after the wait for the rollouts was logged"
+    )
+    assert (
+        main(words(tmp_path / "drift", server, adora_max_drift=1e-3, adora_method="daro")) == 1
+    ), "in the first pass"
     for name, step in (("reward", 2), ("drift", 0)):
         checkpoint = tmp_path / name / f"checkpoint-{step}"
         facts = facts_of(checkpoint)
@@ -137,9 +180,14 @@ def test_a_generation_that_begins_again_is_not_counted_twice(tmp_path, server):
         assert state["num_input_tokens_seen"] == _tokens(tmp_path / "whole" / f"checkpoint-{step}")
 
 
-def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_step(tmp_path, server, monkeypatch):
-    """Its checkpoint is of the step before, whether one generation has two micro-batches or each is a generation."""
-    check, passes = DriftGuard.check, list[int]()
+def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_step(
+    tmp_path, server, monkeypatch
+):
+    """Its checkpoint is of the step before, whether one generation has two micro-batches or each is
+    a generation.
+    """
+    check = DriftGuard.check
+    passes = list[int]()
 
     def drifts(guard: DriftGuard, *given: Any) -> None:
         check(guard, *given)
@@ -148,7 +196,12 @@ def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_st
             raise RolloutError(str(guard.save()))
 
     for generations, changed in (("one", {}), ("two", {"steps_per_generation": 1})):
-        keys = {"adora_rollouts.ahead": 0, "gradient_accumulation_steps": 2, "max_steps": 3, "save_steps": 3}
+        keys = {
+            "adora_rollouts.ahead": 0,
+            "gradient_accumulation_steps": 2,
+            "max_steps": 3,
+            "save_steps": 3,
+        }
         keys |= {"per_device_train_batch_size": 8, **changed}
         assert main(words(tmp_path / generations, server, **keys)) == 0
         passes.clear()
@@ -157,15 +210,26 @@ def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_st
             patched.setattr(DriftGuard, "check", drifts)
             assert main(words(stopped, server, **keys)) == 1 and passes == [0, 0, 1, 1]
         assert main(words(stopped, server, **keys)) == 0
-        one, other = tmp_path / generations, stopped
-        assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+        one = tmp_path / generations
+        other = stopped
+        assert (one / "model.safetensors").read_bytes() == (
+            other / "model.safetensors"
+        ).read_bytes()
         assert _tokens(one / "checkpoint-3") == _tokens(other / "checkpoint-3")
 
 
-def test_an_image_that_cannot_be_read_ends_the_run_at_the_step_that_draws_it(tmp_path, server, capsys):
+def test_an_image_that_cannot_be_read_ends_the_run_at_the_step_that_draws_it(
+    tmp_path, server, capsys
+):
     """Which says the row and has a checkpoint; it is not asked for ahead."""
-    assert data_prep(["synthetic", "--output", str(tmp_path / "data"), "--rows", "40", "--test-rows", "4"]) == 0
-    damage(tmp_path / "data" / "data" / "train-00000-of-00001.parquet", 14)  # a row of the second step
+    assert (
+        data_prep(
+            ["synthetic", "--output", str(tmp_path / "data"), "--rows", "40", "--test-rows", "4"]
+        )
+        == 0
+    )
+    # a row of the second step
+    damage(tmp_path / "data" / "data" / "train-00000-of-00001.parquet", 14)
     assert main(words(tmp_path / "out", server, dataset_name=tmp_path / "data", save_steps=9)) == 1
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("error: step 2: row synthetic/0/train/14: an image cannot be read: ")
@@ -185,7 +249,9 @@ def fails(completions, trainer_state, **kwargs):
 """
 
 
-def goes_on_after_a_kill(whole: Path, killed: Path, server: StandIn, *, after: int, **keys: Any) -> None:
+def goes_on_after_a_kill(
+    whole: Path, killed: Path, server: StandIn, *, after: int, **keys: Any
+) -> None:
     """What the checkpoint has was sampled by weights that are gone."""
     shutil.copytree(whole, killed)
     for folder in killed.glob("checkpoint-*"):
@@ -203,4 +269,6 @@ def goes_on_after_a_kill(whole: Path, killed: Path, server: StandIn, *, after: i
 def test_a_killed_run_goes_on_to_the_bit(tmp_path, server):
     assert main(words(tmp_path / "whole", server)) == 0
     goes_on_after_a_kill(tmp_path / "whole", tmp_path / "killed", server, after=2)
-    assert _with_each_weights(server, 32) == [4, 0], "of generations 3 and 4 the first was in the checkpoint"
+    assert _with_each_weights(server, 32) == [4, 0], (
+        "of generations 3 and 4 the first was in the checkpoint"
+    )

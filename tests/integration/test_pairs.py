@@ -1,5 +1,5 @@
-"""Ways to fill a generation that go together: each pair that differs in code trains, and goes on to the bit after a
-kill. Stand-ins play the servers, whose answers are drawn from prompts and seeds.
+"""Ways to fill a generation that go together: each pair that differs in code trains, and goes on to
+the bit after a kill. Stand-ins play the servers, whose answers are drawn from prompts and seeds.
 """
 
 import sys
@@ -16,37 +16,62 @@ from benchmarks.stand_in_server import GENERATE, StandIn
 from data_prep.cli import main as data_prep
 from tests.integration.support import run
 from tests.integration.test_one_step_ahead import goes_on_after_a_kill, steps, words
+from tests.support.examples import entry
 
 pytestmark = pytest.mark.slow
 # Three generations of four problems, so an epoch is a step and a half.
 TWO = {"steps_per_generation": 1, "gradient_accumulation_steps": 2, "adora_synthetic_rows": 12}
-NOISY = "{noisy_rollouts: {share: 0.5}}"
+NOISY = f"{{{entry('noisy_rollouts.py:NoisyRollouts')}: {{share: 0.5}}}}"
 LOOKING = {
-    "model_name_or_path": "tiny_zoom", "adora_system_prompt": "Look with zoom.", "tools": "[zoom]",
-    "max_tool_calling_iterations": 2, "max_completion_length": 200, "vllm_max_model_length": 640,
-}  # fmt: skip
+    "model_name_or_path": "tiny_zoom",
+    "adora_system_prompt": "Look with zoom.",
+    "tools": "[zoom]",
+    "max_tool_calling_iterations": 2,
+    "max_completion_length": 200,
+    "vllm_max_model_length": 640,
+}
 # the rules, other keys, and the figures that show that both were at work
 PAIRS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "budget + servers": ("{budget: 6, ahead: 0}", {}, ("adora/unfinished", "adora/staleness")),
     "budget + ahead": ("{budget: 6, ahead: 1}", {}, ("adora/unfinished", "adora/trainer_waited_s")),
     "refill + ahead": ("{refill: 2, ahead: 1}", {}, ("adora/refilled_groups", "adora/staleness")),
-    "refill + budget + ahead 2": ("{refill: 2, budget: 6, ahead: 2}", {}, ("adora/unfinished", "adora/staleness")),
-    "noisy + servers": ("{ahead: 0}", {"adora_extensions": NOISY}, ("adora/noisy_share",)),
-    "noisy + budget + ahead": ("{budget: 6, ahead: 1}", {"adora_extensions": NOISY}, ("adora/noisy_share",)),
-    "replay + budget + ahead": ("{replay: 4, budget: 6, ahead: 1}", {}, ("adora/replayed_groups", "adora/unfinished")),
-    "no cache + replay + budget + ahead": (
-        "{replay: 4, budget: 6, ahead: 1}", {"adora_stock_step": "[cache_images]"}, ("adora/unfinished",),
+    "refill + budget + ahead 2": (
+        "{refill: 2, budget: 6, ahead: 2}",
+        {},
+        ("adora/unfinished", "adora/staleness"),
     ),
-    "two generations a step + budget + ahead": ("{budget: 6, ahead: 1}", TWO, ("adora/unfinished",)),
+    "noisy + servers": ("{ahead: 0}", {"adora_extensions": NOISY}, ("noisy_rollouts/level",)),
+    "noisy + budget + ahead": (
+        "{budget: 6, ahead: 1}",
+        {"adora_extensions": NOISY},
+        ("noisy_rollouts/level",),
+    ),
+    "no cache + refill + budget + ahead": (
+        "{refill: 1, budget: 6, ahead: 1}",
+        {"adora_stock_step": "[cache_images]"},
+        ("adora/unfinished",),
+    ),
+    "two generations a step + budget + ahead": (
+        "{budget: 6, ahead: 1}",
+        TWO,
+        ("adora/unfinished",),
+    ),
     "evaluation + ahead": (
-        "{ahead: 1}", {"eval_strategy": "steps", "eval_steps": 1, "adora_eval_limit": 4}, ("adora/staleness",),
+        "{ahead: 1}",
+        {"eval_strategy": "steps", "eval_steps": 1, "adora_eval_limit": 4},
+        ("adora/staleness",),
     ),
     "tools + ahead": ("{ahead: 1}", LOOKING, ("adora/called", "adora/staleness")),
     "tools + refill + budget + ahead 2": (
-        "{refill: 1, budget: 60, ahead: 2}", LOOKING, ("adora/called", "adora/unfinished"),
+        "{refill: 1, budget: 60, ahead: 2}",
+        LOOKING,
+        ("adora/called", "adora/unfinished"),
     ),
-}  # fmt: skip
-CALL = '<tool_call>\n{"name": "zoom", "arguments": {"x1": 0, "y1": 0, "x2": 28, "y2": 28}}\n</tool_call><|im_end|>'
+}
+CALL = (
+    '<tool_call>\n{"name": "zoom", "arguments": {"x1": 0, "y1": 0, "x2": 28, "y2": 28}}\n'
+    "</tool_call><|im_end|>"
+)
 REWARD = """
 def reward(completions, **kwargs):
     return [float(len(str(one)) % 3 == 0) for one in completions]
@@ -59,9 +84,16 @@ def calls() -> list[list[int]]:
 
 def asked_in_steps(server: StandIn) -> list[str]:
     """After each sync of the weights, in which order first and later turns were asked for."""
-    asked, (call,) = list[str](), server.turns
+    asked = list[str]()
+    (call,) = server.turns
     for path, body in server.asked:
-        turn = "weights" if path == "/collective_rpc" else "later" if str(call)[1:-1] in str(body) else "first"
+        turn = (
+            "weights"
+            if path == "/collective_rpc"
+            else "later"
+            if str(call)[1:-1] in str(body)
+            else "first"
+        )
         if path in (*GENERATE, "/collective_rpc") and [turn] != asked[-1:]:
             asked.append(turn)
     return [step.strip() for step in " ".join(asked).split("weights")[1:]]
@@ -80,13 +112,18 @@ def test_a_pair_trains_and_goes_on_to_the_bit(tmp_path, server, pair):
     server.turns = calls() if "tools" in further else []
     (tmp_path / "mine.py").write_text(REWARD)
     keys = {
-        "adora_rollouts": rules, "max_steps": 4, "adora_reward": f"{tmp_path / 'mine.py'}:reward",
-        "vllm_importance_sampling_mode": "token_truncate", **further,
-    }  # fmt: skip
+        "adora_rollouts": rules,
+        "max_steps": 4,
+        "adora_reward": f"{tmp_path / 'mine.py'}:reward",
+        "vllm_importance_sampling_mode": "token_truncate",
+        **further,
+    }
     assert main(words(tmp_path / "whole", server, **keys)) == 0
     assert all(any(step.get(name) for step in steps(tmp_path / "whole")) for name in figures)
     if pair == "tools + ahead":
-        assert asked_in_steps(server)[0] == "first later first", "later turns do not wait for those of the next one"
+        assert asked_in_steps(server)[0] == "first later first", (
+            "later turns do not wait for those of the next one"
+        )
         assert all(step.endswith("later first") for step in asked_in_steps(server)[:-1])
     rows = pq.read_table(tmp_path / "whole" / "rollouts").to_pylist()
     assert len({(row["step"], row["id"], row["completion"]) for row in rows}) > 8
@@ -94,10 +131,17 @@ def test_a_pair_trains_and_goes_on_to_the_bit(tmp_path, server, pair):
 
 
 ZOOMS = {
-    "model_name_or_path": "tiny_zoom", "adora_prompt": "{problem}", "adora_reward": "[accuracy]",
-    "adora_system_prompt": "Look with zoom.", "min_pixels": 3136, "max_pixels": 3136, "vllm_max_model_length": 640,
-    "max_completion_length": 200, "max_tool_calling_iterations": 2, "adora_rollouts.refill": 2,
-}  # fmt: skip
+    "model_name_or_path": "tiny_zoom",
+    "adora_prompt": "{problem}",
+    "adora_reward": "[accuracy]",
+    "adora_system_prompt": "Look with zoom.",
+    "min_pixels": 3136,
+    "max_pixels": 3136,
+    "vllm_max_model_length": 640,
+    "max_completion_length": 200,
+    "max_tool_calling_iterations": 2,
+    "adora_rollouts.refill": 2,
+}
 
 LOOKS = """
 from adora_vl.tools import ours
@@ -118,26 +162,52 @@ class Looks:
 """
 
 
-@pytest.mark.parametrize("servers", [False, True], ids=["environment + refill", "tools + refill + budget + ahead"])
+@pytest.mark.parametrize(
+    "servers", [False, True], ids=["environment + refill", "tools + refill + budget + ahead"]
+)
 def test_two_killed_processes_go_on_to_the_bit(tmp_path, server, servers):
     """Each has other groups and environments, of which other numbers have ended or have signal."""
     (tmp_path / "mine.py").write_text(REWARD.replace("3", "9"))  # more groups without signal
     (tmp_path / "looks.py").write_text(LOOKS)
     keys: dict[str, Any] = {**ZOOMS, "dataset_name": tmp_path / "data"}
     keys["environment_factory"] = f"{tmp_path}/looks.py:Looks"
-    made = ["synthetic", "--families", "corners", "--size", "448", "--rows", "64", "--output", str(tmp_path / "data")]
+    made = [
+        "synthetic",
+        "--families",
+        "corners",
+        "--size",
+        "448",
+        "--rows",
+        "64",
+        "--output",
+        str(tmp_path / "data"),
+    ]
     if not servers:
         assert data_prep(made) == 0
     else:
         server.turns = calls()
         keys = {
             **LOOKING,
-            "use_vllm": "true", "vllm_mode": "server", "vllm_server_base_url": server.url, "adora_max_drift": "null",
-            "vllm_server_timeout": 0.1, "adora_weight_transfer": "file", "adora_self_check": "false",
-            "adora_reward": f"{tmp_path}/mine.py:reward", "adora_rollouts": "{refill: 2, budget: 60, ahead: 1}",
-        }  # fmt: skip
+            "use_vllm": "true",
+            "vllm_mode": "server",
+            "vllm_server_base_url": server.url,
+            "adora_max_drift": "null",
+            "vllm_server_timeout": 0.1,
+            "adora_weight_transfer": "file",
+            "adora_self_check": "false",
+            "adora_reward": f"{tmp_path}/mine.py:reward",
+            "adora_rollouts": "{refill: 2, budget: 60, ahead: 1}",
+        }
     words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "benchmarks.kill_and_resume", "--steps", "6", "--kills", "backward:5"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.kill_and_resume",
+        "--steps",
+        "6",
+        "--kills",
+        "backward:5",
+    ]
     done = run([*command, "--processes", "2", "--output", str(tmp_path / "runs"), "--", *words])
     assert "checkpoint-3" in done.stdout and "weights: all equal" in done.stdout
     (whole,) = tmp_path.glob("runs/*/whole")
@@ -146,4 +216,6 @@ def test_two_killed_processes_go_on_to_the_bit(tmp_path, server, servers):
     if not servers:
         for row in pq.read_table(whole / "rollouts").to_pylist():
             answered = sum(turn["by"] == "tool" and not turn["failed"] for turn in row["turns"])
-            assert answered <= round(row["reward/Looks"] * 10) <= row["calls"], "of its own environment, begun anew"
+            assert answered <= round(row["reward/Looks"] * 10) <= row["calls"], (
+                "of its own environment, begun anew"
+            )

@@ -1,4 +1,6 @@
-"""bfloat16 under ZeRO-3, with real DeepSpeed: the constants of policy and reference are those of a plain model."""
+"""bfloat16 under ZeRO-3, with real DeepSpeed: the constants of policy and reference are those of a
+plain model.
+"""
 
 import json
 from pathlib import Path
@@ -20,44 +22,83 @@ ROLES = ("policy", "reference")
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What `precision_run.py` saw in one process: ZeRO-3 shards and casts the same in one as in eight."""
+    """What `precision_run.py` saw in one process: ZeRO-3 shards and casts the same in one as in
+    eight.
+    """
     folder: Path = tmp_path_factory.mktemp("precision")
     launch(
-        "cpu_zero3", "--num_processes", "1", "--mixed_precision", "bf16", "-m", "tests.integration.precision_run",
-        str(folder), "--config", "configs/train/smoke_cpu.yaml", "--output_dir", str(folder / "run"),
-        "--use_vllm", "false", "--bf16", "true", "--dtype", "bfloat16", "--beta", "0.04",
-        "--adora_synthetic_rows", "64", "--num_generations", "4", "--per_device_train_batch_size", "8",
-    )  # fmt: skip
-    return json.loads((folder / "facts.json").read_text()), load_file(folder / "tensors.safetensors")
+        "cpu_zero3",
+        "--num_processes",
+        "1",
+        "--mixed_precision",
+        "bf16",
+        "-m",
+        "tests.integration.precision_run",
+        str(folder),
+        "--config",
+        "configs/train/smoke_cpu.yaml",
+        "--output_dir",
+        str(folder / "run"),
+        "--use_vllm",
+        "false",
+        "--bf16",
+        "true",
+        "--dtype",
+        "bfloat16",
+        "--beta",
+        "0.04",
+        "--adora_synthetic_rows",
+        "64",
+        "--num_generations",
+        "4",
+        "--per_device_train_batch_size",
+        "8",
+    )
+    return json.loads((folder / "facts.json").read_text()), load_file(
+        folder / "tensors.safetensors"
+    )
 
 
 @pytest.fixture(scope="module")
 def plain() -> Qwen2_5_VLForConditionalGeneration:
     """The same bfloat16 weights, loaded without DeepSpeed: its rotary frequencies are float32."""
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED, dtype=torch.bfloat16).eval()
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        PRETRAINED, dtype=torch.bfloat16
+    ).eval()
     assert {b.dtype for name, b in model.named_buffers() if "inv_freq" in name} == {torch.float32}
     return model
 
 
 def part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): value
+        for name, value in tensors.items()
+        if name.startswith(prefix)
+    }
 
 
 @pytest.mark.parametrize("role", ROLES)
 def test_every_constant_is_that_of_a_plain_model(sharded, plain, role):
     facts, tensors = sharded
     assert facts["sharded"] and facts["dtype"] == "torch.bfloat16"
-    found, wanted = part(tensors, f"{role}/constants/"), constants(plain)
+    found = part(tensors, f"{role}/constants/")
+    wanted = constants(plain)
     assert found.keys() == wanted.keys()
-    assert {name: value.dtype for name, value in found.items()} == {n: v.dtype for n, v in wanted.items()}
+    assert {name: value.dtype for name, value in found.items()} == {
+        n: v.dtype for n, v in wanted.items()
+    }
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("position", POSITIONS)
 def test_log_probabilities_far_from_the_start_are_those_of_float32_angles(sharded, role, position):
-    """To the bit: three passes of one process over the same tokens, between which the angles alone may change."""
-    built, right, rounded = (sharded[1][f"{role}/{which}/{position}"] for which in ("built", "float32", "rounded"))
+    """To the bit: three passes of one process over the same tokens, between which the angles alone
+    may change.
+    """
+    built, right, rounded = (
+        sharded[1][f"{role}/{which}/{position}"] for which in ("built", "float32", "rounded")
+    )
     assert not torch.equal(rounded, right)
     assert torch.equal(built, right)
 

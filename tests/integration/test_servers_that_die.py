@@ -1,4 +1,6 @@
-"""A run whose vLLM servers, played by stand-ins, die one after the other: it goes on, or ends with a checkpoint."""
+"""A run whose vLLM servers, played by stand-ins, die one after the other: it goes on, or ends with
+a checkpoint.
+"""
 
 from collections.abc import Iterator
 
@@ -21,15 +23,29 @@ def pair() -> Iterator[list[StandIn]]:
 
 
 def words(folder, servers, **changed):
-    return arguments(folder, **{
-        "use_vllm": "true", "vllm_mode": "server", "vllm_server_base_url": ",".join(one.url for one in servers),
-        "adora_weight_transfer": "file", "vllm_server_timeout": 0.1, "adora_max_drift": "null", "entropy_coef": 1.0,
-        "max_steps": 4, "save_steps": 4, "adora_self_check": "false", **changed,
-    })  # fmt: skip
+    return arguments(
+        folder,
+        **{
+            "use_vllm": "true",
+            "vllm_mode": "server",
+            "vllm_server_base_url": ",".join(one.url for one in servers),
+            "adora_weight_transfer": "file",
+            "vllm_server_timeout": 0.1,
+            "adora_max_drift": "null",
+            "entropy_coef": 1.0,
+            "max_steps": 4,
+            "save_steps": 4,
+            "adora_self_check": "false",
+            **changed,
+        },
+    )
 
 
 def dies_after(server: StandIn, requests: int) -> None:
-    """It answers so many requests for rollouts. A step makes four, for two servers or for the one that is left."""
+    """It answers so many requests for rollouts.
+
+    A step makes four, for two servers or for the one that is left.
+    """
     server.asked.clear()
 
     def spoil(reply):
@@ -40,7 +56,9 @@ def dies_after(server: StandIn, requests: int) -> None:
 
 
 def test_one_server_goes_on_for_both_and_without_any_the_run_goes_on_later(tmp_path, pair, capfd):
-    """The stand-ins' answers are drawn from the seeds alone, so all of these runs have to end with the same weights."""
+    """The stand-ins' answers are drawn from the seeds alone, so all of these runs have to end with
+    the same weights.
+    """
     assert main(words(tmp_path / "whole", pair)) == 0
     expected = (tmp_path / "whole" / "model.safetensors").read_bytes()
     capfd.readouterr()
@@ -55,10 +73,14 @@ def test_one_server_goes_on_for_both_and_without_any_the_run_goes_on_later(tmp_p
     said = capfd.readouterr()
     last = said.err.strip().splitlines()[-1]
     assert last.startswith("error: step 3: no vLLM server is left; the last one: ")
-    assert last.endswith(f"go on with --resume_from_checkpoint {tmp_path / 'none' / 'checkpoint-2'}")
+    assert last.endswith(
+        f"go on with --resume_from_checkpoint {tmp_path / 'none' / 'checkpoint-2'}"
+    )
     for one in pair:
         one.spoil = lambda reply: reply
         one.start_again()
     assert main(words(tmp_path / "none", pair)) == 0
     assert (tmp_path / "none" / "model.safetensors").read_bytes() == expected
-    assert [step["step"] for step in read_metrics(tmp_path / "none" / METRICS) if "reward" in step] == [1, 2, 3, 4]
+    assert [
+        step["step"] for step in read_metrics(tmp_path / "none" / METRICS) if "reward" in step
+    ] == [1, 2, 3, 4]

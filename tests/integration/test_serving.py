@@ -1,5 +1,6 @@
-"""A model that vLLM serves on loopback gives the evaluators the answers that it gives when it is loaded here, and
-samples rollouts for the trainer, whose weights it reads from files (`vllm_mode: server`).
+"""A model that vLLM serves on loopback gives the evaluators the answers that it gives when it is
+loaded here, and samples rollouts for the trainer, whose weights it reads from files (`vllm_mode:
+server`).
 """
 
 import json
@@ -17,12 +18,12 @@ from adora_vl.models.four_bit import four_bit_folder
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.metrics import METRICS, read_metrics
 from adora_vl.rollout import turns
-from adora_vl.rollout.servers import Server, Servers
+from adora_vl.rollout.servers import Server, ServerPool
+from adora_vl.synthetic.generate import generate
 from adora_vl.train import main as train_main
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.launch import free_port
 from data_prep.cli import main as data_prep
-from data_prep.synthetic.generate import generate
 from eval.command import main
 from eval.geometry3k import BENCHMARK
 from tests.integration.support import launch, processes_with, run
@@ -31,10 +32,12 @@ from tests.support.tiny_run import arguments, train
 from tests.support.vllm_server import vllm_server
 
 pytestmark = pytest.mark.slow
-# Groups without signal move nothing: the entropy moves the weights, far enough to be seen where they do not arrive.
+# Groups without signal move nothing: the entropy moves the weights, far enough to be seen where
+# they do not arrive.
 MOVED = {"entropy_coef": 1.0, "learning_rate": 1e-2}
-LORA = {"use_peft": "true", "lora_r": 4, "lora_dropout": 0, "lora_target_modules": "q_proj,up_proj"}
-ROUNDING = 1e-5  # nats per token in float32; weights that do not arrive are more than 1e-2 away after a step
+LORA = {"use_peft": "true", "lora_r": 4, "lora_target_modules": "q_proj,up_proj"}
+# nats per token in float32; weights that do not arrive are more than 1e-2 away after a step
+ROUNDING = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +55,15 @@ def served(started):
 
 def by_file(server, **changed):
     return {
-        "use_vllm": "true", "vllm_mode": "server", "vllm_server_base_url": server.url, "max_steps": 3,
-        "adora_weight_transfer": "file", "save_strategy": "no", **MOVED, **changed,
-    }  # fmt: skip
+        "use_vllm": "true",
+        "vllm_mode": "server",
+        "vllm_server_base_url": server.url,
+        "max_steps": 3,
+        "adora_weight_transfer": "file",
+        "save_strategy": "no",
+        **MOVED,
+        **changed,
+    }
 
 
 def drifts(out):
@@ -62,7 +71,12 @@ def drifts(out):
 
 
 def test_a_served_model_answers_as_the_loaded_one(tmp_path, served):
-    assert data_prep(["synthetic", "--output", str(tmp_path / "data"), "--rows", "8", "--test-rows", "8"]) == 0
+    assert (
+        data_prep(
+            ["synthetic", "--output", str(tmp_path / "data"), "--rows", "8", "--test-rows", "8"]
+        )
+        == 0
+    )
     common = ["run", "--data", str(tmp_path / "data"), "--max-tokens", "32"]
     openai = ["--engine", "openai", "--base-url", f"{served.url}/v1", "--model", "mine"]
     loaded = ["--engine", "transformers", "--model", "tiny"]
@@ -81,7 +95,9 @@ def test_a_server_learns_with_the_trainer_from_images_of_several_sizes(tmp_path,
     for number, row in enumerate(generate(16, split="train", seed=5, size=56, families=())):
         image = row["images"][0].resize((56 + 28 * (number % 3), 56 + 28 * (number % 2)))
         image.save(tmp_path / "pics" / f"{number}.png")
-        lines.append(json.dumps({"q": row["problem"], "a": row["answer"], "i": f"pics/{number}.png"}))
+        lines.append(
+            json.dumps({"q": row["problem"], "a": row["answer"], "i": f"pics/{number}.png"})
+        )
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
     address = SimpleNamespace(vllm_server_base_url=f"http://127.0.0.1:9,{served.url}")
     assert served_length(address) == 512, "what the prompts of the training are held against"
@@ -102,23 +118,34 @@ def test_a_server_samples_turns_with_the_pictures_of_tools(tmp_path, served, mon
     assert any(seed.endswith("/1") for seed in draws.seeds), "a second turn was answered"
 
 
-def test_an_adapter_reaches_the_server_alone_or_merged_and_seeds_decide_what_it_samples(tmp_path, served, monkeypatch):
+def test_an_adapter_reaches_the_server_alone_or_merged_and_seeds_decide_what_it_samples(
+    tmp_path, served, monkeypatch
+):
     lora = by_file(served, adora_weight_transfer=tmp_path / "shared", **LORA)
     answers, sent = [], []
     for name in ("alone", "again", "merged"):
         if name == "merged":
-            monkeypatch.setattr(Servers, "have_lora", lambda servers: False)
+            monkeypatch.setattr(ServerPool, "have_lora", lambda servers: False)
         out = train(tmp_path / name, **lora)
         assert len(drifts(out)) == 3 and max(drifts(out)) < ROUNDING
         answers.append(pq.read_table(out / "rollouts").column("completion").to_pylist())
-        sent.append(max(step["adora/sync_mb"] for step in read_metrics(out / METRICS) if "adora/sync_mb" in step))
+        sent.append(
+            max(
+                step["adora/sync_mb"]
+                for step in read_metrics(out / METRICS)
+                if "adora/sync_mb" in step
+            )
+        )
     assert answers[0] == answers[1] and len(set(answers[0])) > 8
     assert sent[0] == sent[1] < sent[2] / 50
     served.give_back_weights()
 
 
-def test_a_server_that_still_has_the_adapter_before_stops_the_run(tmp_path, served, monkeypatch, capsys):
-    read, folders = Server.read_adapter, []
+def test_a_server_that_still_has_the_adapter_before_stops_the_run(
+    tmp_path, served, monkeypatch, capsys
+):
+    read = Server.read_adapter
+    folders = []
 
     def once(server, folder):
         folders.append(folder)
@@ -141,7 +168,10 @@ def test_a_server_of_the_base_in_4_bits_samples_by_the_adapter(tmp_path, monkeyp
 
 
 def test_one_step_ahead_the_server_agrees_with_the_weights_that_sample(tmp_path, served):
-    """The policy is a step away from what it learns from, and the drift is not. On two processes with ZeRO-3."""
+    """The policy is a step away from what it learns from, and the drift is not.
+
+    On two processes with ZeRO-3.
+    """
     ahead = by_file(served, per_device_train_batch_size=8, adora_rollouts="{ahead: 1}", max_steps=4)
     launch("cpu_zero3", "-m", "adora_vl.train", *arguments(tmp_path / "out", **ahead))
     steps = [step for step in read_metrics(tmp_path / "out" / METRICS) if "adora/drift" in step]
@@ -153,15 +183,26 @@ def test_one_step_ahead_the_server_agrees_with_the_weights_that_sample(tmp_path,
 
 def test_the_script_for_one_machine_starts_and_ends_its_servers(tmp_path):
     words = arguments(
-        tmp_path / "out", max_steps=2, save_strategy="no", adora_rollouts="{ahead: 1}", use_vllm="true", **MOVED
+        tmp_path / "out",
+        max_steps=2,
+        save_strategy="no",
+        adora_rollouts="{ahead: 1}",
+        use_vllm="true",
+        **MOVED,
     )
-    port, mark = free_port(), uuid.uuid4().hex
+    port = free_port()
+    mark = uuid.uuid4().hex
     environment = {
-        "SERVER_GPUS": "none", "TRAINER_GPUS": "none", "SERVER_PORT": str(port), "TEST_MARK": mark,
-        "ACCELERATE_CONFIG": "configs/accelerate/cpu.yaml", "PYTHON": sys.executable, "VLLM_CPU_KVCACHE_SPACE": "1",
+        "SERVER_GPUS": "none",
+        "TRAINER_GPUS": "none",
+        "SERVER_PORT": str(port),
+        "TEST_MARK": mark,
+        "ACCELERATE_CONFIG": "configs/accelerate/cpu.yaml",
+        "PYTHON": sys.executable,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
         "LAUNCH": str(Path(sys.executable).parent / "accelerate"),
         "SERVER_OPTIONS": "--dtype float32 --max-model-len 512 --gpu-memory-utilization 0.1 --enforce-eager",
-    }  # fmt: skip
+    }
     run(["bash", "setup/servers.sh", str(PRETRAINED), *words], environment=environment)
     assert max(drifts(tmp_path / "out")) < ROUNDING and processes_with(mark) == []
 

@@ -1,4 +1,6 @@
-"""However a run is stopped: one whole checkpoint, nothing left running, and the same command goes on from it."""
+"""However a run is stopped: one whole checkpoint, nothing left running, and the same command goes
+on from it.
+"""
 
 import json
 import os
@@ -20,15 +22,42 @@ from tests.integration.machines import TwoMachines
 from tests.integration.stopping import Running
 from tests.integration.test_two_processes import distance
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # the fixture starts two processes six times
+# the fixture starts two processes six times
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1500),
+]
 CYCLE = 2  # steps of one generation
 RUN = [
-    "--config", "configs/train/smoke_cpu.yaml", "--use_vllm", "false", "--adora_self_check", "false",
-    "--adora_synthetic_rows", "64", "--num_generations", "4", "--per_device_train_batch_size", "4",
-    "--steps_per_generation", str(CYCLE), "--gradient_accumulation_steps", "1", "--max_completion_length", "8",
-    "--logging_steps", "1", "--save_strategy", "no", "--save_total_limit", "20",
-    "--entropy_coef", "1.0", "--learning_rate", "1e-3",  # so few tokens are never right: entropy moves the weights
-]  # fmt: skip
+    "--config",
+    "configs/train/smoke_cpu.yaml",
+    "--use_vllm",
+    "false",
+    "--adora_self_check",
+    "false",
+    "--adora_synthetic_rows",
+    "64",
+    "--num_generations",
+    "4",
+    "--per_device_train_batch_size",
+    "4",
+    "--steps_per_generation",
+    str(CYCLE),
+    "--gradient_accumulation_steps",
+    "1",
+    "--max_completion_length",
+    "8",
+    "--logging_steps",
+    "1",
+    "--save_strategy",
+    "no",
+    "--save_total_limit",
+    "20",
+    "--entropy_coef",
+    "1.0",
+    "--learning_rate",
+    "1e-3",  # so few tokens are never right: entropy moves the weights
+]
 ENDLESS = ["--max_steps", "100000"]
 
 
@@ -97,14 +126,18 @@ def holds_one_whole_checkpoint(stopped: Stopped) -> None:
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
-    """One run under ZeRO-3, stopped in each way in turn and each time started again by the same command."""
+    """One run under ZeRO-3, stopped in each way in turn and each time started again by the same
+    command.
+    """
     out = tmp_path_factory.mktemp("stopping") / "out"
     return {way.__name__: stop("cpu_zero3", out, way) for way in WAYS}
 
 
 @dataclass(frozen=True)
 class OnTwoMachines:
-    """A run with a process on each of two machines: one lost its power, then the same command ran and was stopped."""
+    """A run with a process on each of two machines: one lost its power, then the same command ran
+    and was stopped.
+    """
 
     ended_after: float
     said: list[str]
@@ -114,10 +147,14 @@ class OnTwoMachines:
 
 @pytest.fixture(scope="module")
 def two_machines(tmp_path_factory, two_processes):
-    """Started by `setup/ssh/train.sh`, as a user does. They get at least to the first checkpoint of one machine."""
+    """Started by `setup/ssh/train.sh`, as a user does.
+
+    They get at least to the first checkpoint of one machine.
+    """
     first = step_of(next(iter(two_processes.values())).saved[0])
     folder = tmp_path_factory.mktemp("machines")
-    out, config = folder / "out", "configs/accelerate/cpu_zero3.yaml"
+    out = folder / "out"
+    config = "configs/accelerate/cpu_zero3.yaml"
     words = [*RUN, *ENDLESS, "--save_strategy", "steps", "--save_steps", "1"]
     said, codes = [], []
     with TwoMachines(folder / "lab") as machines:
@@ -128,7 +165,8 @@ def two_machines(tmp_path_factory, two_processes):
             codes.append(script.wait(_BOUND_S))
             ended_after = time.monotonic() - at
             said.append(machines.said)
-        whole, logged = newest_valid(out)[0], read_metrics(out / METRICS)[-1]["step"]
+        whole = newest_valid(out)[0]
+        logged = read_metrics(out / METRICS)[-1]["step"]
         with machines.running(config, out, words) as script:
             # the new run cuts the log back to its checkpoint
             machines.wait_for_step(script, out, max(logged + 1, first))
@@ -138,14 +176,18 @@ def two_machines(tmp_path_factory, two_processes):
     return OnTwoMachines(ended_after, said, codes, [whole, *checkpoints(out)])
 
 
-_BOUND_S = 300  # a machine that is left alone has to notice it long before its collective calls give up (1,800 s)
+# a machine that is left alone has to notice it long before its collective calls give up (1,800 s)
+_BOUND_S = 300
 
 
 def test_a_machine_without_power_ends_the_other_one_with_a_line(two_machines):
     assert two_machines.codes[0] == 128 + signal.SIGKILL and two_machines.ended_after < _BOUND_S
     line = next(line for line in two_machines.said[0].splitlines() if "error (rank 0 of 2)" in line)
     assert "another process has ended, or its machine cannot be reached" in line
-    assert "the same command goes on from checkpoint-" in line or "older checkpoints are as they were" in line
+    assert (
+        "the same command goes on from checkpoint-" in line
+        or "older checkpoints are as they were" in line
+    )
 
 
 def test_two_machines_go_on_and_stop_with_one_whole_checkpoint(two_machines):
@@ -158,14 +200,18 @@ def test_two_machines_go_on_and_stop_with_one_whole_checkpoint(two_machines):
 
 
 def test_two_machines_learn_what_two_processes_do(two_machines, two_processes):
-    """The weights after the same steps: of a run that was killed and started again, and of one that was stopped."""
+    """The weights after the same steps: of a run that was killed and started again, and of one that
+    was stopped.
+    """
     alone = {folder.name: folder for stopped in two_processes.values() for folder in stopped.saved}
     together = {folder.name: folder for folder in two_machines.saved}
     common = sorted(alone.keys() & together.keys())
     assert common, (sorted(alone), sorted(together))
     shipped = load_file(PRETRAINED / "model.safetensors")
     for name in common:
-        ours, theirs = (load_file(folder / "model.safetensors") for folder in (together[name], alone[name]))
+        ours, theirs = (
+            load_file(folder / "model.safetensors") for folder in (together[name], alone[name])
+        )
         moved = distance(theirs, shipped)
         assert moved > 1e-4 and distance(ours, theirs) < 1e-4 * moved, name
 
@@ -184,7 +230,10 @@ def test_the_same_command_goes_on_from_each_of_them(two_processes):
 
 def test_the_shipped_launcher_settings_leave_time_to_save(two_processes):
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ
-    assert all("TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in stopped.began_with for stopped in two_processes.values())
+    assert all(
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in stopped.began_with
+        for stopped in two_processes.values()
+    )
 
 
 def test_one_process_saves_and_ends_when_its_launcher_is_stopped(tmp_path):

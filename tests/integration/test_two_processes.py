@@ -1,5 +1,5 @@
-"""Two processes: bad steps, a stop in order, going on as before and with another number of them, a judge's key that
-ends, and an engine that lies on both.
+"""Two processes: bad steps, a stop in order, going on as before and with another number of them, a
+judge's key that ends, and an engine that lies on both.
 """
 
 import json
@@ -18,11 +18,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from adora_vl.checkpoint.library_state import REFERENCE
 from adora_vl.checkpoint.store import MANIFEST, MARK, checkpoints, problem_of, publish
+from adora_vl.checkpoint.trl_state import REFERENCE
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED, load_processor
-from adora_vl.training.pool_state import PoolState
 from benchmarks.kill_and_resume import facts
 from tests.integration.support import history, launch, processes_with, run
 from tests.parity.test_engine_parity import parity
@@ -30,28 +29,57 @@ from tests.support.endpoint_server import Answer, Reply, Server, completion
 
 pytestmark = pytest.mark.slow
 RUN = [
-    "--config", "configs/train/smoke_cpu.yaml", "--adora_synthetic_rows", "64", "--num_generations", "4",
-    "--logging_steps", "1", "--save_steps", "1", "--save_total_limit", "4",
-    "--adora_extensions.visual_tokens.scale_min", "0.5",
-    "--beta", "0.1", "--sync_ref_model", "true", "--ref_model_sync_steps", "1",
-]  # fmt: skip
+    "--config",
+    "configs/train/smoke_cpu.yaml",
+    "--adora_synthetic_rows",
+    "64",
+    "--num_generations",
+    "4",
+    "--logging_steps",
+    "1",
+    "--save_steps",
+    "1",
+    "--save_total_limit",
+    "4",
+    "--beta",
+    "0.1",
+    "--sync_ref_model",
+    "true",
+    "--ref_model_sync_steps",
+    "1",
+]
 TWO = ["--per_device_train_batch_size", "8"]
 ONE = ["--per_device_train_batch_size", "16"]
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     """The mean difference of two models' weights."""
-    return sum((one[name] - other[name]).abs().sum().item() for name in one) / sum(t.numel() for t in one.values())
+    return sum((one[name] - other[name]).abs().sum().item() for name in one) / sum(
+        t.numel() for t in one.values()
+    )
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """Step 2 has a NaN on one rank, and before step 3 one rank's engine has lost the weights. What came of it."""
-    out, mark = tmp_path_factory.mktemp("two") / "out", uuid.uuid4().hex
+    """Step 2 has a NaN on one rank, and before step 3 one rank's engine has lost the weights.
+
+    What came of it.
+    """
+    out = tmp_path_factory.mktemp("two") / "out"
+    mark = uuid.uuid4().hex
     done = launch(
-        "cpu_zero3", "-m", "tests.integration.faulty", *RUN, *TWO, "--output_dir", str(out), "--max_steps", "5",
-        environment={"FAULTS": "nan:2:1,drift:3:1", "TEST_MARK": mark}, check=False,
-    )  # fmt: skip
+        "cpu_zero3",
+        "-m",
+        "tests.integration.faulty",
+        *RUN,
+        *TWO,
+        "--output_dir",
+        str(out),
+        "--max_steps",
+        "5",
+        environment={"FAULTS": "nan:2:1,drift:3:1", "TEST_MARK": mark},
+        check=False,
+    )
     assert done.returncode == 1, done.stderr[-3000:]
     return out, done, processes_with(mark)
 
@@ -101,26 +129,36 @@ def test_a_second_start_goes_on_where_the_first_one_ended(resumed):
         shapes = {name: saved.get_slice(name).get_shape() for name in saved.keys()}  # noqa: SIM118
         assert shapes == {name: shipped.get_slice(name).get_shape() for name in shipped.keys()}  # noqa: SIM118
         before, now = (
-            load_file(resumed / f"checkpoint-{step}" / REFERENCE / "model-00001.safetensors")["lm_head.weight"]
+            load_file(resumed / f"checkpoint-{step}" / REFERENCE / "model-00001.safetensors")[
+                "lm_head.weight"
+            ]
             for step in (2, 3)
         )
         moved = 0.4 * before + 0.6 * saved.get_tensor("lm_head.weight")  # TRL's default mixup
-        assert not torch.equal(before, shipped.get_tensor("lm_head.weight")), "the reference has not moved before"
+        assert not torch.equal(before, shipped.get_tensor("lm_head.weight")), (
+            "the reference has not moved before"
+        )
         assert torch.allclose(now, moved, rtol=0, atol=1e-7)  # a rounding of weights below 1
 
 
 @pytest.mark.core
 def test_one_process_goes_on_with_the_steps_of_two(resumed, tmp_path):
-    """Same rollouts, and weights that differ by the order of sums only; a wrong Adam step would show."""
-    second, words = resumed / "checkpoint-2", ["-m", "adora_vl.train", *RUN, *ONE, "--max_steps", "3"]
+    """Same rollouts, and weights that differ by the order of sums only; a wrong Adam step would
+    show.
+    """
+    second = resumed / "checkpoint-2"
+    words = ["-m", "adora_vl.train", *RUN, *ONE, "--max_steps", "3"]
     words += ["--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint"]
     assert export([str(second), str(tmp_path / "whole"), "--universal"]) == 0
     launch("cpu_zero3", "--num_processes", "1", *words, str(tmp_path / "whole"))
-    ours, theirs = history(tmp_path / "out")[-1], history(resumed)[-1]
+    ours = history(tmp_path / "out")[-1]
+    theirs = history(resumed)[-1]
     for name in ("reward", "completions/mean_length", "adora/weight_mean"):
         assert ours[name] == pytest.approx(theirs[name])
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
-    one, two, before = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", resumed, second))
+    one, two, before = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "out", resumed, second)
+    )
     assert distance(one, two) < 1e-4 * distance(two, before)
 
 
@@ -132,21 +170,40 @@ def test_shards_alone_are_gathered_into_the_same_weights(resumed, tmp_path):
     shutil.copytree(resumed / "checkpoint-3", bare, ignore=ignored)
     publish(bare, tmp_path / "checkpoint-3", {"step": 3})
     assert export([str(tmp_path / "checkpoint-3"), str(tmp_path / "model")]) == 0
-    gathered, saved = (load_file(at / "model.safetensors") for at in (tmp_path / "model", resumed / "checkpoint-3"))
-    assert gathered.keys() == saved.keys() and all(torch.equal(gathered[name], saved[name]) for name in saved)
+    gathered, saved = (
+        load_file(at / "model.safetensors") for at in (tmp_path / "model", resumed / "checkpoint-3")
+    )
+    assert gathered.keys() == saved.keys() and all(
+        torch.equal(gathered[name], saved[name]) for name in saved
+    )
     assert (tmp_path / "model" / "processor_config.json").is_file()
 
 
-WITHIN = {"save_steps": 1, "max_steps": 3, "per_device_train_batch_size": 4, "steps_per_generation": 4}
-REPLAYED = {
-    "config": "configs/train/smoke_cpu.yaml", "use_vllm": "false", "logging_steps": 1, "save_total_limit": 9,
-    "num_generations": 4, "max_completion_length": 28, "adora_synthetic_rows": 32, "learning_rate": 1e-3,
-    "adora_rollouts.replay": 4, **WITHIN,
-}  # fmt: skip
+WITHIN = {
+    "save_steps": 1,
+    "max_steps": 3,
+    "per_device_train_batch_size": 4,
+    "steps_per_generation": 4,
+}
+WITHIN_RUN = {
+    "config": "configs/train/smoke_cpu.yaml",
+    "use_vllm": "false",
+    "logging_steps": 1,
+    "save_total_limit": 9,
+    "num_generations": 4,
+    "max_completion_length": 28,
+    "adora_synthetic_rows": 32,
+    "learning_rate": 1e-3,
+    **WITHIN,
+}
 
 
 def trained(folder: Path) -> dict:
-    words = [word for key, value in {**REPLAYED, "output_dir": folder}.items() for word in (f"--{key}", str(value))]
+    words = [
+        word
+        for key, value in {**WITHIN_RUN, "output_dir": folder}.items()
+        for word in (f"--{key}", str(value))
+    ]
     launch("cpu_zero3", "-m", "adora_vl.train", *words)
     return facts(folder)
 
@@ -154,17 +211,17 @@ def trained(folder: Path) -> dict:
 def test_each_rank_goes_on_with_its_own_rollouts(tmp_path):
     whole = trained(tmp_path / "run")
     assert {path.name for path in (tmp_path / "run" / "checkpoint-2").glob("generation-*")} == {
-        "generation-00000.pt", "generation-00001.pt"
-    }  # fmt: skip
-    kept = [PoolState.load(tmp_path / "run" / "checkpoint-2", rank, 2).kept for rank in (0, 1)]
-    assert kept[0] and kept[1], "the groups that may come again, of each rank"
+        "generation-00000.pt",
+        "generation-00001.pt",
+    }
     shutil.rmtree(tmp_path / "run" / "checkpoint-3")
     again = trained(tmp_path / "run")
     assert list(whole["steps"]) == [1, 2, 3] and len(whole["rollouts"]) == 3
     assert again == whole
 
 
-# One call of each process before the run, 16 in the first step where no two replies are alike, and some of the second
+# One call of each process before the run, 16 in the first step where no two replies are alike, and
+# some of the second
 ANSWERED = 25
 
 
@@ -172,36 +229,70 @@ def ends(_: dict[str, Any], call: int) -> Reply:
     return completion("<score>0.5</score>") if call <= ANSWERED else (401, b"the key has ended")
 
 
-def test_a_key_that_ends_stops_all_processes_with_one_line(tmp_path: Path, serve: Callable[[Answer], Server]) -> None:
+def test_a_key_that_ends_stops_all_processes_with_one_line(
+    tmp_path: Path, serve: Callable[[Answer], Server]
+) -> None:
     """Which of the two meets the refusal first is left to chance."""
     server = serve(ends)
     options = json.dumps({"judge": {"base_url": server.url, "model": "j", "concurrency": 1}})
     done = launch(
-        "cpu_zero3", "-m", "adora_vl.train", "--config", "configs/train/smoke_cpu.yaml", "--use_vllm", "false",
-        "--max_steps", "9", "--logging_steps", "1", "--save_steps", "1", "--per_device_train_batch_size", "8",
-        "--num_generations", "4", "--max_completion_length", "32", "--adora_synthetic_rows", "32",
-        "--output_dir", str(tmp_path / "out"), "--adora_reward", "accuracy", options,
+        "cpu_zero3",
+        "-m",
+        "adora_vl.train",
+        "--config",
+        "configs/train/smoke_cpu.yaml",
+        "--use_vllm",
+        "false",
+        "--max_steps",
+        "9",
+        "--logging_steps",
+        "1",
+        "--save_steps",
+        "1",
+        "--per_device_train_batch_size",
+        "8",
+        "--num_generations",
+        "4",
+        "--max_completion_length",
+        "32",
+        "--adora_synthetic_rows",
+        "32",
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--adora_reward",
+        "accuracy",
+        options,
         check=False,
-    )  # fmt: skip
+    )
     (line,) = re.findall(r"^error.*$", done.stderr, flags=re.MULTILINE)
     newest, *_ = checkpoints(tmp_path / "out")
     assert re.fullmatch(
-        r"error: step \d: adora_reward: judge: \S+ refuses the key in ADORA_VL_JUDGE_KEY for the model 'j' \(HTTP 401: "
-        rf"the key has ended .*\); set ADORA_VL_JUDGE_KEY to .*, and go on with --resume_from_checkpoint {newest}",
+        r"error: step \d: adora_reward: judge: \S+ refuses the key in ADORA_VL_JUDGE_KEY for the "
+        r"model 'j' \(HTTP 401: "
+        r"the key has ended .*\); set ADORA_VL_JUDGE_KEY to .*, and go on with "
+        rf"--resume_from_checkpoint {newest}",
         line,
     )
     assert problem_of(newest) is None
-    assert "2" in re.findall(r"exitcode +: (\S+)", done.stderr), "the launcher may end the other before it ends itself"
+    assert "2" in re.findall(r"exitcode +: (\S+)", done.stderr), (
+        "the launcher may end the other before it ends itself"
+    )
 
 
 @pytest.fixture(scope="module")
 def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped model has three attention heads, which two processes cannot share. This one is not trained."""
+    """The shipped model has three attention heads, which two processes cannot share.
+
+    This one is not trained.
+    """
     folder = tmp_path_factory.mktemp("model")
     config = Qwen2_5_VLConfig.from_pretrained(PRETRAINED)
     text = config.text_config
-    text.hidden_size, text.num_attention_heads, text.num_key_value_heads = 128, 4, 2
-    config.vision_config.out_hidden_size, config.vision_config.num_heads = 128, 4
+    text.hidden_size = 128
+    text.num_attention_heads = 4
+    text.num_key_value_heads = 2
+    config.vision_config.out_hidden_size = 128
+    config.vision_config.num_heads = 4
     torch.manual_seed(0)
     Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
     load_processor(str(PRETRAINED)).save_pretrained(folder)
@@ -211,12 +302,32 @@ def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_zero_2_of_the_shipped_config_trains_in_bfloat16(tmp_path: Path) -> None:
     out = tmp_path / "out"
     launch(
-        "zero2", "--cpu", "--num_processes", "2", "-m", "adora_vl.train", *RUN, *TWO, "--output_dir", str(out),
-        "--use_vllm", "false", "--bf16", "true", "--dtype", "bfloat16", "--max_steps", "2", "--learning_rate", "1e-3",
-        "--max_completion_length", "24",
-    )  # fmt: skip
+        "zero2",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "-m",
+        "adora_vl.train",
+        *RUN,
+        *TWO,
+        "--output_dir",
+        str(out),
+        "--use_vllm",
+        "false",
+        "--bf16",
+        "true",
+        "--dtype",
+        "bfloat16",
+        "--max_steps",
+        "2",
+        "--learning_rate",
+        "1e-3",
+        "--max_completion_length",
+        "24",
+    )
     assert max(entry["grad_norm"] for entry in history(out)) > 0
-    trained, start = load_file(out / "model.safetensors"), load_file(PRETRAINED / "model.safetensors")
+    trained = load_file(out / "model.safetensors")
+    start = load_file(PRETRAINED / "model.safetensors")
     assert {weights.dtype for weights in trained.values()} == {torch.bfloat16}
     moved = [name for name in start if not torch.equal(trained[name], start[name].bfloat16())]
     assert len(moved) > len(start) / 2
@@ -228,13 +339,32 @@ def test_a_divided_engine_samples_what_a_whole_one_samples(four_heads, tmp_path)
     for config, parts in (("cpu", 1), ("cpu_zero3", 2)):
         out = tmp_path / config
         launch(
-            config, "-m", "adora_vl.train", "--config", "configs/train/smoke_cpu.yaml",
-            "--model_name_or_path", str(four_heads), "--output_dir", str(out), "--adora_synthetic_rows", "64",
-            "--per_device_train_batch_size", str(32 // parts), "--max_steps", "1", "--logging_steps", "1",
-            "--save_strategy", "no", "--vllm_tensor_parallel_size", str(parts),
-        )  # fmt: skip
+            config,
+            "-m",
+            "adora_vl.train",
+            "--config",
+            "configs/train/smoke_cpu.yaml",
+            "--model_name_or_path",
+            str(four_heads),
+            "--output_dir",
+            str(out),
+            "--adora_synthetic_rows",
+            "64",
+            "--per_device_train_batch_size",
+            str(32 // parts),
+            "--max_steps",
+            "1",
+            "--logging_steps",
+            "1",
+            "--save_strategy",
+            "no",
+            "--vllm_tensor_parallel_size",
+            str(parts),
+        )
         rows = pq.read_table(out / "rollouts").to_pylist()
-        seen.append({(row["group"], row["rollout"]): (row["id"], row["completion"]) for row in rows})
+        seen.append(
+            {(row["group"], row["rollout"]): (row["id"], row["completion"]) for row in rows}
+        )
         first = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
         # 2e-7 was measured; processors round differently by small factors, not by 50
         assert first["step"] == 1 and first["adora/drift"] < 1e-5
@@ -244,12 +374,37 @@ def test_a_divided_engine_samples_what_a_whole_one_samples(four_heads, tmp_path)
     assert shared[0] == shared[1], "what a run leaves there keeps the next from starting"
 
 
-def test_a_divided_engine_goes_on_with_paused_answers_after_a_kill_and_with_turns(four_heads, tmp_path):
-    keys = ["--model_name_or_path", str(four_heads), "--vllm_tensor_parallel_size", "2", "--adora_rollouts.budget", "9"]
-    command = [sys.executable, "-m", "benchmarks.kill_and_resume", "--processes", "2", "--output", str(tmp_path)]
-    assert "weights: all equal" in run([*command, "--steps", "4", "--kills", "backward:4", "--", *keys]).stdout
+def test_a_divided_engine_goes_on_with_paused_answers_after_a_kill_and_with_turns(
+    four_heads, tmp_path
+):
+    keys = [
+        "--model_name_or_path",
+        str(four_heads),
+        "--vllm_tensor_parallel_size",
+        "2",
+        "--adora_rollouts.budget",
+        "9",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.kill_and_resume",
+        "--processes",
+        "2",
+        "--output",
+        str(tmp_path),
+    ]
+    assert (
+        "weights: all equal"
+        in run([*command, "--steps", "4", "--kills", "backward:4", "--", *keys]).stdout
+    )
     (rollouts,) = tmp_path.glob("*/killed/rollouts")
     assert max(pq.read_table(rollouts)["segments"].to_pylist()) > 1
-    words = ["per_device_train_batch_size=8", "num_generations=4", "max_steps=2", "vllm_tensor_parallel_size=2"]
+    words = [
+        "per_device_train_batch_size=8",
+        "num_generations=4",
+        "max_steps=2",
+        "vllm_tensor_parallel_size=2",
+    ]
     result = parity(tmp_path, "cpu_zero3", "--mixed", "--tools", *words, model=four_heads)
     assert max(result["gaps"]) < 1e-5 and max(result["turns"]) > 1

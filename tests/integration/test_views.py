@@ -1,4 +1,6 @@
-"""The four views of one tiny model: taught to reason, made blind, and taught to read facts out alone."""
+"""The four views of one tiny model: taught to reason, made blind, and taught to read facts out
+alone.
+"""
 
 import random
 from collections.abc import Callable
@@ -14,12 +16,12 @@ from adora_vl.builtin.processor import END_OF_TURN
 from adora_vl.builtin.small_model import fit
 from adora_vl.data.dataset import Row, schema, write_split
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
+from adora_vl.evals.inference.local import TransformersEngine
 from adora_vl.models.load import PRETRAINED
-from data_prep.synthetic.generate import generate
+from adora_vl.synthetic.generate import generate
 from eval import command
 from eval.compare import main as compare
 from eval.geometry3k import BENCHMARK
-from eval.inference.local import TransformersEngine
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +32,9 @@ def told(split: str, count: int) -> list[Row]:
     return [{**row, "facts": f"apex {180 - 2 * int(row['answer'])}."} for row in rows]
 
 
-def teach(model: Any, processor: Any, rows: list[Row], steps: int, answer: Callable[[Row], str]) -> None:
+def teach(
+    model: Any, processor: Any, rows: list[Row], steps: int, answer: Callable[[Row], str]
+) -> None:
     """From words and from pictures alike."""
     rng = random.Random(0)
 
@@ -39,14 +43,26 @@ def teach(model: Any, processor: Any, rows: list[Row], steps: int, answer: Calla
         seen: dict[str, Any] = {}
         texts = [row["problem"] for row in batch]
         if step % 2:
-            texts = [f"What the picture shows: {row['facts']}\n{text}" for row, text in zip(batch, texts, strict=True)]
+            texts = [
+                f"What the picture shows: {row['facts']}\n{text}"
+                for row, text in zip(batch, texts, strict=True)
+            ]
         else:
             seen = {"images": [row["images"] for row in batch]}
         asked = [conversation_with_images(text, len(seen), SYSTEM_PROMPT) for text in texts]
-        begun = [processor.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in asked]
-        whole = [f"{text}{answer(row)}{END_OF_TURN}" for text, row in zip(begun, batch, strict=True)]
-        inputs = processor(text=whole, padding=True, padding_side="right", return_tensors="pt", **seen)
-        alone = processor(text=begun, padding=True, padding_side="right", return_tensors="pt", **seen)
+        begun = [
+            processor.apply_chat_template(one, add_generation_prompt=True, tokenize=False)
+            for one in asked
+        ]
+        whole = [
+            f"{text}{answer(row)}{END_OF_TURN}" for text, row in zip(begun, batch, strict=True)
+        ]
+        inputs = processor(
+            text=whole, padding=True, padding_side="right", return_tensors="pt", **seen
+        )
+        alone = processor(
+            text=begun, padding=True, padding_side="right", return_tensors="pt", **seen
+        )
         labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
         for label, length in zip(labels, alone["attention_mask"].sum(1), strict=True):
             label[:length] = -100
@@ -56,12 +72,22 @@ def teach(model: Any, processor: Any, rows: list[Row], steps: int, answer: Calla
     fit(model, loss_of, steps, 1e-3)
 
 
-def test_each_model_is_called_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    write_split(told("test", 64), tmp_path / "data", "test", Features({**schema(), "facts": Value("string")}))
+def test_each_model_is_called_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    write_split(
+        told("test", 64),
+        tmp_path / "data",
+        "test",
+        Features({**schema(), "facts": Value("string")}),
+    )
     processor: Any = AutoProcessor.from_pretrained(PRETRAINED)
     model: Any = AutoModelForImageTextToText.from_pretrained(PRETRAINED, dtype=torch.float32)
     rows = told("train", 400)
-    lessons = {"able": lambda row: row["meta"]["solution"], "reads": lambda row: rf"\boxed{{{row['facts'][5:-1]}}}"}
+    lessons = {
+        "able": lambda row: row["meta"]["solution"],
+        "reads": lambda row: rf"\boxed{{{row['facts'][5:-1]}}}",
+    }
     for name, answer in lessons.items():
         teach(model, processor, rows, 200 if name == "able" else 40, answer)
         model.save_pretrained(tmp_path / name)
@@ -69,18 +95,38 @@ def test_each_model_is_called_what_it_is(tmp_path: Path, monkeypatch: pytest.Mon
 
     def blind(settings: Any) -> TransformersEngine:
         engine = TransformersEngine(settings)
-        engine._model.model.visual.merger.register_forward_hook(lambda module, given, output: torch.zeros_like(output))
+        engine._model.model.visual.merger.register_forward_hook(
+            lambda module, given, output: torch.zeros_like(output)
+        )
         return engine
 
     said = {}
     for name, folder in (("able", "able"), ("blind", "able"), ("reads", "reads")):
-        monkeypatch.setattr(command, "build_engine", blind if name == "blind" else TransformersEngine)
-        words = ["run", "--engine", "transformers", "--model", str(tmp_path / folder), "--data", str(tmp_path / "data")]
+        monkeypatch.setattr(
+            command, "build_engine", blind if name == "blind" else TransformersEngine
+        )
+        words = [
+            "run",
+            "--engine",
+            "transformers",
+            "--model",
+            str(tmp_path / folder),
+            "--data",
+            str(tmp_path / "data"),
+        ]
         for view in ("image", "text", "both", "blank"):
             output = str(tmp_path / name / view)
-            assert command.main(BENCHMARK, [*words, "--max-tokens", "40", "--view", view, "--output", output]) == 0
+            assert (
+                command.main(
+                    BENCHMARK, [*words, "--max-tokens", "40", "--view", view, "--output", output]
+                )
+                == 0
+            )
         capsys.readouterr()
-        assert compare([str(tmp_path / name / view) for view in ("image", "text", "both", "blank")]) == 0
+        assert (
+            compare([str(tmp_path / name / view) for view in ("image", "text", "both", "blank")])
+            == 0
+        )
         said[name] = capsys.readouterr().out
     assert "it sees and it reasons" in said["able"], said["able"]
     assert "it reasons and does not see" in said["blind"], said["blind"]

@@ -1,4 +1,6 @@
-"""A stranger's data set on its whole way: the page's commands, and two images a row through the engine."""
+"""A stranger's data set on its whole way: the page's commands, and two images a row through the
+engine.
+"""
 
 import json
 import re
@@ -13,25 +15,35 @@ import pytest
 
 from adora_vl.report.__main__ import main as report
 from adora_vl.rewards.explain import main as explain
+from adora_vl.synthetic.generate import generate
 from adora_vl.train import main as train
 from data_prep.cli import main as data_prep
-from data_prep.synthetic.generate import generate
 from eval.command import main as evaluate
-from eval.geometry3k import BENCHMARK
+from eval.problems import BENCHMARK
 from tests.integration.support import REPOSITORY, run
 
 pytestmark = pytest.mark.slow
-PAGE = (REPOSITORY / "docs" / "data.md").read_text().partition("\n## Your own data\n")[2].partition("\n## ")[0]
+PAGE = (
+    (REPOSITORY / "docs" / "data.md")
+    .read_text()
+    .partition("\n## Your own data\n")[2]
+    .partition("\n## ")[0]
+)
 COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
-    "data_prep": data_prep, "adora_vl.rewards.explain": explain, "adora_vl.train": train, "adora_vl.report": report,
-    "eval.geometry3k": lambda words: evaluate(BENCHMARK, words),
-}  # fmt: skip
+    "data_prep": data_prep,
+    "adora_vl.rewards.explain": explain,
+    "adora_vl.train": train,
+    "adora_vl.report": report,
+    "eval.problems": lambda words: evaluate(BENCHMARK, words),
+}
 
 
 def test_the_commands_of_the_page(tmp_path, monkeypatch, capsys):
     """In its order, in this process, with 2 steps in place of 20."""
     monkeypatch.chdir(tmp_path)
-    files = re.findall(r"Save\s+this\s+as `(\w+\.(?:py|yaml))`.*?```(?:python|yaml)\n(.*?)```", PAGE, re.DOTALL)
+    files = re.findall(
+        r"Save\s+this\s+as `(\w+\.(?:py|yaml))`.*?```(?:python|yaml)\n(.*?)```", PAGE, re.DOTALL
+    )
     assert [name for name, _ in files] == ["make_rows.py", "my_rewards.py", "mine.yaml"]
     for name, content in files:
         Path(name).write_text(content)
@@ -47,10 +59,16 @@ def test_the_commands_of_the_page(tmp_path, monkeypatch, capsys):
             ran.append(words[2])
             assert not COMMANDS[words[2]]([*words[3:], *more]), f"{line}\n{capsys.readouterr().err}"
     assert ran == [
-        *["data_prep"] * 2, "adora_vl.rewards.explain", *["adora_vl.train"] * 2, "adora_vl.report", "eval.geometry3k"
-    ]  # fmt: skip
+        *["data_prep"] * 2,
+        "adora_vl.rewards.explain",
+        *["adora_vl.train"] * 2,
+        "adora_vl.report",
+        "eval.problems",
+    ]
     printed = capsys.readouterr().out
-    assert "train 8 rows, test 2 rows" in printed and "reward     my_rewards.py:short 1\n" in printed
+    assert (
+        "train 8 rows, test 2 rows" in printed and "reward     my_rewards.py:short 1\n" in printed
+    )
     assert len(list(Path("runs/mine").glob("*.html"))) == 1 and Path("data/mine.html").is_file()
     assert json.loads(Path("runs/mine/eval/score.json").read_text())["total"] == 2
     manifest = json.loads(Path("runs/mine/manifest.json").read_text())
@@ -59,7 +77,9 @@ def test_the_commands_of_the_page(tmp_path, monkeypatch, capsys):
 
 
 def test_two_images_at_their_places_are_the_same_for_engine_and_trainer(tmp_path):
-    """Trained for two steps on a table named in the config, with the engine, and evaluated on its held-out rows."""
+    """Trained for two steps on a table named in the config, with the engine, and evaluated on its
+    held-out rows.
+    """
     folder = tmp_path / "in"
     (folder / "pics").mkdir(parents=True)
     for split, count in (("train", 8), ("test", 4)):
@@ -68,29 +88,58 @@ def test_two_images_at_their_places_are_the_same_for_engine_and_trainer(tmp_path
             row["images"][0].save(folder / "pics" / f"{split}{number}.png")
             names = [f"pics/{split}{number}.png", f"pics/{split}{(number + 1) % count}.png"]
             lines.append(
-                {"q": f"First <image>, then <image>. {row['problem']}", "a": row["answer"], "i": names, "t": "x"}
+                {
+                    "q": f"First <image>, then <image>. {row['problem']}",
+                    "a": row["answer"],
+                    "i": names,
+                    "t": "x",
+                }
             )
         lines[0]["q"] = lines[0]["q"].replace("<image>", "that")  # here they stand before the text
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     out = tmp_path / "out"
     columns = json.dumps({"problem": "q", "answer": "a", "images": "i", "t": "t"})
     changed = {
-        "dataset_name": folder, "adora_columns": columns, "adora_prompt": "{problem}\nLook: {t}", "output_dir": out,
-        "adora_system_prompt": "think_answer", "adora_reward": "accuracy,think_answer_format", "max_steps": 2,
-        "per_device_train_batch_size": 16, "num_generations": 4, "logging_steps": 1, "save_strategy": "no",
-        "max_completion_length": 16, "vllm_max_model_length": 512, "entropy_coef": 1.0, "learning_rate": 1e-3,
-        "eval_strategy": "steps", "eval_steps": 2,
-    }  # fmt: skip
+        "dataset_name": folder,
+        "adora_columns": columns,
+        "adora_prompt": "{problem}\nLook: {t}",
+        "output_dir": out,
+        "adora_system_prompt": "think_answer",
+        "adora_reward": "accuracy,think_answer_format",
+        "max_steps": 2,
+        "per_device_train_batch_size": 16,
+        "num_generations": 4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "max_completion_length": 16,
+        "vllm_max_model_length": 512,
+        "entropy_coef": 1.0,
+        "learning_rate": 1e-3,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+    }
     words = [word for key, value in changed.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "adora_vl.train", "--config", "configs/train/smoke_cpu.yaml", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "adora_vl.train",
+        "--config",
+        "configs/train/smoke_cpu.yaml",
+        *words,
+    ]
     run(command, environment={"ADORA_VL_HOME": str(tmp_path / "home")})
     log = json.loads((out / "trainer_state.json").read_text())["log_history"]
     steps = [entry for entry in log if "reward" in entry and "loss" in entry]
     assert [step["step"] for step in steps] == [1, 2]
     assert all(step["adora/drift"] < 1e-3 for step in steps), "engine and trainer saw other prompts"
-    assert [entry["eval_geometry3k_accuracy"] >= 0 for entry in log if "eval_geometry3k_accuracy" in entry] == [True]
+    assert [
+        entry["eval_problems_accuracy"] >= 0 for entry in log if "eval_problems_accuracy" in entry
+    ] == [True]
     rows = pd.read_parquet(out / "rollouts")
-    assert rows["id"].str.startswith("in/train/").all() and rows["problem"].str.contains("<image>").any()
+    assert (
+        rows["id"].str.startswith("in/train/").all()
+        and rows["problem"].str.contains("<image>").any()
+    )
     assert {"reward/accuracy_reward", "reward/think_answer_format_reward"} <= set(rows.columns)
     assert rows.groupby("id")["images"].first().map(len).eq(2).all()
     card = (out / "README.md").read_text()

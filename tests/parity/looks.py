@@ -1,5 +1,5 @@
-"""What parity runs have in common, and look at: the gradients of each step, and, since an engine is there anyway, the
-doctor's table, answers of both engines of the evaluators, and a LoRA adapter.
+"""What parity runs have in common, and look at: the gradients of each step, and, since an engine is
+there anyway, the doctor's table, answers of both engines of the evaluators, and a LoRA adapter.
 """
 
 from __future__ import annotations
@@ -18,21 +18,31 @@ from transformers import TrainerCallback
 from adora_vl.data.dataset import schema
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation, conversation_with_images
 from adora_vl.doctor.engine import Examination, examine
+from adora_vl.evals.inference.chat import ChatProcessor
+from adora_vl.evals.inference.local import TransformersEngine
+from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerRequest
 from adora_vl.evaluation import SamplerEngine
 from adora_vl.rollout import turns
 from adora_vl.rollout.agreement import difference, read_prompts, score
 from adora_vl.rollout.rollouts import Call
 from adora_vl.utils.checks import as_json
-from eval.inference.chat import ChatProcessor
-from eval.inference.local import TransformersEngine
-from eval.inference.requests import AnswerEngineSettings, AnswerRequest
 
 Rows = Sequence[dict[str, Any]]
 WITH_ENGINE: dict[str, Any] = {
-    "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "use_vllm": True, "vllm_mode": "colocate",
-    "vllm_gpu_memory_utilization": 0.25, "vllm_max_model_length": 512, "max_completion_length": 24, "logging_steps": 1,
-    "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "seed": 3,
-}  # fmt: skip
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "vllm_gpu_memory_utilization": 0.25,
+    "vllm_max_model_length": 512,
+    "max_completion_length": 24,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "seed": 3,
+}
 
 
 def data_set(rows: Rows, system_prompt: str = SYSTEM_PROMPT) -> Dataset:
@@ -42,18 +52,24 @@ def data_set(rows: Rows, system_prompt: str = SYSTEM_PROMPT) -> Dataset:
 
 
 class Gradients(TrainerCallback):
-    """Copies every gradient before each optimizer step; a sharded model's are not there to be copied."""
+    """Copies every gradient before each optimizer step; a sharded model's are not there to be
+    copied.
+    """
 
     def __init__(self) -> None:
         self.steps: list[dict[str, torch.Tensor]] = []
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        self.steps.append(
+            {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        )
 
 
 def doctor(trainer: Any, rows: Rows) -> list[dict[str, Any]]:
-    """The lines of the doctor's table that need an engine. It looks closer at the first rows, so here the second one
-    comes first: of mixed rows that is one without images.
+    """The lines of the doctor's table that need an engine.
+
+    It looks closer at the first rows, so here the second one comes first: of mixed rows that is one
+    without images.
     """
     merge = trainer.processing_class.image_processor.merge_size
     prompts = read_prompts(trainer, [*rows[1:], *rows[:1]])
@@ -61,21 +77,30 @@ def doctor(trainer: Any, rows: Rows) -> list[dict[str, Any]]:
 
 
 def answers(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
-    """Greedy answers of the trainer's own vLLM, and of Transformers to the saved model, with the same tools."""
+    """Greedy answers of the trainer's own vLLM, and of Transformers to the saved model, with the
+    same tools.
+    """
     folder = f"{trainer.args.output_dir}/saved"
     trainer.save_model(folder)
     requests = [
-        AnswerRequest(conversation_with_images(row["problem"], len(row["images"])), list(row["images"])) for row in rows
+        AnswerRequest(
+            conversation_with_images(row["problem"], len(row["images"])), list(row["images"])
+        )
+        for row in rows
     ]
     longest = trainer.args.max_completion_length
     other = TransformersEngine(AnswerEngineSettings(folder, "transformers", max_tokens=longest))
     engine = SamplerEngine(trainer, ChatProcessor(folder))
     other.turns = engine.turns
-    return {name: list(map(vars, one.generate(requests))) for name, one in (("vllm", engine), ("transformers", other))}
+    return {
+        name: list(map(vars, one.generate(requests)))
+        for name, one in (("vllm", engine), ("transformers", other))
+    }
 
 
 def lora(trainer: Any, rows: Rows) -> dict[str, float]:
-    """In nats: how far an adapter in all parts of the model moves the policy, and how far the engine is from it then.
+    """In nats: how far an adapter in all parts of the model moves the policy, and how far the
+    engine is from it then.
 
     The trainer keeps the adapter.
     """
@@ -84,7 +109,9 @@ def lora(trainer: Any, rows: Rows) -> dict[str, float]:
     examination = Examination(trainer, read_prompts(trainer, rows))
     _, rollouts, before_BC = examination.drift("before the adapter")
     torch.manual_seed(0)
-    adapted = get_peft_model(trainer.model, LoraConfig(r=4, target_modules=["q_proj", "down_proj", "linear_fc2"]))
+    adapted = get_peft_model(
+        trainer.model, LoraConfig(r=4, target_modules=["q_proj", "down_proj", "linear_fc2"])
+    )
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -96,7 +123,9 @@ def lora(trainer: Any, rows: Rows) -> dict[str, float]:
 
 
 class Draws:
-    """Tools that answer most turns, whatever they say: with a picture of a drawn size, two, or a text alone."""
+    """Tools that answer most turns, whatever they say: with a picture of a drawn size, two, or a
+    text alone.
+    """
 
     @classmethod
     def of_process(cls) -> Draws:
@@ -106,7 +135,9 @@ class Draws:
     def __init__(self) -> None:
         self.seeds: list[str] = []
 
-    def answer(self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, environment: Any) -> Any:
+    def answer(
+        self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, environment: Any
+    ) -> Any:
         draw = random.Random(seed)
         self.seeds.append(seed)
         if draw.random() < 0.3:
@@ -115,7 +146,9 @@ class Draws:
         for _ in range(draw.choice((0, 1, 1, 1, 2))):
             size = draw.choice((28, 56, 84, 112)), draw.choice((28, 56, 84))
             image = Image.new("RGB", size, "white")
-            ImageDraw.Draw(image).line([(draw.randrange(28), draw.randrange(28)), size], "black", width=3)
+            ImageDraw.Draw(image).line(
+                [(draw.randrange(28), draw.randrange(28)), size], "black", width=3
+            )
             parts += ["\n", image]
         call = Call("draw", seed, "", 0.0, failed=False)
         return SimpleNamespace(parts=(*parts, "\n</tool_response>"), calls=(call,))

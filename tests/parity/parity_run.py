@@ -1,7 +1,8 @@
-"""Trains a few large steps and writes how far engine and trainer were apart: run by the parity tests, on 1 or 2 ranks.
+"""Trains a few large steps and writes how far engine and trainer were apart: run by the parity
+tests, on 1 or 2 ranks.
 
-Usage: accelerate launch ... -m tests.parity.parity_run --model DIR --output FILE.json [--sabotage NAME] [--look NAME]
-[key=value ...]
+Usage: accelerate launch ... -m tests.parity.parity_run --model DIR --output FILE.json [--sabotage
+NAME] [--look NAME] [key=value ...]
 """
 
 import argparse
@@ -26,8 +27,8 @@ from adora_vl.models.families import component_of  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
 from adora_vl.rollout import engine as engine_module  # noqa: E402
 from adora_vl.rollout import llm as llm_module  # noqa: E402
+from adora_vl.synthetic.generate import generate  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
-from data_prep.synthetic.generate import generate  # noqa: E402
 from tests.parity.looks import AFTER, BEFORE, TURNS, WITH_ENGINE, Draws, data_set  # noqa: E402
 
 SETTINGS: dict[str, Any] = {
@@ -96,7 +97,10 @@ class Recorder(AdoraGRPOTrainer):
                 torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
                 torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
                 batch["completion_ids"].size(1),
-                **{k: batch[k] for k in ("pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids")},
+                **{
+                    k: batch[k]
+                    for k in ("pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids")
+                },
                 **({"tool_mask": batch["tool_mask"]} if self.toolbox else {}),
             )
         return logps
@@ -105,7 +109,10 @@ class Recorder(AdoraGRPOTrainer):
 def last_table(folder: str) -> dict[str, list[Any]]:
     """The newest completion table, with the length of each completion in tokens."""
     table = pd.read_parquet(sorted(Path(folder).glob("completions/*.parquet"))[-1])
-    columns = {name: table[name].tolist() for name in ("advantage", "advantage_raw", "adora_weight", "adora_length")}
+    columns = {
+        name: table[name].tolist()
+        for name in ("advantage", "advantage_raw", "adora_weight", "adora_length")
+    }
     return {**columns, "reward": table["adora_reward"].tolist(), "length": columns["adora_length"]}
 
 
@@ -116,7 +123,9 @@ def sabotage(name: str) -> None:
         mock.patch.object(engine_module, what, instead).start()
 
     if name == "expanded":
-        mock.patch.object(llm_module, "collapse_image_runs", lambda ids, image_token_id: list(ids)).start()
+        mock.patch.object(
+            llm_module, "collapse_image_runs", lambda ids, image_token_id: list(ids)
+        ).start()
         put("check_prompts", lambda *_: None)
     elif name == "no_sync":
         put("push_weights", lambda llm, tensors, everything=False: sum(1 for _ in tensors))
@@ -135,26 +144,50 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--sabotage", default="")
-    parser.add_argument("--prompt-repeats", type=int, default=1, help="of the system prompt; 9 make about 200 tokens")
-    parser.add_argument("--mixed", action="store_true", help="problems with one, no, two and no images")
+    parser.add_argument(
+        "--prompt-repeats",
+        type=int,
+        default=1,
+        help="of the system prompt; 9 make about 200 tokens",
+    )
+    parser.add_argument(
+        "--mixed", action="store_true", help="problems with one, no, two and no images"
+    )
     parser.add_argument("--tools", action="store_true", help="that draw pictures between the turns")
-    parser.add_argument("--look", choices={**BEFORE, **AFTER}, action="append", default=[], help="at this too")
+    parser.add_argument(
+        "--look", choices={**BEFORE, **AFTER}, action="append", default=[], help="at this too"
+    )
     parser.add_argument("settings", nargs="*")
     options = parser.parse_intermixed_args()
     sabotage(options.sabotage)
-    own = {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in options.settings)}
+    own = {
+        key: yaml.safe_load(value)
+        for key, value in (word.split("=", 1) for word in options.settings)
+    }
     if options.tools:
-        Recorder.toolbox, own = Draws.of_process(), {**TURNS, **own}
+        Recorder.toolbox = Draws.of_process()
+        own = {**TURNS, **own}
     args = AdoraGRPOConfig(output_dir=str(options.output.parent / "run"), **{**SETTINGS, **own})
-    # Four problems that come again at every step. In prompts longer than a block of the prefix cache (128 tokens on a
-    # CPU) they hit a cache which is not reset.
+    # Four problems that come again at every step. In prompts longer than a block of the prefix
+    # cache (128 tokens on a CPU) they hit a cache which is not reset.
     rows = list(generate(4, seed=5))
     if options.mixed:
-        rows = [{**row, "images": row["images"] * count} for row, count in zip(rows, (1, 0, 2, 0), strict=True)]
+        rows = [
+            {**row, "images": row["images"] * count}
+            for row, count in zip(rows, (1, 0, 2, 0), strict=True)
+        ]
     dataset = data_set(rows, " ".join([SYSTEM_PROMPT] * options.prompt_repeats))
-    trainer = Recorder(model=options.model, reward_funcs=reward_function("adora"), args=args, train_dataset=dataset)
-    vision = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if component_of(n) == "vision_tower"}
-    looks = {name: look(trainer, list(dataset)) for name, look in BEFORE.items() if name in options.look}
+    trainer = Recorder(
+        model=options.model, reward_funcs=reward_function("adora"), args=args, train_dataset=dataset
+    )
+    vision = {
+        n: p.detach().clone()
+        for n, p in trainer.model.named_parameters()
+        if component_of(n) == "vision_tower"
+    }
+    looks = {
+        name: look(trainer, list(dataset)) for name, look in BEFORE.items() if name in options.look
+    }
     trainer.train()
     vision_moved = max(
         (p.detach() - vision[n]).abs().max().item() if p.numel() else 0.0
@@ -171,8 +204,11 @@ def main() -> None:
     moved = trainer.accelerator.gather(moved[None]).amax()
     advantages = trainer.accelerator.gather(trainer.last_advantages).tolist()
     own_lengths = trainer.accelerator.gather(trainer.own_lengths).tolist()
-    tensors = Counter(component_of(name) for name, _ in trainer.model.named_parameters())  # before an adapter adds some
-    looks |= {name: look(trainer, list(dataset)) for name, look in AFTER.items() if name in options.look}
+    # before an adapter adds some
+    tensors = Counter(component_of(name) for name, _ in trainer.model.named_parameters())
+    looks |= {
+        name: look(trainer, list(dataset)) for name, look in AFTER.items() if name in options.look
+    }
     if trainer.accelerator.is_main_process:
         result = {
             "gaps": gaps.tolist(),

@@ -1,11 +1,14 @@
-"""The same rollouts with each way to save work, in one run: writes losses and every gradient's distance from stock's.
+"""The same rollouts with each way to save work, in one run: writes losses and every gradient's
+distance from stock's.
 
-Usage: accelerate launch ... speed_run.py --output FILE.json [--only STEP,STEP] [--sabotage NAME] [key=value ...]
-The policy stands still (learning rate 0), the problems and the rollouts' seeds come again at every step, and only the
-switches differ: the first step has all of them off, which is stock TRL's way.
+Usage: accelerate launch ... speed_run.py --output FILE.json [--only STEP,STEP] [--sabotage NAME]
+[key=value ...] The policy stands still (learning rate 0), the problems and the rollouts' seeds come
+again at every step, and only the switches differ: the first step has all of them off, which is
+stock TRL's way.
 
-The policy is float64, so that rounding (1e-16 an operation, on every processor) hides nothing; the engine is float32,
-and its rollouts are data here. With `--float32` the policy is float32, the only one of the two that DeepSpeed takes.
+The policy is float64, so that rounding (1e-16 an operation, on every processor) hides nothing; the
+engine is float32, and its rollouts are data here. With `--float32` the policy is float32, the only
+one of the two that DeepSpeed takes.
 """
 
 import argparse
@@ -28,16 +31,16 @@ from transformers import AutoModelForImageTextToText, TrainerCallback  # noqa: E
 from trl.kernels import ChunkedLogProbFunction  # noqa: E402
 
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
-from adora_vl.config.blocks import RolloutOptions  # noqa: E402
 from adora_vl.config.keys import StepPart  # noqa: E402
-from adora_vl.dedup import policy_pass as packed_module  # noqa: E402
-from adora_vl.dedup.shared_prompt import pack, sharing_pays  # noqa: E402
+from adora_vl.config.options import RolloutOptions  # noqa: E402
 from adora_vl.models.load import PRETRAINED  # noqa: E402
+from adora_vl.packing import policy_pass as packed_module  # noqa: E402
+from adora_vl.packing.shared_prompt import pack, sharing_pays  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
+from adora_vl.synthetic.generate import generate  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
 from adora_vl.training import micro_batches as batcher_module  # noqa: E402
 from adora_vl.training.generation import Generation  # noqa: E402
-from data_prep.synthetic.generate import generate  # noqa: E402
 from tests.parity.looks import TURNS, WITH_ENGINE, Draws, Gradients, data_set  # noqa: E402
 
 PARTS = [part for part in get_args(StepPart) if part != "seeded_rollouts"]
@@ -53,21 +56,28 @@ STEPS: dict[str, list[str]] = {
     "old pass": ["skip_old_pass"],
     "zero signal": ["skip_zero_signal"],
     "spread": ["cache_images", "skip_zero_signal", "spread_signal"],
-    "no padding": ["share_prompt"],  # without references to images nothing tells which rows share a prompt
+    "no padding": [
+        "share_prompt"
+    ],  # without references to images nothing tells which rows share a prompt
     "all": PARTS,
     "refill": PARTS,  # with a further batch in the place of what has no signal
 }
 
 
 class InFloat64(TorchFunctionMode):
-    """Inside, a cast to float32 is one to float64. Transformers computes norms and RoPE in float32, and TRL the head's
-    log-probabilities and its gradients, which is more than bfloat16 has and less than float64.
+    """Inside, a cast to float32 is one to float64.
+
+    Transformers computes norms and RoPE in float32, and TRL the head's log-probabilities and its
+    gradients, which is more than bfloat16 has and less than float64.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = torch.Tensor.double if func is torch.Tensor.float else func
         wider = [torch.float64 if value is torch.float32 else value for value in args]
-        named = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        named = {
+            name: torch.float64 if value is torch.float32 else value
+            for name, value in (kwargs or {}).items()
+        }
         return func(*wider, **named)
 
 
@@ -112,7 +122,9 @@ class SameAgain(AdoraGRPOTrainer):
             graded(generation, *given)
             if not generation.attempt:
                 processed, seen = self.before
-                self.work.append({"processed": self.images._cache.processed - processed, "seen": seen})
+                self.work.append(
+                    {"processed": self.images._cache.processed - processed, "seen": seen}
+                )
                 self.sampled.append(generation.batch["completion_ids"].tolist())
 
         self.pool.judge.watcher.graded = noted  # type: ignore[method-assign,assignment]
@@ -146,7 +158,10 @@ def distances(gradients: list[dict[str, torch.Tensor]]) -> list[float]:
     result = []
     for step in gradients:
         assert step.keys() == gradients[0].keys()
-        far = {n: float((step[n] - g).norm() / torch.maximum(g.norm(), 1e-4 * scale)) for n, g in gradients[0].items()}
+        far = {
+            n: float((step[n] - g).norm() / torch.maximum(g.norm(), 1e-4 * scale))
+            for n, g in gradients[0].items()
+        }
         result.append(max(far.values()))
     return result
 
@@ -188,7 +203,10 @@ def main() -> None:
     steps = options.only.split(",")
     if options.tools:
         SameAgain.toolbox = Draws.of_process()
-    own = {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in options.settings)}
+    own = {
+        key: yaml.safe_load(value)
+        for key, value in (word.split("=", 1) for word in options.settings)
+    }
     settings: dict[str, Any] = {
         **WITH_ENGINE,
         "adora_vllm_dtype": "float32",
@@ -208,7 +226,8 @@ def main() -> None:
     args = AdoraGRPOConfig(output_dir=str(options.output.parent / "run"), **settings)
     groups = args.generation_batch_size // args.num_generations
     rows = list(generate(groups, seed=5))
-    gradients, switches = Gradients(), Switches(steps)
+    gradients = Gradients()
+    switches = Switches(steps)
     model: Any = str(PRETRAINED)
     if not options.float32:
         model = AutoModelForImageTextToText.from_pretrained(PRETRAINED, dtype=torch.float64)
@@ -219,7 +238,13 @@ def main() -> None:
         train_dataset=data_set(rows),
         callbacks=[switches, gradients],
     )
-    trainer.work, trainer.sampled, trainer.begun, trainer.packed, trainer.losses = [], [], [], [], []
+    trainer.work, trainer.sampled, trainer.begun, trainer.packed, trainer.losses = (
+        [],
+        [],
+        [],
+        [],
+        [],
+    )
     if not options.float32:
         pass_of_trl = in_float64(trainer._get_per_token_logps_and_entropies)
         trainer._get_per_token_logps_and_entropies = pass_of_trl  # type: ignore[method-assign]
@@ -228,7 +253,9 @@ def main() -> None:
     switches.trainer = trainer
     sabotage(options.sabotage)
     trainer.train()
-    losses = trainer.accelerator.gather(torch.tensor([trainer.losses], dtype=torch.float64)).mean(dim=0)
+    losses = trainer.accelerator.gather(torch.tensor([trainer.losses], dtype=torch.float64)).mean(
+        dim=0
+    )
     if trainer.accelerator.is_main_process:
         log = [entry for entry in trainer.state.log_history if "loss" in entry]
         result = {
@@ -241,14 +268,23 @@ def main() -> None:
             "drift": [entry.get("adora/drift", 0.0) for entry in log],
             "work": trainer.work,
             "seen_in_step": [
-                b - a for a, b in pairwise([*(w["seen"] for w in trainer.work), trainer.images.vision.seen])
+                b - a
+                for a, b in pairwise(
+                    [*(w["seen"] for w in trainer.work), trainer.images.vision.seen]
+                )
             ],
             "same": [sampled == trainer.sampled[0] for sampled in trainer.sampled],
             "refilled": log[-1].get("adora/refilled_groups"),
-            "distances": distances(gradients.steps) if gradients.steps and gradients.steps[0] else None,
+            "distances": distances(gradients.steps)
+            if gradients.steps and gradients.steps[0]
+            else None,
             "packed": trainer.policy_pass.packed.passes,
-            "packed_in_step": [b - a for a, b in pairwise([*trainer.packed, trainer.policy_pass.packed.passes])],
-            "micro_batches": [later - before for before, later in pairwise([*trainer.begun, trainer.passes])],
+            "packed_in_step": [
+                b - a for a, b in pairwise([*trainer.packed, trainer.policy_pass.packed.passes])
+            ],
+            "micro_batches": [
+                later - before for before, later in pairwise([*trainer.begun, trainer.passes])
+            ],
             "refused": trainer.policy_pass.packed.refused,
         }
         options.output.write_text(json.dumps(result))

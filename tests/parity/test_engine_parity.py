@@ -1,5 +1,5 @@
-"""vLLM and the trainer agree on the sampled tokens, cold and after large updates, on one process and on two (ZeRO-3);
-and where a correction is taken out, that is noticed.
+"""vLLM and the trainer agree on the sampled tokens, cold and after large updates, on one process
+and on two (ZeRO-3); and where a correction is taken out, that is noticed.
 """
 
 import json
@@ -20,14 +20,19 @@ from tests.integration.support import launch, lost_image_features
 
 pytestmark = pytest.mark.slow
 SCRIPT = ("-m", "tests.parity.parity_run")
-# Nats, the largest of any token, both sides float32. About 2e-6 was measured, and float32's rounding differs by small
-# factors between processors, not by 50; what the corrections are there for is 0.04 and more.
+# Nats, the largest of any token, both sides float32. About 2e-6 was measured, and float32's
+# rounding differs by small factors between processors, not by 50; what the corrections are there
+# for is 0.04 and more.
 BOUND = 1e-4
 
 
-def parity(tmp_path: Path, config: str, *words: str, check: bool = True, model: Path = PRETRAINED) -> dict[str, Any]:
+def parity(
+    tmp_path: Path, config: str, *words: str, check: bool = True, model: Path = PRETRAINED
+) -> dict[str, Any]:
     output = tmp_path / "result.json"
-    done = launch(config, *SCRIPT, "--model", str(model), "--output", str(output), *words, check=check)
+    done = launch(
+        config, *SCRIPT, "--model", str(model), "--output", str(output), *words, check=check
+    )
     result: dict[str, Any] = json.loads(output.read_text()) if output.is_file() else {}
     return {**result, "returncode": done.returncode, "stderr": done.stderr}
 
@@ -39,8 +44,8 @@ def assert_parity(result: dict[str, Any]) -> None:
 
 
 STOCK_WORK = [
-    "adora_stock_step=[cache_images, group_requests, share_vision, batch_windows, share_prompt, skip_old_pass, "
-    "skip_zero_signal, spread_signal]"
+    "adora_stock_step=[cache_images, group_requests, share_vision, batch_windows, share_prompt, "
+    "skip_old_pass, skip_zero_signal, spread_signal]"
 ]
 
 
@@ -54,18 +59,28 @@ def test_one_process(tmp_path, words):
 
 
 # The weights stand still, so that tokens of earlier generations can be compared.
-PAUSED = ("learning_rate=0", "adora_rollouts={budget: 12}", "vllm_importance_sampling_mode=token_truncate")
+PAUSED = (
+    "learning_rate=0",
+    "adora_rollouts={budget: 12}",
+    "vllm_importance_sampling_mode=token_truncate",
+)
 
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    "words", [("cpu", "16"), ("cpu_zero3", "6", "--mixed"), ("cpu", "16", *PAUSED)],
+    "words",
+    [("cpu", "16"), ("cpu_zero3", "6", "--mixed"), ("cpu", "16", *PAUSED)],
     ids=["one process", "two, ZeRO-3", "paused within turns"],
-)  # fmt: skip
+)
 def test_turns_between_which_tools_show_pictures_of_any_size(tmp_path, words):
-    """Their lengths are what the policy has sampled. Two processes may have other numbers of turns."""
+    """Their lengths are what the policy has sampled.
+
+    Two processes may have other numbers of turns.
+    """
     config, rows, *further = words
-    result = parity(tmp_path, config, "--tools", *further, f"per_device_train_batch_size={rows}", "max_steps=2")
+    result = parity(
+        tmp_path, config, "--tools", *further, f"per_device_train_batch_size={rows}", "max_steps=2"
+    )
     assert max(result["gaps"]) <= BOUND and max(result["means"]) <= 1e-6
     assert (result["moved"] > 0.1 or "learning_rate=0" in words) and max(result["turns"]) == 3
     assert result["packed"] > 0 and not result["refused"]
@@ -83,29 +98,42 @@ def make_lively(weights: Path) -> None:
 
 @pytest.fixture(scope="module")
 def qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Qwen3-VL, with random weights: entropy moves them. A generation has rows with one, no and two images, and tools
-    show further ones.
+    """Qwen3-VL, with random weights: entropy moves them.
+
+    A generation has rows with one, no and two images, and tools show further ones.
     """
     folder = tmp_path_factory.mktemp("qwen3_vl")
     build_tiny_model(folder / "model", WarmStart(steps=0), "qwen3_vl")
-    words = ["per_device_train_batch_size=16", "entropy_coef=1.0", "learning_rate=0.003", "max_steps=4"]
+    words = [
+        "per_device_train_batch_size=16",
+        "entropy_coef=1.0",
+        "learning_rate=0.003",
+        "max_steps=4",
+    ]
     looks = [word for look in ("doctor", "answers", "lora") for word in ("--look", look)]
     make_lively(folder / "model" / "model.safetensors")
     return parity(folder, "cpu", "--mixed", "--tools", *looks, *words, model=folder / "model")
 
 
 def test_another_family_with_any_number_of_images_a_row(qwen3_vl):
-    assert len(qwen3_vl["gaps"]) == 4 and max(qwen3_vl["gaps"]) <= BOUND and max(qwen3_vl["turns"]) > 1
+    assert (
+        len(qwen3_vl["gaps"]) == 4 and max(qwen3_vl["gaps"]) <= BOUND and max(qwen3_vl["turns"]) > 1
+    )
     assert qwen3_vl["packed"] > 0 and not qwen3_vl["refused"]
     assert qwen3_vl["moved"] > 0.1 and qwen3_vl["vision_moved"] > 0
-    assert qwen3_vl["sent"] == [sum(qwen3_vl["tensors"].values())] * 4 and qwen3_vl["tensors"]["projector"] == 18
+    assert (
+        qwen3_vl["sent"] == [sum(qwen3_vl["tensors"].values())] * 4
+        and qwen3_vl["tensors"]["projector"] == 18
+    )
 
 
 def test_the_doctor_on_another_family(qwen3_vl):
     """On rows that have images and rows that have none, in one batch."""
     status = {check["name"]: check["status"] for check in qwen3_vl["looks"]["doctor"]}
     assert status.pop(SLEEP) == "skipped"
-    assert status.pop(VISION) != "failed", "skipped where too little of an answer comes from the image"
+    assert status.pop(VISION) != "failed", (
+        "skipped where too little of an answer comes from the image"
+    )
     assert set(status) == {FEATURES, BUFFERS, PROMPTS, COLD, DISTANT, LANGUAGE, BANNED, RUNNER}
     assert set(status.values()) == {"passed"}, qwen3_vl["looks"]["doctor"]
 
@@ -114,7 +142,9 @@ def test_both_engines_of_the_evaluators_answer_alike_for_another_family(qwen3_vl
     found = qwen3_vl["looks"]["answers"]
     assert found["vllm"] == found["transformers"] and len(found["vllm"]) == 4
     assert any(answer["calls"] for answer in found["vllm"])
-    assert len({answer["text"] for answer in found["vllm"]}) > 1, "the same answer whatever is asked"
+    assert len({answer["text"] for answer in found["vllm"]}) > 1, (
+        "the same answer whatever is asked"
+    )
 
 
 def test_lora_of_another_family_reaches_the_engine(qwen3_vl):
@@ -128,14 +158,19 @@ LONG = ["--prompt-repeats", "9", "per_device_train_batch_size=16"]
 
 @pytest.mark.core
 def test_prompts_that_come_again_and_fill_cache_blocks(tmp_path):
-    """The tiny model puts up to 0.2 % of its mass on tokens that are never sampled here: no gap may come of that."""
+    """The tiny model puts up to 0.2 % of its mass on tokens that are never sampled here: no gap may
+    come of that.
+    """
     assert_parity(parity(tmp_path, "cpu", *LONG))
 
 
 @pytest.mark.core
 def test_two_zero3_processes_with_groups_that_span_them(tmp_path):
-    # 6 sequences per rank in groups of 4: the second group lies on both ranks. The projector is frozen.
-    result = parity(tmp_path, "cpu_zero3", "per_device_train_batch_size=6", "adora_freeze=[projector]")
+    # 6 sequences per rank in groups of 4: the second group lies on both ranks. The projector is
+    # frozen.
+    result = parity(
+        tmp_path, "cpu_zero3", "per_device_train_batch_size=6", "adora_freeze=[projector]"
+    )
     assert_parity(result)
     everything = sum(result["tensors"].values())
     assert result["sent"] == [everything] + [everything - result["tensors"]["projector"]] * 5
@@ -155,7 +190,8 @@ def test_two_zero3_processes_with_groups_that_span_them(tmp_path):
 def test_without_the_collapsing_the_drift_guard_stops_the_run(tmp_path):
     """Stock TRL's rollouts: the guard notices, saves, names the causes, and no later step is taken.
 
-    With the tiny model they are 0.25 nats per token from the trainer, up to 11, since most tokens are wording.
+    With the tiny model they are 0.25 nats per token from the trainer, up to 11, since most tokens
+    are wording.
     """
     words = ["per_device_train_batch_size=8", "adora_max_drift=0.1"]
     result = parity(tmp_path, "cpu", "--sabotage", "expanded", *words, check=False)
@@ -169,7 +205,9 @@ def test_without_the_collapsing_the_drift_guard_stops_the_run(tmp_path):
 
 @pytest.mark.core
 def test_other_pixel_limits_stop_the_step_with_the_row(tmp_path):
-    result = parity(tmp_path, "cpu", "--sabotage", "pixel_limits", "per_device_train_batch_size=8", check=False)
+    result = parity(
+        tmp_path, "cpu", "--sabotage", "pixel_limits", "per_device_train_batch_size=8", check=False
+    )
     assert result["returncode"] != 0
     assert "row synthetic/5/train/" in result["stderr"]
     assert "image tokens: trainer 4, engine 1" in result["stderr"]
@@ -179,7 +217,9 @@ def test_other_pixel_limits_stop_the_step_with_the_row(tmp_path):
 def test_without_the_reset_of_a_cache_old_results_come_back(tmp_path, cache):
     words = [*LONG, "--sabotage", f"stale_{cache}_cache", "adora_max_drift=null", "max_steps=3"]
     result = parity(tmp_path, "cpu", *words, check=False)
-    if result["returncode"]:  # the CPU engine's runner forgets features at a reload, its scheduler does not
+    if result[
+        "returncode"
+    ]:  # the CPU engine's runner forgets features at a reload, its scheduler does not
         assert lost_image_features(result["stderr"]), result["stderr"][-4000:]
     else:
         assert result["moved"] > 0.1, "without an update, old results are right"
@@ -189,7 +229,13 @@ def test_without_the_reset_of_a_cache_old_results_come_back(tmp_path, cache):
 
 def test_without_the_sync_the_gap_grows(tmp_path):
     result = parity(
-        tmp_path, "cpu", "--sabotage", "no_sync", "per_device_train_batch_size=8", "adora_max_drift=null", "max_steps=3"
+        tmp_path,
+        "cpu",
+        "--sabotage",
+        "no_sync",
+        "per_device_train_batch_size=8",
+        "adora_max_drift=null",
+        "max_steps=3",
     )
     assert result["gaps"][0] <= BOUND
     assert result["gaps"][2] > 100 * BOUND

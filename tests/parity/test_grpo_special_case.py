@@ -1,4 +1,6 @@
-"""With weights of 1 ADORA's step is stock GRPO's: losses, gradients and advantages to the bit, on the same rollouts."""
+"""With weights of 1 ADORA's step is stock GRPO's: losses, gradients and advantages to the bit, on
+the same rollouts.
+"""
 
 from typing import Any, get_args
 
@@ -12,28 +14,34 @@ from adora_vl.advantage.daro import Daro
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.keys import StepPart
 from adora_vl.models.load import PRETRAINED, load_processor
-from adora_vl.record.recorder import GenerationLog
+from adora_vl.record.recorder import MetricsLogger
 from adora_vl.rewards import reward_function
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
+from adora_vl.synthetic.generate import generate
 from adora_vl.trainer import AdoraGRPOTrainer
-from data_prep.synthetic.generate import generate
 from tests.parity.looks import Gradients, data_set
 
 pytestmark = [pytest.mark.slow, pytest.mark.core]
 
 
-def reward_with_a_constant_group(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+def reward_with_a_constant_group(
+    completions: list[Any], answer: list[str], **columns: Any
+) -> list[float]:
     """The preset, but for the batch's first two groups, whatever the tiny model says.
 
-    The first group is boxed and wrong throughout: stock TRL's mean of 0.1 is not exact. Of the second, two rollouts are
-    right: it has signal, and an easy problem's pass rate.
+    The first group is boxed and wrong throughout: stock TRL's mean of 0.1 is not exact. Of the
+    second, two rollouts are right: it has signal, and an easy problem's pass rate.
     """
-    graded: list[float] = reward_function("adora")(completions=completions, answer=answer, **columns)
+    graded: list[float] = reward_function("adora")(
+        completions=completions, answer=answer, **columns
+    )
     return [0.1] * 8 + [1.0] * 2 + graded[10:]
 
 
 def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, Any]:
-    """Two optimizer steps of two micro-batches with `transformers` generation; everything is decided by the seed."""
+    """Two optimizer steps of two micro-batches with `transformers` generation; everything is
+    decided by the seed.
+    """
     processor = load_processor(str(PRETRAINED))
     own: dict[str, Any] = {
         "output_dir": str(tmp_path / "run"),
@@ -66,9 +74,13 @@ def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, 
 
     gradients = Gradients()
     trainer = Recorded(
-        model=str(PRETRAINED), reward_funcs=reward_with_a_constant_group, args=args,
-        train_dataset=data_set(list(generate(16, seed=6))), processing_class=processor, callbacks=[gradients],
-    )  # fmt: skip
+        model=str(PRETRAINED),
+        reward_funcs=reward_with_a_constant_group,
+        args=args,
+        train_dataset=data_set(list(generate(16, seed=6))),
+        processing_class=processor,
+        callbacks=[gradients],
+    )
     trainer.train()
     return {
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
@@ -98,13 +110,16 @@ def assert_same(ours, stock):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"adora_method": {"adora": {"mode": "off"}}}, {"adora_method": "grpo"}], ids=["off", "method"]
+    "settings",
+    [{"adora_method": {"adora": {"mode": "off"}}}, {"adora_method": "grpo"}],
+    ids=["off", "method"],
 )
 def test_with_weights_of_one_the_step_is_stock_grpo(tmp_path, stock, settings):
     assert_same(two_steps(AdoraGRPOTrainer, tmp_path, **settings), stock)
 
 
-# Four optimizer steps a generation, then one of the next; the rate is high enough for ratios to leave the clip range.
+# Four optimizer steps a generation, then one of the next; the rate is high enough for ratios to
+# leave the clip range.
 SEVERAL = {"steps_per_generation": 8, "max_steps": 5, "learning_rate": 1e-3, "beta": 0.01}
 
 
@@ -113,39 +128,54 @@ def test_several_steps_a_generation_are_stock_grpos(tmp_path):
     ours = two_steps(AdoraGRPOTrainer, tmp_path / "ours", adora_method="grpo", **SEVERAL)
     assert len(stock["batches"]) == 2
     assert_same(ours, stock)
-    clipped = [[entry["clip_ratio/region_mean"] for entry in run["log"] if "loss" in entry] for run in (ours, stock)]
+    clipped = [
+        [entry["clip_ratio/region_mean"] for entry in run["log"] if "loss" in entry]
+        for run in (ours, stock)
+    ]
     assert clipped[0] == clipped[1] and clipped[0][0] == clipped[0][4] == 0 < max(clipped[0])
 
 
 def test_attenuation_changes_the_advantages_of_the_marked_groups_only(tmp_path, stock):
-    """A factor below 1 shows that the comparison above can fail, and that the trainer uses the pure functions."""
-    ours = two_steps(AdoraGRPOTrainer, tmp_path, adora_method={"adora": {"criteria": ["difficulty"], "tau": 0.2}})
+    """A factor below 1 shows that the comparison above can fail, and that the trainer uses the pure
+    functions.
+    """
+    ours = two_steps(
+        AdoraGRPOTrainer, tmp_path, adora_method={"adora": {"criteria": ["difficulty"], "tau": 0.2}}
+    )
     raw = stock["batches"][0]["advantages"].view(-1, 8)
     weighted = ours["batches"][0]["advantages"].view(-1, 8)
     assert torch.equal(ours["batches"][0]["completion_ids"], stock["batches"][0]["completion_ids"])
     assert not torch.equal(raw, weighted)
     ratios = {round(r, 4) for r in (weighted / raw)[raw != 0].tolist()}
-    assert 0.1 in ratios and ratios <= {0.0, 0.1, 1.0}  # 0: the rounding noise of the constant group
+    assert 0.1 in ratios and ratios <= {
+        0.0,
+        0.1,
+        1.0,
+    }  # 0: the rounding noise of the constant group
     assert weighted[0].tolist() == [0.0] * 8
     shares = [entry["adora/tds_share"] for entry in ours["log"] if "adora/tds_share" in entry]
     assert shares[0] > 0
 
 
-def test_the_trainer_hands_whole_groups_to_the_method_and_its_state_to_the_checkpoint(tmp_path, stock, monkeypatch):
+def test_the_trainer_hands_whole_groups_to_the_method_and_its_state_to_the_checkpoint(
+    tmp_path, stock, monkeypatch
+):
     """On stock TRL's rollouts, the advantages are those of the pure functions, step after step."""
-    graded, seen = GenerationLog.graded, list[Any]()
+    graded = MetricsLogger.graded
+    seen = list[Any]()
 
-    def noted(log: GenerationLog, generation: Any, *given: Any) -> None:
+    def noted(log: MetricsLogger, generation: Any, *given: Any) -> None:
         seen.append(generation.scores)
         graded(log, generation, *given)
 
-    monkeypatch.setattr(GenerationLog, "graded", noted)
+    monkeypatch.setattr(MetricsLogger, "graded", noted)
     chosen = {"daro": {}, "adora": {"criteria": ["difficulty"], "tau": 0.2}}
     ours = two_steps(AdoraGRPOTrainer, tmp_path, adora_method=chosen)
     options = Adora(criteria=("difficulty",), tau=Schedule(0.2))
     method = AdvantagePipeline({"daro": Daro(), "adora": options})
     for step, (batch, scores) in enumerate(zip(ours["batches"], seen, strict=True)):
-        rewards, lengths = scores.rewards.all_BF[:, 0].view(-1, 8), scores.lengths_B.view(-1, 8)
+        rewards = scores.rewards.all_BF[:, 0].view(-1, 8)
+        lengths = scores.lengths_B.view(-1, 8)
         groups = Groups(rewards, lengths, lengths >= 26, step=step)
         assert torch.equal(batch["advantages"], method(groups, group_advantages(rewards)).flatten())
     assert ours["facts"]["methods"] == method.state()

@@ -1,4 +1,6 @@
-"""A generation is graded and collated as TRL does it: every column and figure to the bit, on the same completions."""
+"""A generation is graded and collated as TRL does it: every column and figure to the bit, on the
+same completions.
+"""
 
 import copy
 from dataclasses import replace
@@ -16,10 +18,10 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.keys import StepPart
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation
 from adora_vl.models.load import PRETRAINED, load_processor
-from adora_vl.rollout.rollouts import RolloutAnswer
-from adora_vl.rollout.sources import EngineNow
+from adora_vl.rollout.rollouts import SamplingResult
+from adora_vl.rollout.samplers import VLLMSampler
 from adora_vl.trainer import AdoraGRPOTrainer
-from tests.unit.dedup.test_images import picture
+from tests.unit.packing.test_images import picture
 
 pytestmark = [pytest.mark.slow, pytest.mark.core]
 GROUPS, SIZE = 4, 4
@@ -28,19 +30,28 @@ IMAGES = {"text": (0, 0, 0, 0), "one": (1, 1, 1, 1), "several": (2, 1, 3, 1), "m
 ROUNDED = {"sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/mean"}
 
 
-def by_tokens(completion_ids: list[list[int]], log_extra: Any, log_metric: Any, **columns: Any) -> list[float]:
+def by_tokens(
+    completion_ids: list[list[int]], log_extra: Any, log_metric: Any, **columns: Any
+) -> list[float]:
     log_extra("first", [ids[0] for ids in completion_ids])
     log_metric("shortest", min(map(len, completion_ids)))
     return [float(ids[0] % 3 == 0) for ids in completion_ids]
 
 
-async def of_some_groups(completions: list[Any], level: list[int], **columns: Any) -> list[float | None]:
+async def of_some_groups(
+    completions: list[Any], level: list[int], **columns: Any
+) -> list[float | None]:
     """One that says nothing of every other problem, as TRL's examples for several tasks do."""
-    return [None if one % 2 else len(said[0]["content"]) / 7 for one, said in zip(level, completions, strict=True)]
+    return [
+        None if one % 2 else len(said[0]["content"]) / 7
+        for one, said in zip(level, completions, strict=True)
+    ]
 
 
 class Flat:
-    """The processor for stock TRL, which gives it None for a row without images: Transformers raises on that."""
+    """The processor for stock TRL, which gives it None for a row without images: Transformers
+    raises on that.
+    """
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
@@ -49,20 +60,27 @@ class Flat:
         return getattr(self._processor, name)
 
     def __call__(self, images: Any = None, **further: Any) -> Any:
-        return self._processor(images=images and [image for row in images for image in row or []], **further)
+        return self._processor(
+            images=images and [image for row in images for image in row or []], **further
+        )
 
 
 def rows_of(images: tuple[int, ...]) -> list[dict[str, Any]]:
     rows = [
-        {"prompt": conversation(f"What is {number}?", SYSTEM_PROMPT), "level": number,
-         "images": [picture(10 * number + one) for one in range(count)]}
+        {
+            "prompt": conversation(f"What is {number}?", SYSTEM_PROMPT),
+            "level": number,
+            "images": [picture(10 * number + one) for one in range(count)],
+        }
         for number, count in enumerate(images)
-    ]  # fmt: skip
+    ]
     return [copy.copy(row) for row in rows for _ in range(SIZE)]
 
 
 def sampled(ends: list[int]) -> tuple[list[list[int]], list[list[float | None]]]:
-    """Completions of 1 to 9 tokens, of which some have an end, and what an engine could say of them."""
+    """Completions of 1 to 9 tokens, of which some have an end, and what an engine could say of
+    them.
+    """
     draw = torch.Generator().manual_seed(4)
     found, logps = [], []
     for row in range(GROUPS * SIZE):
@@ -74,19 +92,34 @@ def sampled(ends: list[int]) -> tuple[list[list[int]], list[list[float | None]]]
 
 
 def trainer_of(folder: Any, reward: Any, **settings: Any) -> AdoraGRPOTrainer:
-    processor, peft = load_processor(str(PRETRAINED)), settings.pop("peft_config", None)
+    processor = load_processor(str(PRETRAINED))
+    peft = settings.pop("peft_config", None)
     own: dict[str, Any] = {
-        "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": GROUPS * SIZE,
-        "per_device_eval_batch_size": GROUPS * SIZE, "num_generations": SIZE, "max_completion_length": 12,
-        "save_strategy": "no", "report_to": "none", "adora_method": "grpo", "adora_truncated": "eos",
-        "adora_max_drift": None, "adora_stock_step": list(get_args(StepPart)),
-    }  # fmt: skip
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": GROUPS * SIZE,
+        "per_device_eval_batch_size": GROUPS * SIZE,
+        "num_generations": SIZE,
+        "max_completion_length": 12,
+        "save_strategy": "no",
+        "report_to": "none",
+        "adora_method": "grpo",
+        "adora_truncated": "eos",
+        "adora_max_drift": None,
+        "adora_stock_step": list(get_args(StepPart)),
+    }
     data = Dataset.from_list([{"prompt": conversation("x"), "level": 0}] * 32)
     tokenizers = [None, processor.tokenizer][: len(reward)] if len(reward) > 1 else None
     return AdoraGRPOTrainer(
-        str(PRETRAINED), reward, AdoraGRPOConfig(str(folder), **{**own, **settings}), data, processing_class=processor,
-        reward_processing_classes=tokenizers, peft_config=peft,
-    )  # fmt: skip
+        str(PRETRAINED),
+        reward,
+        AdoraGRPOConfig(str(folder), **{**own, **settings}),
+        data,
+        processing_class=processor,
+        reward_processing_classes=tokenizers,
+        peft_config=peft,
+    )
 
 
 def made(trainer: AdoraGRPOTrainer, method: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -106,9 +139,15 @@ def made(trainer: AdoraGRPOTrainer, method: Any, rows: list[dict[str, Any]]) -> 
 
 
 REWARD_MODEL = Qwen2Config(
-    vocab_size=600, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=2, num_labels=1, pad_token_id=0,
-)  # fmt: skip
+    vocab_size=600,
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    num_labels=1,
+    pad_token_id=0,
+)
 TWO: dict[str, Any] = {"rewards": "two", "reward_weights": [1.0, 0.3]}
 ENGINE: dict[str, Any] = {"engine": True, "vllm_importance_sampling_correction": True}
 CASES: dict[str, dict[str, Any]] = {
@@ -118,12 +157,23 @@ CASES: dict[str, dict[str, Any]] = {
     "reference model": {"beta": 0.1, "images": "mixed"},
     "adapter": {"beta": 0.1, "peft_config": LoraConfig(r=2, target_modules=["q_proj"])},
     "reward model": {"rewards": "model"},
-    **{f"two rewards, {scale}": {**TWO, "scale_rewards": scale} for scale in ("group", "batch", "none")},
+    **{
+        f"two rewards, {scale}": {**TWO, "scale_rewards": scale}
+        for scale in ("group", "batch", "none")
+    },
     "two rewards, normalised first": {**TWO, "multi_objective_aggregation": "normalize_then_sum"},
     "cut off answers masked": {"mask_truncated_completions": True, "beta": 0.1},
-    "several steps": {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8},
+    "several steps": {
+        "steps_per_generation": 2,
+        "gradient_accumulation_steps": 1,
+        "per_device_train_batch_size": 8,
+    },
     **{
-        f"with an engine, {mode}": {**ENGINE, "vllm_importance_sampling_mode": mode, "images": "mixed"}
+        f"with an engine, {mode}": {
+            **ENGINE,
+            "vllm_importance_sampling_mode": mode,
+            "images": "mixed",
+        }
         for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
     },
     "bfloat16": {"bf16": True, "beta": 0.1, **ENGINE},
@@ -134,19 +184,27 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_generation_is_trls(tmp_path, case):
     settings = dict(CASES[case])
-    images, training = settings.pop("images", "one"), settings.pop("training", True)
-    rewards, engine = settings.pop("rewards", "one"), settings.pop("engine", False)
+    images = settings.pop("images", "one")
+    training = settings.pop("training", True)
+    rewards = settings.pop("rewards", "one")
+    engine = settings.pop("engine", False)
     torch.manual_seed(1)
-    others = {"one": [], "two": [of_some_groups], "model": [Qwen2ForSequenceClassification(REWARD_MODEL).eval()]}
+    others = {
+        "one": [],
+        "two": [of_some_groups],
+        "model": [Qwen2ForSequenceClassification(REWARD_MODEL).eval()],
+    }
     trainer = trainer_of(tmp_path, [by_tokens, *others[rewards]], **settings)
     completions, logps = sampled(trainer.eos_token_ids[:1])
-    answers = [RolloutAnswer(*each) for each in zip(completions, logps, strict=True)]
+    answers = [SamplingResult(*each) for each in zip(completions, logps, strict=True)]
     if engine:
         trainer.use_vllm = True
-        found: Any = SimpleNamespace(sample=lambda *_: answers, sync_weights=lambda: None, bytes_sent=0)
+        found: Any = SimpleNamespace(
+            sample=lambda *_: answers, sync_weights=lambda: None, bytes_sent=0
+        )
         found.take_images_from = lambda _: None
         trainer.vllm_generation = found
-        trainer.pool.sampler = EngineNow(trainer.context, trainer.images, found)
+        trainer.pool.sampler = VLLMSampler(trainer.context, trainer.images, found)
         trainer.pool.judge = replace(trainer.pool.judge, scored=True)
     trainer._generate_single_turn = lambda *_: (completions, logps if engine else None)
     trainer.model.train(training)
@@ -154,8 +212,10 @@ def test_a_generation_is_trls(tmp_path, case):
         for name, parameter in trainer.model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter.data, std=0.5)
+        trainer.state.global_step = 1  # as after an update: at the start these would be equal
 
-    processor, trainer.processing_class = trainer.processing_class, Flat(trainer.processing_class)
+    processor = trainer.processing_class
+    trainer.processing_class = Flat(trainer.processing_class)
     stock = made(trainer, GRPOTrainer._generate_and_score_completions, rows_of(IMAGES[images]))
     trainer.processing_class = processor
     ours = made(trainer, AdoraGRPOTrainer._generate_and_score_completions, rows_of(IMAGES[images]))
@@ -167,12 +227,16 @@ def test_a_generation_is_trls(tmp_path, case):
         assert equal, (name, own, theirs)
         assert getattr(own, "dtype", None) == getattr(theirs, "dtype", None), name
     for name, values in stock["figures"].items():
-        (own,), (theirs,) = ours["figures"][name], values
+        (own,) = ours["figures"][name]
+        (theirs,) = values
         assert own == (pytest.approx(theirs, rel=1e-6) if name in ROUNDED else theirs), name
     raw = ours["table"].pop("extra/advantage_raw")
     assert raw == stock["table"].pop("advantages") and any(raw)
     for name, values in stock["table"].items():
         assert repr(ours["table"][name]) == repr(values), name  # with NaN in it
     assert {"reward", "completions/clipped_ratio", "shortest"} <= stock["figures"].keys()
-    for name, wanted in (("beta", "ref_per_token_logps"), ("steps_per_generation", "old_per_token_logps")):
+    for name, wanted in (
+        ("beta", "ref_per_token_logps"),
+        ("steps_per_generation", "old_per_token_logps"),
+    ):
         assert (name in settings) <= (wanted in stock["batch"])

@@ -1,4 +1,6 @@
-"""Each of several optimizer steps on one generation has the gradient that stock TRL has on the same rollouts."""
+"""Each of several optimizer steps on one generation has the gradient that stock TRL has on the same
+rollouts.
+"""
 
 from typing import Any
 
@@ -10,14 +12,30 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.synthetic.generate import generate
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.batch_rows import take_rows
-from data_prep.synthetic.generate import generate
 from tests.parity.looks import data_set
 
 pytestmark = pytest.mark.slow
-GROUP, ROWS, ACCUMULATED, UPDATES = 4, 8, 2, 4  # 4 updates of 2 x 8 sequences per generation: 16 groups of 4
-SILENT = (0, 1, 2, 5, 6, 7, 8, 9, 12, 15)  # groups without signal, so that fewer live ones than updates x micro-batches
+# 4 updates of 2 x 8 sequences per generation: 16 groups of 4
+GROUP = 4
+ROWS = 8
+ACCUMULATED = 2
+UPDATES = 4
+# groups without signal, so that fewer live ones than updates x micro-batches
+SILENT = (
+    0,
+    1,
+    2,
+    5,
+    6,
+    7,
+    8,
+    9,
+    12,
+    15,
+)
 
 
 def reward(completions: list[Any], **columns: Any) -> list[float]:
@@ -26,13 +44,16 @@ def reward(completions: list[Any], **columns: Any) -> list[float]:
 
 
 class Watched(AdoraGRPOTrainer):
-    """Keeps the generation as a whole, its log-probabilities before the first update, and what each update gets."""
+    """Keeps the generation as a whole, its log-probabilities before the first update, and what each
+    update gets.
+    """
 
     update: list[dict[str, Any]]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
-        self.generation, self.sampled_logps = output, output["old_per_token_logps"].clone()
+        self.generation = output
+        self.sampled_logps = output["old_per_token_logps"].clone()
         self.update: list[Any] = []
         self.updates: list[Any] = []
         return output
@@ -42,7 +63,9 @@ class Watched(AdoraGRPOTrainer):
         return super()._compute_loss(model, inputs)
 
     def stock_gradients(self, rows: list[int]) -> dict[str, torch.Tensor]:
-        """Of these rollouts, each with the weight that it has in stock TRL's micro-batches of full size."""
+        """Of these rollouts, each with the weight that it has in stock TRL's micro-batches of full
+        size.
+        """
         batch = take_rows(split_pixel_values_by_grid(self.generation), rows)
         batch = unsplit_pixel_values_by_grid(batch)
         self.args.adora_stock_step = ["share_vision", "share_prompt"]
@@ -59,54 +82,84 @@ class Compare(TrainerCallback):
     trainer: Watched
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        trainer, update = self.trainer, self.trainer.update
+        trainer = self.trainer
+        update = self.trainer.update
         rows = [row for micro in update for row in micro["rollout_number"].tolist()]
         expected = trainer.stock_gradients(rows)
         scale = max(float(g.norm()) for g in expected.values())
         found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         apart = max(float((found[name] - g).norm()) for name, g in expected.items())
         old = max(
-            float((micro["old_per_token_logps"] - self._sampled(micro)).abs()[micro["completion_mask"].bool()].max())
+            float(
+                (micro["old_per_token_logps"] - self._sampled(micro))
+                .abs()[micro["completion_mask"].bool()]
+                .max()
+            )
             for micro in update
         )
         trainer.updates.append({"rows": rows, "apart": apart / scale, "scale": scale, "old": old})
         trainer.update = []
 
     def _sampled(self, micro):
-        return self.trainer.sampled_logps[micro["rollout_number"]][:, : micro["completion_mask"].size(1)]
+        return self.trainer.sampled_logps[micro["rollout_number"]][
+            :, : micro["completion_mask"].size(1)
+        ]
 
 
 @pytest.fixture(scope="module")
 def updates(tmp_path_factory) -> list[dict[str, Any]]:
     args = AdoraGRPOConfig(
-        output_dir=str(tmp_path_factory.mktemp("steps") / "run"), use_cpu=True, bf16=False,
-        gradient_checkpointing=False, per_device_train_batch_size=ROWS, gradient_accumulation_steps=ACCUMULATED,
-        steps_per_generation=ACCUMULATED * UPDATES, num_generations=GROUP, max_completion_length=20,
-        max_steps=UPDATES, learning_rate=1e-3, temperature=2.0, loss_type="grpo", adora_method="grpo",
+        output_dir=str(tmp_path_factory.mktemp("steps") / "run"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=ROWS,
+        gradient_accumulation_steps=ACCUMULATED,
+        steps_per_generation=ACCUMULATED * UPDATES,
+        num_generations=GROUP,
+        max_completion_length=20,
+        max_steps=UPDATES,
+        learning_rate=1e-3,
+        temperature=2.0,
+        loss_type="grpo",
+        adora_method="grpo",
         save_strategy="no",
-        report_to="none", disable_tqdm=True, seed=2, max_grad_norm=1e9,  # clipped gradients could not be compared
-    )  # fmt: skip
+        report_to="none",
+        disable_tqdm=True,
+        seed=2,
+        max_grad_norm=1e9,  # clipped gradients could not be compared
+    )
     compare = Compare()
     trainer = Watched(
-        model=str(PRETRAINED), reward_funcs=reward, args=args, train_dataset=data_set(list(generate(16, seed=6))),
-        processing_class=load_processor(str(PRETRAINED)), callbacks=[compare],
-    )  # fmt: skip
+        model=str(PRETRAINED),
+        reward_funcs=reward,
+        args=args,
+        train_dataset=data_set(list(generate(16, seed=6))),
+        processing_class=load_processor(str(PRETRAINED)),
+        callbacks=[compare],
+    )
     compare.trainer = trainer
     trainer.train()
     return trainer.updates
 
 
 def test_every_update_has_stocks_gradient_on_its_rollouts(updates):
-    """Rounding is 1e-5 on any processor; a rollout with a wrong weight or old log-probability is above 1e-2."""
+    """Rounding is 1e-5 on any processor; a rollout with a wrong weight or old log-probability is
+    above 1e-2.
+    """
     assert len(updates) == UPDATES
-    assert all(update["scale"] > 1e-4 for update in updates), "an update without a gradient shows nothing"
+    assert all(update["scale"] > 1e-4 for update in updates), (
+        "an update without a gradient shows nothing"
+    )
     assert max(update["apart"] for update in updates) < 1e-3
 
 
 def test_groups_stay_whole_and_none_with_signal_is_lost_or_seen_twice(updates):
     for update in updates:
         groups = {row // GROUP for row in update["rows"]}
-        assert sorted(update["rows"]) == [group * GROUP + row for group in sorted(groups) for row in range(GROUP)]
+        assert sorted(update["rows"]) == [
+            group * GROUP + row for group in sorted(groups) for row in range(GROUP)
+        ]
     seen = [row // GROUP for update in updates for row in update["rows"][::GROUP]]
     assert sorted(seen) == [group for group in range(16) if group not in SILENT]
 

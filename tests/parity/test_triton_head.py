@@ -1,4 +1,6 @@
-"""TRL's kernels of the language-model head for a card give float64's log-probabilities, by Triton's interpreter."""
+"""TRL's kernels of the language-model head for a card give float64's log-probabilities, by Triton's
+interpreter.
+"""
 
 import json
 import os
@@ -8,7 +10,8 @@ import sys
 import pytest
 
 pytestmark = pytest.mark.core
-# Relative distances of log-probabilities and of gradients. In bfloat16 logits are rounded to 2**-9, as in TRL's tiles.
+# Relative distances of log-probabilities and of gradients. In bfloat16 logits are rounded to 2**-9,
+# as in TRL's tiles.
 BOUNDS = {"float32": (1e-7, 5e-7), "bfloat16": (1e-3, 8e-3)}
 
 _DISTANCES = """
@@ -40,9 +43,13 @@ print(json.dumps(found))
 
 def test_the_kernels_of_a_card_are_as_float64(subtests):
     """The kernels themselves, line by line; what a GPU's compiler makes of them is not shown."""
-    pytest.importorskip("triton.runtime.interpreter", reason="Triton's interpreter is not installed")
+    pytest.importorskip(
+        "triton.runtime.interpreter", reason="Triton's interpreter is not installed"
+    )
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", _DISTANCES], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _DISTANCES], env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     forward, backward, *cases = json.loads(done.stdout.splitlines()[-1])
     assert forward == backward == "InterpretedFunction" and len(cases) == 6

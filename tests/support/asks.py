@@ -3,18 +3,30 @@
 from collections.abc import Sequence
 from typing import Any
 
-from adora_vl.rollout.rollouts import RolloutAsk
+from adora_vl.rollout.rollouts import SamplingRequest
 from adora_vl.utils.seeding import rollout_seed
 
 
 def asks_of(
-    ids: Sequence[list[int]], images: Sequence[list[Any] | None] | None = None, *, generations: int, first: int = 0,
-    grouped: bool = True, limit: int | None = None,
-) -> list[RolloutAsk]:  # fmt: skip
-    """`ids`: of their prompts. `first`: the number of the first row. `grouped`: those of a group may be one request."""
+    ids: Sequence[list[int]],
+    images: Sequence[list[Any] | None] | None = None,
+    *,
+    generations: int,
+    first: int = 0,
+    grouped: bool = True,
+    limit: int | None = None,
+) -> list[SamplingRequest]:
+    """`ids`: of their prompts.
+
+    `first`: the number of the first row. `grouped`: those of a group may be one request.
+    """
     asks = []
-    for number, (own, shown) in enumerate(zip(ids, images or [None] * len(ids), strict=True), first):
+    for number, (own, shown) in enumerate(
+        zip(ids, images or [None] * len(ids), strict=True), first
+    ):
         group, member = divmod(number, generations)
         seed = rollout_seed(3, "train/0", group, member)
-        asks.append(RolloutAsk(own, list(shown or ()), group if grouped else number, seed, limit))
+        asks.append(
+            SamplingRequest(own, list(shown or ()), group if grouped else number, seed, limit)
+        )
     return asks

@@ -1,4 +1,6 @@
-"""Synthetic problems in each benchmark's exact published format, for whole runs of the evaluators, and their scores."""
+"""Synthetic problems in each benchmark's exact published format, for whole runs of the evaluators,
+and their scores.
+"""
 
 import base64
 import json
@@ -10,11 +12,11 @@ from datasets import Dataset, Features, Image, List, Value
 
 from adora_vl.data.dataset import write_split
 from adora_vl.data.images import png_bytes
-from data_prep.synthetic.generate import generate
+from adora_vl.evals.records import Benchmark
+from adora_vl.synthetic.generate import generate
 from eval.command import main
 from eval.mathverse import TEXT_ONLY, VERSIONS
 from eval.mathvista import build_query
-from eval.records import Benchmark
 
 
 def _texts(*names: str) -> dict[str, Value]:
@@ -31,26 +33,38 @@ MATHVISTA = Features(
         "precision": Value("float64"),
         **_texts("answer", "question_type", "answer_type"),
         "metadata": {
-            **_texts("category", "context", "grade"), "img_height": Value("int64"), "img_width": Value("int64"),
-            "language": Value("string"), "skills": List(Value("string")), **_texts("source", "split", "task"),
+            **_texts("category", "context", "grade"),
+            "img_height": Value("int64"),
+            "img_width": Value("int64"),
+            "language": Value("string"),
+            "skills": List(Value("string")),
+            **_texts("source", "split", "task"),
         },
         "query": Value("string"),
     }
-)  # fmt: skip
+)
 # Those of MathLLMs/MathVision.
 MATHVISION = Features(
     {
-        **_texts("id", "question"), "options": List(Value("string")), "image": Value("string"),
-        "decoded_image": Image(), **_texts("answer", "solution"), "level": Value("int64"), "subject": Value("string"),
+        **_texts("id", "question"),
+        "options": List(Value("string")),
+        "image": Value("string"),
+        "decoded_image": Image(),
+        **_texts("answer", "solution"),
+        "level": Value("int64"),
+        "subject": Value("string"),
     }
-)  # fmt: skip
+)
 # Those of Lin-Chen/MMStar; the image is plain bytes there.
 MMSTAR = Features(
     {
-        "index": Value("int64"), "question": Value("string"), "image": Value("binary"),
-        **_texts("answer", "category", "l2_category"), "meta_info": _texts("source", "split", "image_path"),
+        "index": Value("int64"),
+        "question": Value("string"),
+        "image": Value("binary"),
+        **_texts("answer", "category", "l2_category"),
+        "meta_info": _texts("source", "split", "image_path"),
     }
-)  # fmt: skip
+)
 # Those of We-Math/We-Math.
 WEMATH = Features(
     {
@@ -61,7 +75,8 @@ WEMATH = Features(
         "knowledge concept description": Value("string"),
     }
 )
-# Those of AI4Math/MathVerse, testmini; the version without images has a text for its image, which is empty.
+# Those of AI4Math/MathVerse, testmini; the version without images has a text for its image, which
+# is empty.
 MATHVERSE = Features(
     {
         **_texts("sample_index", "problem_index", "problem_version", "question"),
@@ -76,7 +91,12 @@ SIZE = 56  # of every picture, in pixels
 
 def _problems(count: int) -> list[dict[str, Any]]:
     return [
-        {"question": row["problem"], "answer": row["answer"], "png": png_bytes(row["images"][0]), "index": index}
+        {
+            "question": row["problem"],
+            "answer": row["answer"],
+            "png": png_bytes(row["images"][0]),
+            "index": index,
+        }
         for index, row in enumerate(generate(count, split="test", seed=3, size=SIZE))
     ]
 
@@ -89,7 +109,12 @@ def mathvista_rows(count: int = 6) -> list[dict[str, Any]]:
 
 def _mathvista_row(problem: dict[str, Any], kind: str) -> dict[str, Any]:
     value = problem["answer"]
-    answers = {"text": f"{value}°", "integer": value, "float": f"{value}.0", "list": f"[{value}, 1]"}
+    answers = {
+        "text": f"{value}°",
+        "integer": value,
+        "float": f"{value}.0",
+        "list": f"[{value}, 1]",
+    }
     row: dict[str, Any] = {
         "pid": str(problem["index"] + 1),
         "question": problem["question"],
@@ -102,11 +127,18 @@ def _mathvista_row(problem: dict[str, Any], kind: str) -> dict[str, Any]:
         "question_type": "multi_choice" if kind == "text" else "free_form",
         "answer_type": kind,
         "metadata": {
-            "category": "math-targeted-vqa", "context": "geometry diagram", "grade": "high school", "img_height": SIZE,
-            "img_width": SIZE, "language": "english", "skills": ["geometry reasoning", "algebraic reasoning"],
-            "source": "synthetic", "split": "testmini", "task": "geometry problem solving",
+            "category": "math-targeted-vqa",
+            "context": "geometry diagram",
+            "grade": "high school",
+            "img_height": SIZE,
+            "img_width": SIZE,
+            "language": "english",
+            "skills": ["geometry reasoning", "algebraic reasoning"],
+            "source": "synthetic",
+            "split": "testmini",
+            "task": "geometry problem solving",
         },
-    }  # fmt: skip
+    }
     return row | {"query": build_query(row)}
 
 
@@ -117,25 +149,34 @@ def _write_images(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def write_mathvista(folder: Path, rows: list[dict[str, Any]], form: str = "parquet") -> Path:
-    """`parquet`: as on the hub. `json`: the repository's object of rows by pid beside a folder of images."""
+    """`parquet`: as on the hub.
+
+    `json`: the repository's object of rows by pid beside a folder of images.
+    """
     if form == "parquet":
         (folder / "data").mkdir(parents=True, exist_ok=True)
         path = folder / "data" / "testmini-00000-of-00001.parquet"
         Dataset.from_list(rows, features=MATHVISTA).to_parquet(str(path))
         return folder
     _write_images(folder, rows)
-    kept = {row["pid"]: {k: v for k, v in row.items() if k not in ("decoded_image", "query")} for row in rows}
+    kept = {
+        row["pid"]: {k: v for k, v in row.items() if k not in ("decoded_image", "query")}
+        for row in rows
+    }
     (folder / "testmini.json").write_text(json.dumps(kept))
     return folder
 
 
 def mathvision_rows(count: int = 6) -> list[dict[str, Any]]:
-    """Rows in turn: free form, five options, five options that are drawn in the picture, and two parts of a picture."""
+    """Rows in turn: free form, five options, five options that are drawn in the picture, and two
+    parts of a picture.
+    """
     return [_mathvision_row(problem) for problem in _problems(count)]
 
 
 def _mathvision_row(problem: dict[str, Any]) -> dict[str, Any]:
-    number, kind = problem["index"] + 1, problem["index"] % 4
+    number = problem["index"] + 1
+    kind = problem["index"] % 4
     options = [[], [problem["answer"], "200", "300", "400", "500"], list("ABCDE"), []][kind]
     return {
         "id": str(number),
@@ -154,7 +195,9 @@ def write_mathvision(folder: Path, rows: list[dict[str, Any]], form: str = "parq
     """`parquet`: as on the hub. `json`: the repository's lines beside a folder of images."""
     if form == "parquet":
         (folder / "data").mkdir(parents=True, exist_ok=True)
-        Dataset.from_list(rows, features=MATHVISION).to_parquet(str(folder / "data" / "test-00000-of-00001.parquet"))
+        Dataset.from_list(rows, features=MATHVISION).to_parquet(
+            str(folder / "data" / "test-00000-of-00001.parquet")
+        )
         return folder
     _write_images(folder, rows)
     lines = [{key: value for key, value in row.items() if key != "decoded_image"} for row in rows]
@@ -172,7 +215,11 @@ def mmstar_rows(count: int = 6) -> list[dict[str, Any]]:
             "answer": "B",
             "category": ("math", "logical reasoning")[problem["index"] % 2],
             "l2_category": ("geometry", "diagram reasoning")[problem["index"] % 2],
-            "meta_info": {"source": "synthetic", "split": "val", "image_path": f"images/{problem['index']}.png"},
+            "meta_info": {
+                "source": "synthetic",
+                "split": "val",
+                "image_path": f"images/{problem['index']}.png",
+            },
         }
         for problem in _problems(count)
     ]
@@ -186,7 +233,9 @@ def write_mmstar(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def wemath_rows(count: int = 7) -> list[dict[str, Any]]:
-    """Composite problems of two and of three steps in turn: a row for each step, then one for the whole."""
+    """Composite problems of two and of three steps in turn: a row for each step, then one for the
+    whole.
+    """
     places = [
         (f"{steps}steps_{number}", f"{steps}steps_{step}")
         for number in range(1, 1 + count)
@@ -214,7 +263,9 @@ def write_wemath(folder: Path, rows: list[dict[str, Any]], form: str = "parquet"
     """`parquet`: as on the hub. `json`: the repository's list of rows beside folders of images."""
     folder.mkdir(parents=True, exist_ok=True)
     if form == "parquet":
-        Dataset.from_list(rows, features=WEMATH).to_parquet(str(folder / "testmini-00000-of-00001-ab.parquet"))
+        Dataset.from_list(rows, features=WEMATH).to_parquet(
+            str(folder / "testmini-00000-of-00001-ab.parquet")
+        )
         return folder
     named = [{**row, "image_path": f"2steps/image/{row['question number']}.png"} for row in rows]
     (folder / "2steps" / "image").mkdir(parents=True)
@@ -228,9 +279,12 @@ def mathverse_rows(count: int = 5, versions: Sequence[str] = VERSIONS[:5]) -> li
     """Problems in turn multiple choice and free form, each in the next of `versions`."""
     rows = []
     for problem in _problems(count):
-        index, choice = problem["index"], problem["index"] % 2 == 0
+        index = problem["index"]
+        choice = problem["index"] % 2 == 0
         version = versions[index % len(versions)]
-        whole = problem["question"] + (f"\nChoices:\nA:1\nB:{problem['answer']}\nC:3\nD:4" if choice else "")
+        whole = problem["question"] + (
+            f"\nChoices:\nA:1\nB:{problem['answer']}\nC:3\nD:4" if choice else ""
+        )
         asked = "" if version == "Vision Only" else whole
         rows.append(
             {
@@ -241,9 +295,15 @@ def mathverse_rows(count: int = 5, versions: Sequence[str] = VERSIONS[:5]) -> li
                 "image": {"bytes": problem["png"], "path": None},
                 "answer": "B" if choice else f"Area $={problem['answer']} \\mathrm{{~cm}}^{{2}}$",
                 "question_type": "multi-choice" if choice else "free-form",
-                "metadata": {"split": "testmini", "source": "x", "subject": "Plane Geometry", "subfield": "Angle"},
+                "metadata": {
+                    "split": "testmini",
+                    "source": "x",
+                    "subject": "Plane Geometry",
+                    "subfield": "Angle",
+                },
                 "query_wo": f"Please directly answer the question.\nQuestion: {asked}",
-                "query_cot": f"Please first conduct reasoning, and then answer the question.\nQuestion: {asked}",
+                "query_cot": "Please first conduct reasoning, and then answer the question.\n"
+                f"Question: {asked}",
                 "question_for_eval": whole,
             }
         )
@@ -259,25 +319,34 @@ def write_mathverse(folder: Path, rows: list[dict[str, Any]]) -> Path:
         Dataset.from_list(seen, features=MATHVERSE).to_parquet(str(folder / "testmini.parquet"))
     if unseen:
         features = Features({**MATHVERSE, "image": Value("string")})
-        Dataset.from_list(unseen, features=features).to_parquet(str(folder / "testmini_text_only.parquet"))
+        Dataset.from_list(unseen, features=features).to_parquet(
+            str(folder / "testmini_text_only.parquet")
+        )
     return folder
 
 
 def write_texts(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
-    """One JSON file, its pictures as Base64, of rows that have the columns of their benchmark but `id` and `image`."""
+    """One JSON file, its pictures as Base64, of rows that have the columns of their benchmark but
+    `id` and `image`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     pictures = [base64.b64encode(problem["png"]).decode() for problem in _problems(len(rows))]
     told = [{**row, "image": picture} for row, picture in zip(rows, pictures, strict=True)]
-    (folder / name).write_text(json.dumps([{"id": str(number), **row} for number, row in enumerate(told)]))
+    (folder / name).write_text(
+        json.dumps([{"id": str(number), **row} for number, row in enumerate(told)])
+    )
     return folder
 
 
 MMMU_PRO = {"options": "['1', '40', 'three']", "answer": "B", "subject": "Math"}
 LOGICVISTA = {"question": "Which (A-D)?", "answer": "A, C", "skill": ["inductive", "spatial"]}
 DYNAMATH = {  # as on the hub
-    "question": "How long? ", "ground_truth": "5.125", "answer_type": "float", "subject": "algebra",
+    "question": "How long? ",
+    "ground_truth": "5.125",
+    "answer_type": "float",
+    "subject": "algebra",
     "knowledge_level": "high school",
-}  # fmt: skip
+}
 
 
 Predicted = Sequence[dict[str, Any]] | Path  # rows of predictions, or their file

@@ -1,4 +1,6 @@
-"""A page in a headless Chromium that a test clicks in: the machine's own Chromium, driven by Playwright."""
+"""A page in a headless Chromium that a test clicks in: the machine's own Chromium, driven by
+Playwright.
+"""
 
 import os
 import shutil
@@ -10,12 +12,19 @@ from typing import Any
 
 import pytest
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-# Chromium looks for updates, accounts and experiments on its own, and no test may reach for a network.
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+# Chromium looks for updates, accounts and experiments on its own, and no test may reach for a
+# network.
 _QUIET = [
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run",
-    "--disable-quic", "--disable-gpu",
-]  # fmt: skip
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+    "--disable-quic",
+    "--disable-gpu",
+]
 
 
 def require_chromium() -> None:
@@ -23,19 +32,27 @@ def require_chromium() -> None:
     if CHROMIUM is not None:
         return
     if os.environ.get("CI") == "true":
-        pytest.fail("no Chromium on this machine, and CI has to have one (Debian: apt-get install chromium)")
+        pytest.fail(
+            "no Chromium on this machine, and CI has to have one (Debian: apt-get install chromium)"
+        )
     pytest.skip("no Chromium on this machine to click in")
 
 
 class Browser:
-    """One page at a time. `errors` are the page's uncaught exceptions and console errors, `requests` what it loaded."""
+    """One page at a time.
+
+    `errors` are the page's uncaught exceptions and console errors, `requests` what it loaded.
+    """
 
     def __init__(self, context: Any) -> None:
         self.errors: list[str] = []
         self.requests: list[str] = []
         self.page = context.new_page()
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        self.page.on(
+            "console",
+            lambda message: self.errors.append(message.text) if message.type == "error" else None,
+        )
         self.page.on("request", lambda request: self.requests.append(request.url))
 
     def open(self, path: Path, fragment: str = "") -> None:
@@ -47,7 +64,9 @@ class Browser:
         self.wait("document.readyState === 'complete' && !document.getElementById('status')")
 
     def wait(self, condition: str) -> None:
-        """Until the expression is true; asked from outside, since a strict page refuses to evaluate it by itself."""
+        """Until the expression is true; asked from outside, since a strict page refuses to evaluate
+        it by itself.
+        """
         for _ in range(600):
             if self.js(condition):
                 return
@@ -55,7 +74,9 @@ class Browser:
         raise AssertionError(f"never came true: {condition}; errors: {self.errors}")
 
     def wait_for_error(self, text: str) -> None:
-        """Until the page has an error with these words; the page's console is told to us a moment later."""
+        """Until the page has an error with these words; the page's console is told to us a moment
+        later.
+        """
         for _ in range(600):
             if any(text in error for error in self.errors):
                 return
@@ -67,7 +88,9 @@ class Browser:
         return self.page.evaluate(expression)
 
     def texts(self, selector: str) -> list[str]:
-        found: list[str] = self.page.locator(selector).evaluate_all("found => found.map(node => node.textContent)")
+        found: list[str] = self.page.locator(selector).evaluate_all(
+            "found => found.map(node => node.textContent)"
+        )
         return found
 
     def text(self, selector: str) -> str:
@@ -126,7 +149,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def assert_that_it_runs(attack: str, browser: Browser, folder: Path) -> None:
-    """In a page that neither escapes it nor has a policy, or a test that nothing ran would prove nothing."""
+    """In a page that neither escapes it nor has a policy, or a test that nothing ran would prove
+    nothing.
+    """
     unsafe = folder / "unsafe.html"
     unsafe.write_text(f"<!doctype html><title>fine</title><p>{attack}</p>")
     browser.open(unsafe)

@@ -13,11 +13,15 @@ Answer = Callable[[dict[str, Any], int], Reply | None]
 
 
 def completion(text: str, **more: Any) -> Reply:
-    return 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}, **more}], **more}).encode()
+    return 200, json.dumps(
+        {"choices": [{"message": {"role": "assistant", "content": text}, **more}], **more}
+    ).encode()
 
 
 class Server:
-    """A loopback endpoint that answers with `answer(request, number of the call)`; None: it never does."""
+    """A loopback endpoint that answers with `answer(request, number of the call)`; None: it never
+    does.
+    """
 
     def __init__(self, answer: Answer) -> None:
         self.requests: list[dict[str, Any]] = []
@@ -27,7 +31,9 @@ class Server:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                outer.requests.append(body | {"path": self.path, "key": self.headers.get("Authorization")})
+                outer.requests.append(
+                    body | {"path": self.path, "key": self.headers.get("Authorization")}
+                )
                 reply = answer(body, len(outer.requests))
                 if reply is None:
                     outer._gone.wait(20)
@@ -42,7 +48,9 @@ class Server:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
 
     def close(self) -> None:
         self._gone.set()

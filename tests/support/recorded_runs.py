@@ -11,13 +11,16 @@ from adora_vl.report.__main__ import main
 
 ATTACK = (
     "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
-    "</script></p></article><iframe src='javascript:parent.document.title=`owned`'></iframe>'\">{{SCRIPT}}"
-    "<svg onload='document.title=`owned`'>"
+    "</script></p></article><iframe "
+    "src='javascript:parent.document.title=`owned`'></iframe>'\">{{SCRIPT}}<svg "
+    "onload='document.title=`owned`'>"
 )
 SETTINGS = {"adora_method": {"adora": {"mode": "attenuation", "factor": 0.1}}}
 
 
-def write_run(folder: Path, steps: int, *, groups: int = 2, rollouts: int = 4, **texts: str) -> Path:
+def write_run(
+    folder: Path, steps: int, *, groups: int = 2, rollouts: int = 4, **texts: str
+) -> Path:
     """A run whose step s, group g has g right rollouts of length 10 s; group 1 is attenuated."""
     record = Record(folder, 1, SETTINGS)
     record.start(0)
@@ -28,22 +31,38 @@ def write_run(folder: Path, steps: int, *, groups: int = 2, rollouts: int = 4, *
             group, rollout = divmod(number, rollouts)
             right = rollout < group
             row = {
-                "step": step, "id": f"problem/{group}", "problem": f"Find x in {group}.", "choices": ["5", "$7$"],
+                "step": step,
+                "id": f"problem/{group}",
+                "problem": f"Find x in {group}.",
+                "choices": ["5", "$7$"],
                 "answer": "7",
                 "images": record.diagrams.keep(f"problem/{group}", [picture]),
-                "verdict": "correct" if right else "wrong", "extracted": "7" if right else "8",
+                "verdict": "correct" if right else "wrong",
+                "extracted": "7" if right else "8",
                 "completion": f"step {step}: \\boxed{{{7 if right else 8}}}",
-                "reason": "same_number", "reward": 1.0 if right else 0.1, "advantage_raw": 1.5 if right else -0.5,
-                "advantage": 0.15 if right else -0.05, "weight": 0.1 if group == 1 else 1.0, "tds": group == 1,
-                "pass_rate": group / rollouts, "longest_right": 10.0 * step if group else None, "mean_wrong": 20.0,
-                "length": 10 * step, "truncated": False, "drift": 1e-6, **texts,
-            }  # fmt: skip
+                "reason": "same_number",
+                "reward": 1.0 if right else 0.1,
+                "advantage_raw": 1.5 if right else -0.5,
+                "advantage": 0.15 if right else -0.05,
+                "weight": 0.1 if group == 1 else 1.0,
+                "tds": group == 1,
+                "pass_rate": group / rollouts,
+                "longest_right": 10.0 * step if group else None,
+                "mean_wrong": 20.0,
+                "length": 10 * step,
+                "truncated": False,
+                "drift": 1e-6,
+                **texts,
+            }
             for name, value in row.items():
                 rows.setdefault(name, []).append(value)
         record.add(rows, rollouts)
         record.flush(step)
     known = {"kind": "train", "adora/pass_rate": 0.5}
-    lines = [{"step": step, "reward": step / 10, "kl": step / 100, **known} for step in range(1, steps + 1)]
+    lines = [
+        {"step": step, "reward": step / 10, "kl": step / 100, **known}
+        for step in range(1, steps + 1)
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -55,8 +74,13 @@ def make_page(output: Path, *runs: Path, words: tuple[str, ...] = ()) -> Path:
 
 def attacked_page(folder: Path) -> Path:
     """A page of a run that attacks in every text that it has."""
-    texts: Any = dict.fromkeys(("id", "problem", "answer", "completion", "verdict", "extracted", "reason"), ATTACK)
+    texts: Any = dict.fromkeys(
+        ("id", "problem", "answer", "completion", "verdict", "extracted", "reason"), ATTACK
+    )
     run = write_run(folder / ATTACK.replace("/", "_")[:100], 2, **texts)
     with (run / "metrics.jsonl").open("a") as stream:
-        stream.write(json.dumps({"step": 3, "kind": "train", "reward": 1.0, ATTACK: 2.0, "note": ATTACK}) + "\n")
+        stream.write(
+            json.dumps({"step": 3, "kind": "train", "reward": 1.0, ATTACK: 2.0, "note": ATTACK})
+            + "\n"
+        )
     return make_page(folder / "page.html", run)

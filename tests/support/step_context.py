@@ -27,11 +27,20 @@ def no_pass(batch: Batch, pixels: Tensor | None = None) -> Tensor:
 
 
 def step_context(
-    log: dict[str, float] | LogFigure | None = None, *, accelerator: Any = None, save_now: SaveNow = no_checkpoint,
-    state: TrainerState | None = None, policy_logps: PolicyLogps = no_pass, **keys: Any,
-) -> StepContext:  # fmt: skip
-    """`keys`: those of the config that are not to be the defaults. `log`: gets the figures; the last one of a name."""
-    config, known = copy.copy(_defaults()), state or TrainerState()
+    log: dict[str, float] | LogFigure | None = None,
+    *,
+    accelerator: Any = None,
+    save_now: SaveNow = no_checkpoint,
+    state: TrainerState | None = None,
+    policy_logps: PolicyLogps = no_pass,
+    **keys: Any,
+) -> StepContext:
+    """`keys`: those of the config that are not to be the defaults.
+
+    `log`: gets the figures; the last one of a name.
+    """
+    config = copy.copy(_defaults())
+    known = state or TrainerState()
     for name, value in keys.items():
         assert hasattr(config, name), f"{name} is no key"
         setattr(config, name, value)

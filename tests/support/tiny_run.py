@@ -1,4 +1,6 @@
-"""A run of the real training command that takes seconds: the tiny model, four steps, without an engine."""
+"""A run of the real training command that takes seconds: the tiny model, four steps, without an
+engine.
+"""
 
 import contextlib
 import io
@@ -12,10 +14,19 @@ from adora_vl.train import main
 
 STEPS = 4
 SETTINGS = {
-    "config": "configs/train/smoke_cpu.yaml", "use_vllm": "false", "max_steps": STEPS, "logging_steps": 1,
-    "save_steps": 2, "save_total_limit": 9, "per_device_train_batch_size": 16, "num_generations": 4,
-    "max_completion_length": 32, "adora_synthetic_rows": 32, "log_completions": "false", "learning_rate": 1e-3,
-}  # fmt: skip
+    "config": "configs/train/smoke_cpu.yaml",
+    "use_vllm": "false",
+    "max_steps": STEPS,
+    "logging_steps": 1,
+    "save_steps": 2,
+    "save_total_limit": 9,
+    "per_device_train_batch_size": 16,
+    "num_generations": 4,
+    "max_completion_length": 32,
+    "adora_synthetic_rows": 32,
+    "log_completions": "false",
+    "learning_rate": 1e-3,
+}
 
 
 def arguments(output_dir: object, **changed: object) -> list[str]:
@@ -48,7 +59,9 @@ class Resumed:
 
 @pytest.fixture(scope="session")
 def resumed_run(adora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Resumed:
-    """`adora_run` as if it had been killed after checkpoint-2 with steps 3 and 4 written, and started again."""
+    """`adora_run` as if it had been killed after checkpoint-2 with steps 3 and 4 written, and
+    started again.
+    """
     folder = shutil.copytree(adora_run, tmp_path_factory.mktemp("resumed") / "adora")
     shutil.rmtree(folder / f"checkpoint-{STEPS}")
     with contextlib.redirect_stdout(io.StringIO()) as stream:

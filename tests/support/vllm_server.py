@@ -16,26 +16,53 @@ from adora_vl.utils.launch import free_port
 
 
 class VLLMServer:
-    """One server. Left out of the page's command are the limits of pixels, which the tiny model's processor has."""
+    """One server.
+
+    Left out of the page's command are the limits of pixels, which the tiny model's processor has.
+    """
 
     def __init__(self, log: Path, model: str, *words: str) -> None:
-        self.port, self._log, self._words = free_port(), log, ["--model", model, *words]
+        self.port = free_port()
+        self._log = log
+        self._words = ["--model", model, *words]
         self.url = f"http://127.0.0.1:{self.port}"
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         words = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port",
-            str(self.port), "--host", "127.0.0.1", "--served-model-name", "mine", "--generation-config", "vllm",
-            "--max-model-len", "512", "--gpu-memory-utilization", "0.1", "--enforce-eager", "--enable-scale-out",
-            "--no-enable-chunked-prefill", "--logprobs-mode", "raw_logprobs", "--enable-lora", "--max-lora-rank", "8",
-            "--enable-tower-connector-lora", *self._words,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--port",
+            str(self.port),
+            "--host",
+            "127.0.0.1",
+            "--served-model-name",
+            "mine",
+            "--generation-config",
+            "vllm",
+            "--max-model-len",
+            "512",
+            "--gpu-memory-utilization",
+            "0.1",
+            "--enforce-eager",
+            "--enable-scale-out",
+            "--no-enable-chunked-prefill",
+            "--logprobs-mode",
+            "raw_logprobs",
+            "--enable-lora",
+            "--max-lora-rank",
+            "8",
+            "--enable-tower-connector-lora",
+            *self._words,
+        ]
         quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         asked = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
         env = {**os.environ, **quiet, **asked, "VLLM_CPU_KVCACHE_SPACE": "1"}
         with self._log.open("ab") as log:
-            return subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+            return subprocess.Popen(
+                words, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
+            )
 
     def wait(self, seconds: float = 400) -> None:
         """Until it answers. Raises `TimeoutError` with the end of its log."""
@@ -50,13 +77,18 @@ class VLLMServer:
 
     def post(self, path: str, body: dict[str, Any]) -> None:
         request = urllib.request.Request(  # noqa: S310  # loopback
-            f"{self.url}/{path}", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+            f"{self.url}/{path}",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
         )
         urllib.request.urlopen(request, timeout=60).close()  # noqa: S310
 
     def give_back_weights(self) -> None:
         """The tiny model's own, whatever a test has sent."""
-        self.post("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(PRETRAINED)}})
+        self.post(
+            "collective_rpc",
+            {"method": "reload_weights", "kwargs": {"weights_path": str(PRETRAINED)}},
+        )
         self.post("reset_prefix_cache", {})
         self.post("reset_encoder_cache", {})
 

@@ -11,25 +11,10 @@ function runCards(runs) {
   );
 }
 
-/** What came of a run, in one line: held-out accuracy where it was measured, else the pass rate of the training. */
-function resultOf(run) {
-  const held = Object.keys(run.metrics.reduce((keys, line) => Object.assign(keys, line), {})).filter((key) => /^eval_.*_accuracy$/.test(key)).sort(
-    (one, other) => /_image_accuracy$/.test(other) - /_image_accuracy$/.test(one) || (one < other ? -1 : 1))[0]; // of four views the pictures
-  const key = held || (pointsOf(run, "adora/pass_rate").length ? "adora/pass_rate" : "reward");
-  const values = pointsOf(run, key).map((point) => point[1]);
-  if (!values.length) return null;
-  const size = held ? 1 : Math.max(1, Math.floor(values.length / 5));
-  const [first, last] = [mean(values.slice(0, size)), mean(values.slice(-size))];
-  const show = key === "reward" ? figure : percent;
-  const title = held ? `held-out accuracy, ${held.slice(5, -9)}` : key === "reward" ? "reward" : "pass rate in training";
-  const spans = held ? "first and last evaluation" : "first and last fifth of the steps";
-  return `${run.name}: ${title} ${show(first)} → ${show(last)} (${spans})`;
-}
-
 async function main() {
   const opened = location.hash.slice(1);
   const data = await unpack("data");
-  byId("result").append(...data.runs.map(resultOf).filter(Boolean).map((line) => el("p", { class: "result" }, line)));
+  byId("result").append(...data.runs.filter((run) => run.result).map((run) => el("p", { class: "result" }, `${run.name}: ${run.result}`)));
   byId("runs").append(...runCards(data.runs));
   for (const id of ["curves", "groups"]) byId(id).hidden = false;
   const groups = new Groups(data, opened);

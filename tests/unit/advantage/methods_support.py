@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from adora_vl.advantage import METHODS, Adora, AdvantagePipeline, Groups, group_advantages, weigh_groups
+from adora_vl.advantage import (
+    METHODS,
+    Adora,
+    AdvantagePipeline,
+    Groups,
+    group_advantages,
+    weigh_groups,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +34,9 @@ def batch(rewards, lengths=None, surprisal=None, **facts) -> Groups:
 
 def random_batch(prompts=40, generations=8, seed=0, step=0) -> Groups:
     generator = torch.Generator().manual_seed(seed)
-    rewards = torch.tensor([0.0, 0.1, 1.0])[torch.randint(0, 3, (prompts, generations), generator=generator)]
+    rewards = torch.tensor([0.0, 0.1, 1.0])[
+        torch.randint(0, 3, (prompts, generations), generator=generator)
+    ]
     rewards[0], rewards[1] = 0.1, 1.0  # without signal
     lengths = torch.randint(1, 110, (prompts, generations), generator=generator)
     surprisal = torch.rand(prompts, generations, generator=generator)

@@ -1,5 +1,5 @@
-"""ADORA: its criteria row by row, the properties of a weight per group, and the controls, which weigh other groups or
-scale the learning rate.
+"""ADORA: its criteria row by row, the properties of a weight per group, and the controls, which
+weigh other groups or scale the learning rate.
 """
 
 import json
@@ -24,7 +24,8 @@ from tests.unit.advantage.methods_support import adora_weights, batch, random_ba
 NAN = float("nan")
 
 
-# rewards, lengths, weight by the VLM reference (factor 0.1, truncated_at 100), weight with empty_wrong="keep"
+# rewards, lengths, weight by the VLM reference (factor 0.1, truncated_at 100), weight with
+# empty_wrong="keep"
 TABLE = {
     "no correct rollout": ([0.0, 0.1, 0.1, 0.0], [5, 6, 7, 8], 1.0, 1.0),
     "no correct one, one unscored": ([0.0, NAN, 0.1, 0.0], [5, 600, 7, 8], 1.0, 1.0),
@@ -53,7 +54,8 @@ def test_semantics_table(subtests):
 
 
 def test_defaults_are_the_references_vlm_recipe():
-    rewards, lengths = torch.tensor([[1.0, 0.1]]), torch.tensor([[3, 5]])
+    rewards = torch.tensor([[1.0, 0.1]])
+    lengths = torch.tensor([[3, 5]])
     assert adora_weights(rewards, lengths).tolist() == [pytest.approx(0.1)]
     assert adora_weights(rewards, lengths).dtype == torch.float32
     # without truncated_at nothing is truncated, however long
@@ -63,12 +65,17 @@ def test_defaults_are_the_references_vlm_recipe():
 def test_amplification_multiplies_the_advantageous_groups_only():
     rewards = torch.tensor([[1.0, 0.1], [1.0, 0.1], [0.1, 0.1]])
     lengths = torch.tensor([[9, 5], [3, 5], [3, 5]])
-    assert adora_weights(rewards, lengths, mode="amplification", factor=4.0).tolist() == [4.0, 1.0, 1.0]
+    assert adora_weights(rewards, lengths, mode="amplification", factor=4.0).tolist() == [
+        4.0,
+        1.0,
+        1.0,
+    ]
     assert adora_weights(rewards, lengths, mode="off").tolist() == [1.0, 1.0, 1.0]
     assert adora_weights(rewards, lengths, factor=1.0).tolist() == [1.0, 1.0, 1.0]
 
 
-# right of four, tau, weights (attenuation to 0.1, amplification to 2), and those where a pass rate of 0 does not count
+# right of four, tau, weights (attenuation to 0.1, amplification to 2), and those where a pass rate
+# of 0 does not count
 DIFFICULTY = [
     (0, 0.5, (1.0, 2.0), (1.0, 1.0)),
     (1, 0.5, (1.0, 2.0), (1.0, 2.0)),
@@ -85,17 +92,25 @@ def test_difficulty_is_a_pass_rate_of_at_most_tau(subtests):
             rewards = torch.tensor([([1.0] * right + [0.1] * 3 + [0.0])[:4]])
             lengths = torch.tensor([[10] * 4])
             for needs_correct, weights in ((False, published), (True, needing_one)):
-                own: dict[str, Any] = {"criteria": ("difficulty",), "tau": tau, "needs_correct": needs_correct}
-                assert adora_weights(rewards, lengths, **own).tolist() == [pytest.approx(weights[0])]
+                own: dict[str, Any] = {
+                    "criteria": ("difficulty",),
+                    "tau": tau,
+                    "needs_correct": needs_correct,
+                }
+                assert adora_weights(rewards, lengths, **own).tolist() == [
+                    pytest.approx(weights[0])
+                ]
                 amplified = adora_weights(rewards, lengths, mode="amplification", factor=2.0, **own)
                 assert amplified.tolist() == [pytest.approx(weights[1])]
     with subtests.test("nothing scored"):
-        rewards, lengths = torch.full((1, 4), NAN), torch.full((1, 4), 10)
+        rewards = torch.full((1, 4), NAN)
+        lengths = torch.full((1, 4), 10)
         own = {"mode": "amplification", "factor": 2.0, "criteria": ("difficulty",)}
         assert adora_weights(rewards, lengths, **own).item() == 1.0
 
 
-# criteria, combine, weight of a group without a correct rollout with no_correct="keep", with "attenuate"
+# criteria, combine, weight of a group without a correct rollout with no_correct="keep", with
+# "attenuate"
 NO_CORRECT = [
     (("length",), "any", 1.0, 0.1),
     (("difficulty",), "any", 1.0, 1.0),  # TAS: 0 is at most tau
@@ -110,19 +125,23 @@ def test_a_group_without_a_correct_rollout_is_kept_or_attenuated(subtests):
             group = torch.tensor([[0.0, 0.1, 0.1, 0.0]]), torch.tensor([[5, 6, 70, 8]])
             own: dict[str, Any] = {"criteria": criteria, "combine": combine}
             assert adora_weights(*group, **own).item() == keep
-            assert adora_weights(*group, **own, no_correct="attenuate").item() == pytest.approx(attenuate)
+            assert adora_weights(*group, **own, no_correct="attenuate").item() == pytest.approx(
+                attenuate
+            )
 
 
 def test_criteria_combine():
     rewards = torch.tensor([[1.0, 0.1, 0.1, 0.1], [1.0, 1.0, 1.0, 0.1], [1.0, 1.0, 1.0, 0.1]])
-    lengths = torch.tensor([[1, 5, 5, 5], [9, 9, 9, 5], [1, 1, 1, 5]])  # hard but short, easy but long, neither
+    # hard but short, easy but long, neither
+    lengths = torch.tensor([[1, 5, 5, 5], [9, 9, 9, 5], [1, 1, 1, 5]])
     both = ("length", "difficulty")
     assert adora_weights(rewards, lengths, criteria=both).tolist() == [1.0, 1.0, pytest.approx(0.1)]
     result = adora_weights(rewards, lengths, criteria=both, combine="all")
     assert result.tolist() == [pytest.approx(0.1)] * 3
 
 
-# rewards, lengths, and whether the longest right rollout is as long as the mean of the wrong ones that finished
+# rewards, lengths, and whether the longest right rollout is as long as the mean of the wrong ones
+# that finished
 TIED = [
     ([1.0, 1.0, 0.1, 0.0], [3, 6, 4, 8], True),
     ([1.0, 0.1, 0.1, 0.0], [7, 6, 7, 8], True),
@@ -155,16 +174,22 @@ def test_keeping_ties_amplifies_them(subtests):
     group = torch.tensor([[1.0, 0.1]]), torch.tensor([[5, 5]])
     for ties, weight in (("attenuate", 1.0), ("keep", 4.0)):
         with subtests.test(ties):
-            assert adora_weights(*group, mode="amplification", factor=4.0, ties=ties).tolist() == [weight]
+            assert adora_weights(*group, mode="amplification", factor=4.0, ties=ties).tolist() == [
+                weight
+            ]
 
 
 def test_with_both_options_the_length_criterion_is_the_llm_references():
     """`compute_grpo_outcome_advantage_ADORA` written out: a maximum or a mean over nothing is -inf."""
     drawn = random_batch(prompts=400, generations=5)
-    rewards, lengths = drawn.rewards_PG, drawn.lengths_PG
-    weights = adora_weights(rewards, lengths, truncated_at=60, empty_wrong="keep", no_correct="attenuate")
+    rewards = drawn.rewards_PG
+    lengths = drawn.lengths_PG
+    weights = adora_weights(
+        rewards, lengths, truncated_at=60, empty_wrong="keep", no_correct="attenuate"
+    )
     for reward, length, weight in zip(rewards, lengths, weights, strict=True):
-        right, wrong = length[reward > 0.5], length[(reward <= 0.5) & (length < 60)]
+        right = length[reward > 0.5]
+        wrong = length[(reward <= 0.5) & (length < 60)]
         longest = right.max().item() if len(right) else float("-inf")
         mean = wrong.float().mean().item() if len(wrong) else float("-inf")
         assert weight.item() == pytest.approx(1.0 if longest > mean else 0.1)
@@ -194,7 +219,9 @@ def test_a_wrong_argument_is_named(subtests):
 
 
 def test_the_key_reaches_the_criterion():
-    tie = Groups(torch.tensor([[1.0, 0.0]]), torch.tensor([[5.0, 5.0]]), torch.zeros(1, 2, dtype=torch.bool))
+    tie = Groups(
+        torch.tensor([[1.0, 0.0]]), torch.tensor([[5.0, 5.0]]), torch.zeros(1, 2, dtype=torch.bool)
+    )
     for words, weight in (([], 0.1), (["--adora_method.adora.ties", "keep"], 1.0)):
         options = config(*words)
         assert method_run(options).weigh(tie).weights_P.tolist() == [pytest.approx(weight)]
@@ -202,12 +229,16 @@ def test_the_key_reaches_the_criterion():
 
 def test_adora_changes_its_factor_and_tau_with_the_step_and_is_off_outside_its_steps():
     options = Adora(
-        criteria=("difficulty",), factor=Schedule(0.1, 0.5, "linear", (0, 4)),
-        tau=Schedule(0.25, 0.75, "linear", (4, 8)), steps=(0, 10),
-    )  # fmt: skip
-    rewards, base = [[1.0, 1.0, 0.0, 0.0]], group_advantages(torch.tensor([[1.0, 1.0, 0.0, 0.0]]))
+        criteria=("difficulty",),
+        factor=Schedule(0.1, 0.5, "linear", (0, 4)),
+        tau=Schedule(0.25, 0.75, "linear", (4, 8)),
+        steps=(0, 10),
+    )
+    rewards = [[1.0, 1.0, 0.0, 0.0]]
+    base = group_advantages(torch.tensor([[1.0, 1.0, 0.0, 0.0]]))
     weights = [
-        (run("adora", batch(rewards, step=step), options) / base)[0, 0].item() for step in (0, 2, 4, 5, 6, 9, 10)
+        (run("adora", batch(rewards, step=step), options) / base)[0, 0].item()
+        for step in (0, 2, 4, 5, 6, 9, 10)
     ]
     # TDS while tau is below one half, that is up to step 5
     assert weights == pytest.approx([0.1, 0.3, 0.5, 0.5, 1.0, 1.0, 1.0])
@@ -242,12 +273,18 @@ def test_random_attenuates_as_many_groups_with_signal_but_others(subtests):
     for seed in range(5):
         with subtests.test(f"{seed}"):
             batch = groups(seed)
-            by_criterion, by_chance = judged("criterion", batch), judged("random", batch)
+            by_criterion = judged("criterion", batch)
+            by_chance = judged("random", batch)
             signal = ~is_constant(batch.rewards_PG)
-            wanted, given = by_criterion.weights_P[signal], by_chance.weights_P[signal]
-            assert torch.equal(given.sort().values, wanted.sort().values) and not torch.equal(given, wanted)
+            wanted = by_criterion.weights_P[signal]
+            given = by_chance.weights_P[signal]
+            assert torch.equal(given.sort().values, wanted.sort().values) and not torch.equal(
+                given, wanted
+            )
             assert torch.equal(by_chance.weights_P[~signal], by_criterion.weights_P[~signal])
-            assert torch.equal(by_chance.tds_P, by_criterion.tds_P), "what the criteria say stays in the log"
+            assert torch.equal(by_chance.tds_P, by_criterion.tds_P), (
+                "what the criteria say stays in the log"
+            )
 
 
 def test_random_depends_on_the_runs_seed_and_step_alone():
@@ -262,10 +299,14 @@ def test_random_depends_on_the_runs_seed_and_step_alone():
 
 
 def test_every_group_is_chosen_equally_often_by_chance():
-    chosen = torch.stack([judged("random", groups(), seed=seed).weights_P < 1 for seed in range(400)]).double()
+    chosen = torch.stack(
+        [judged("random", groups(), seed=seed).weights_P < 1 for seed in range(400)]
+    ).double()
     signal = ~is_constant(groups().rewards_PG)
     share = (judged("criterion", groups()).weights_P[signal] < 1).double().mean()
-    assert (chosen.mean(0)[signal] - share).abs().max() < 0.12  # 4.8 standard deviations of 400 draws at most
+    assert (
+        chosen.mean(0)[signal] - share
+    ).abs().max() < 0.12  # 4.8 standard deviations of 400 draws at most
 
 
 def test_reversed_gives_the_factor_to_the_other_side(subtests):
@@ -273,11 +314,15 @@ def test_reversed_gives_the_factor_to_the_other_side(subtests):
         with subtests.test(mode):
             batch = groups()
             options = {"mode": mode, "factor": Schedule(factor)}
-            right, wrong = judged("criterion", batch, **options), judged("reversed", batch, **options)
-            marked, swapped = right.weights_P != 1, wrong.weights_P != 1
+            right = judged("criterion", batch, **options)
+            wrong = judged("reversed", batch, **options)
+            marked = right.weights_P != 1
+            swapped = wrong.weights_P != 1
             assert marked.any() and swapped.any() and not (marked & swapped).any()
             neither = ~right.tds_P & ~right.tas_P
-            assert torch.equal(marked | swapped, ~neither), "a group without a right rollout keeps its weight"
+            assert torch.equal(marked | swapped, ~neither), (
+                "a group without a right rollout keeps its weight"
+            )
             assert bool((wrong.weights_P[swapped] == torch.tensor(factor).float()).all())
 
 
@@ -286,7 +331,9 @@ def test_a_control_gives_the_factor_of_the_step_and_is_off_outside_its_steps():
     for step, wanted in ((0, 0.1), (2, 0.3), (9, 0.5)):
         weights_P = judged("reversed", groups(step=step), factor=factor).weights_P
         assert sorted({round(weight, 6) for weight in weights_P.tolist()}) == [wanted, 1.0]
-        assert bool((judged("random", groups(step=step), steps=(0, 2)).weights_P < 1).any()) is (step < 2)
+        assert bool((judged("random", groups(step=step), steps=(0, 2)).weights_P < 1).any()) is (
+            step < 2
+        )
     assert applied("rate", groups(step=2), steps=(0, 2))[1].rate == 1.0
 
 
@@ -311,7 +358,8 @@ def test_rate_survives_a_checkpoint_between_two_updates_of_a_generation():
 
 def test_the_optimizer_steps_with_the_scaled_rate_and_has_its_own_again():
     weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer, factors = torch.optim.SGD([weight], lr=0.3), iter([0.7, 1.0])
+    optimizer = torch.optim.SGD([weight], lr=0.3)
+    factors = iter([0.7, 1.0])
     callback = ScaledRate(lambda: next(factors))
     moved = []
     for _ in range(2):
@@ -328,7 +376,8 @@ def test_the_optimizer_steps_with_the_scaled_rate_and_has_its_own_again():
 @pytest.mark.slow
 def test_a_run_takes_its_steps_with_the_logged_rate(tmp_path, monkeypatch):
     """The real training command, which notes the learning rate of every optimizer step."""
-    stock, rates = AcceleratedOptimizer.step, []
+    stock = AcceleratedOptimizer.step
+    rates = []
 
     def noted(self, *arguments):
         rates.append(self.param_groups[0]["lr"])
@@ -341,7 +390,9 @@ def test_a_run_takes_its_steps_with_the_logged_rate(tmp_path, monkeypatch):
     scales = [entry["adora/rate_scale"] for entry in log if "adora/rate_scale" in entry]
     assert rates == pytest.approx([1e-3 * scale for scale in scales], rel=1e-4)
     assert len(rates) == 3 and min(scales) < 1
-    assert all("adora/reflective_per_1000_tokens" in entry for entry in log if "adora/rate_scale" in entry)
+    assert all(
+        "adora/reflective_per_1000_tokens" in entry for entry in log if "adora/rate_scale" in entry
+    )
 
 
 def config(*arguments):
@@ -350,8 +401,13 @@ def config(*arguments):
 
 def test_the_key_and_what_does_not_fit_it():
     words = ["--adora_method.adora.assign", "random", "--seed", "7"]
-    assert (method_run(config(*words)).judged_by.assign, method_run(config(*words)).seed) == ("random", 7)
-    with pytest.raises(UserError, match="assign: 'randm' is not one of criterion, random, reversed, rate"):
+    assert (method_run(config(*words)).judged_by.assign, method_run(config(*words)).seed) == (
+        "random",
+        7,
+    )
+    with pytest.raises(
+        UserError, match="assign: 'randm' is not one of criterion, random, reversed, rate"
+    ):
         config("--adora_method.adora.assign", "randm")
 
 
@@ -361,7 +417,10 @@ RATE = ["--adora_method.adora.assign", "rate", "--gradient_accumulation_steps", 
 def test_a_step_has_one_rate(subtests):
     """Of two generations in one optimizer step, the step would take the rate of the second alone."""
     for words, said in [
-        (["--steps_per_generation", "2"], "steps_per_generation: 2 with assign: rate, .*accumulation_steps: 4"),
+        (
+            ["--steps_per_generation", "2"],
+            "steps_per_generation: 2 with assign: rate, .*accumulation_steps: 4",
+        ),
         (["--steps_per_generation", "6"], "steps_per_generation: 6 with assign: rate"),
     ]:
         with subtests.test(f"{words!r:.80}"):

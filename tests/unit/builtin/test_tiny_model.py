@@ -1,21 +1,33 @@
 """The tiny model: shipped small, built reproducibly, with Qwen's own classes."""
 
 import json
+import tomllib
+from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, AutoProcessor
 
-from adora_vl.builtin import WarmStart
-from adora_vl.builtin.tiny_perimeter import PerimeterStart, build_perimeter_model
-from adora_vl.builtin.tiny_vl import SLIPS, build_tiny_model
+from adora_vl.builtin import WarmStart, builtin_data
+from adora_vl.builtin.builtin_data import STARTS
+from adora_vl.builtin.small_model import build_start
+from adora_vl.builtin.tiny_perimeter import PerimeterStart
+from adora_vl.builtin.tiny_text import TextStart
+from adora_vl.builtin.tiny_vl import SLIPS
+from adora_vl.builtin.tiny_zoom import ZoomStart
 from adora_vl.data.prompts import conversation_with_images
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED, STORED
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
-from data_prep.synthetic.families import FAMILIES
-from data_prep.synthetic.generate import generate
+from adora_vl.synthetic.families import FAMILIES
+from adora_vl.synthetic.generate import generate
 
-SHORT = WarmStart(steps=3, short_prompt_steps=1, batch_size=4, rows=16)
-PERIMETER = PerimeterStart(steps=2, short_prompt_steps=1, teacher_steps=1, batch_size=4, rows=12)
+SHORT = {  # plans of the starts that take no time
+    "tiny": WarmStart(steps=3, short_prompt_steps=1, batch_size=4, rows=16),
+    "tiny_perimeter": PerimeterStart(
+        steps=2, short_prompt_steps=1, teacher_steps=1, batch_size=4, rows=12
+    ),
+    "tiny_text": TextStart(steps=2, batch_size=4, rows=8),
+    "tiny_zoom": ZoomStart(steps=1, teacher_steps=1, batch_size=2),
+}
 
 
 def test_the_shipped_model_is_small_untied_and_tells_how_it_was_made():
@@ -27,10 +39,10 @@ def test_the_shipped_model_is_small_untied_and_tells_how_it_was_made():
     assert facts["slips"] == SLIPS and facts["plan"] == json.loads(json.dumps(WarmStart().__dict__))
 
 
-@pytest.mark.parametrize(("build", "plan"), [(build_tiny_model, SHORT), (build_perimeter_model, PERIMETER)])
-def test_building_twice_gives_the_same_bytes(build, plan, tmp_path):
+@pytest.mark.parametrize("start", STARTS)
+def test_building_twice_gives_the_same_bytes(start, tmp_path):
     for name in ("a", "b"):
-        build(tmp_path / name, plan)
+        build_start(tmp_path / name, SHORT[start], STARTS[start].begin)
     files = sorted(file.name for file in (tmp_path / "a").iterdir())
     assert {"config.json", "model.safetensors", "tokenizer.json", "build.json"} <= set(files)
     for file in files:
@@ -58,8 +70,31 @@ def test_a_conversation_without_a_system_prompt_gets_qwens_default():
     processor = AutoProcessor.from_pretrained(PRETRAINED)
     messages = conversation_with_images("Find x.", 1, system_prompt=None)
     text = processor.apply_chat_template(messages, tokenize=False)
-    assert text.startswith("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_sta")
+    assert text.startswith(
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_sta"
+    )
 
 
 def test_the_teacher_knows_every_family():
     assert [family for family in FAMILIES if not 0 < SLIPS.get(family, 0) < 1] == []
+
+
+def test_a_start_that_a_wheel_lacks_is_built_in_the_cache_at_its_first_use(tmp_path, monkeypatch):
+    monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path))
+    name = "tiny_perimeter"
+    monkeypatch.setitem(STORED, name, tmp_path / "nowhere")
+    monkeypatch.setitem(
+        builtin_data.STARTS, name, builtin_data.Start(SHORT[name], STARTS[name].begin)
+    )
+    assert builtin_data.resolve_model(name) == str(tmp_path / name)
+    written = (tmp_path / name / "model.safetensors").stat().st_mtime_ns
+    assert builtin_data.resolve_model(name) == str(tmp_path / name)
+    assert (tmp_path / name / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_a_wheel_has_the_weights_of_one_model():
+    package = Path(builtin_data.__file__).parents[1]
+    packed = tomllib.loads((package.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
+    files = [file for one in packed["package-data"]["adora_vl"] for file in package.glob(one)]
+    assert [file.parent for file in files if file.suffix == ".safetensors"] == [PRETRAINED]
+    assert sum(file.stat().st_size for file in files) < 5e6

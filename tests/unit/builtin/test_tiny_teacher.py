@@ -1,7 +1,9 @@
-"""The tiny model's teacher: at the start of the demo, ADORA's length criterion must not be the label of one subtype.
+"""The tiny model's teacher: at the start of the demo, ADORA's length criterion must not be the
+label of one subtype.
 
-It once was. Vertical angles were copied in 13 tokens, and their slip took 18, so every mixed group of this one subtype
-was attenuated and no other: GRPO with ADORA ended eight points below GRPO, for a reason that lay in the drawings.
+It once was. Vertical angles were copied in 13 tokens, and their slip took 18, so every mixed group
+of this one subtype was attenuated and no other: GRPO with ADORA ended eight points below GRPO, for
+a reason that lay in the drawings.
 """
 
 import random
@@ -19,15 +21,23 @@ from adora_vl.builtin.tiny_vl import SLIPS
 from adora_vl.data.dataset import Row
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.rewards import grade
-from data_prep.synthetic.generate import generate
+from adora_vl.synthetic.generate import generate
 
-ROWS, GROUP = 600, 8  # the demo's rollouts per prompt
+# the demo's rollouts per prompt
+ROWS = 600
+GROUP = 8
 SUBTYPES = {
-    "isosceles", "polygon", "right_triangle", "crossing, vertical", "crossing, supplementary", "circle, diameter",
+    "isosceles",
+    "polygon",
+    "right_triangle",
+    "crossing, vertical",
+    "crossing, supplementary",
+    "circle, diameter",
     "circle, circumference",
-}  # fmt: skip
-# The mean weight of a subtype's mixed groups is 1 - 0.9 * share, so up to this share the first updates count every
-# subtype at 0.91 to 1 of any other. A criterion that is a subtype's label has a share of 1 there.
+}
+# The mean weight of a subtype's mixed groups is 1 - 0.9 * share, so up to this share the first
+# updates count every subtype at 0.91 to 1 of any other. A criterion that is a subtype's label has a
+# share of 1 there.
 MOST_ATTENUATED = 0.1
 
 
@@ -45,7 +55,8 @@ class Subtype:
 
 
 def measure(tokenizer: Any, rows: list[Row]) -> dict[str, Subtype]:
-    """What each subtype's groups of `GROUP` answers by the teacher look like to the demo's criterion.
+    """What each subtype's groups of `GROUP` answers by the teacher look like to the demo's
+    criterion.
 
     The wordings of a group are drawn from all workings of its subtype.
     """
@@ -54,17 +65,25 @@ def measure(tokenizer: Any, rows: list[Row]) -> dict[str, Subtype]:
     for row in rows:
         meta = row["meta"]
         subtype = found[", ".join(filter(None, (meta["family"], meta["kind"])))]
-        right, slip = meta["solution"], meta["slip"]
+        right = meta["solution"]
+        slip = meta["slip"]
         subtype.right.append(len(tokenizer(right + END_OF_TURN)["input_ids"]))
         subtype.slip.append(len(tokenizer(slip + END_OF_TURN)["input_ids"]))
-        rewards = [1.0 if grade(text, row["answer"]).verdict == "correct" else 0.1 for text in (right, slip)]
+        rewards = [
+            1.0 if grade(text, row["answer"]).verdict == "correct" else 0.1
+            for text in (right, slip)
+        ]
         judged.append((subtype, SLIPS[meta["family"]], (rewards[0], rewards[1])))
     rng = random.Random(0)
     for subtype, share, rewards_of in judged:
         slips = [rng.random() < share for _ in range(GROUP)]
-        lengths_PG = torch.tensor([[rng.choice(subtype.slip if slip else subtype.right) for slip in slips]])
+        lengths_PG = torch.tensor(
+            [[rng.choice(subtype.slip if slip else subtype.right) for slip in slips]]
+        )
         rewards_PG = torch.tensor([[rewards_of[slip] for slip in slips]])
-        group = weigh_groups(Groups(rewards_PG, lengths_PG, torch.zeros_like(lengths_PG, dtype=torch.bool)))
+        group = weigh_groups(
+            Groups(rewards_PG, lengths_PG, torch.zeros_like(lengths_PG, dtype=torch.bool))
+        )
         if len(set(rewards_PG[0].tolist())) > 1:  # mixed
             subtype.attenuated.append(bool(group.tds_P.item()))
     return found
@@ -86,14 +105,19 @@ def test_the_criterion_marks_no_subtype_at_the_start(tokenizer: Any, rows: list[
     for name, subtype in found.items():
         assert len(subtype.attenuated) >= 20, name  # mixed groups: the share means something
         assert subtype.tds_share <= MOST_ATTENUATED, name
-        # Two answers differ by a token at least. More than one apart in the mean is no accident of the digits.
+        # Two answers differ by a token at least. More than one apart in the mean is no accident of
+        # the digits.
         assert fmean(subtype.right) > fmean(subtype.slip) + 1, name
     assert fmean(found["crossing, vertical"].right) > fmean(found["crossing, vertical"].slip) > 17
 
 
 def test_the_slip_of_crossing_lines_is_the_answer_of_the_other_case(rows: list[Row]) -> None:
-    """What decides is the picture: both cases are worked out by the same teacher, with the same numbers."""
+    """What decides is the picture: both cases are worked out by the same teacher, with the same
+    numbers.
+    """
     crossing = [row for row in rows if row["meta"]["family"] == "crossing"]
     assert {row["meta"]["kind"] for row in crossing} == {"vertical", "supplementary"}
     for row in crossing:
-        assert grade(row["meta"]["slip"], str(180 - int(row["answer"]))).verdict == "correct", row["id"]
+        assert grade(row["meta"]["slip"], str(180 - int(row["answer"]))).verdict == "correct", row[
+            "id"
+        ]

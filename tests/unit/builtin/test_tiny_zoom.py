@@ -5,21 +5,23 @@ from typing import Any
 
 import pytest
 
-from adora_vl.builtin.tiny_zoom import SEEN, ZoomStart, _Teacher, build_zoom_model, call_for
-from adora_vl.config.blocks import ToolOptions
+from adora_vl.builtin.small_model import build_start
+from adora_vl.builtin.tiny_zoom import SEEN, ZoomStart, _Teacher, begin_zoom, call_for
+from adora_vl.config.options import ToolOptions
 from adora_vl.models.load import load_processor
-from adora_vl.rollout.rollouts import Rollout, Span
-from adora_vl.rollout.turns import Turns
+from adora_vl.rollout.rollouts import Rollout, Segment
+from adora_vl.rollout.turns import ToolLoop
+from adora_vl.synthetic.corners import CORNERS, drawn
+from adora_vl.synthetic.generate import generate
 from adora_vl.tools.ours import View
 from adora_vl.tools.run import Toolbox, choose_tools
-from data_prep.synthetic.corners import CORNERS, drawn
-from data_prep.synthetic.generate import generate
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("zoom") / "model"
-    facts = build_zoom_model(folder, ZoomStart(steps=1, teacher_steps=1, batch_size=2))
+    plan = ZoomStart(steps=1, teacher_steps=1, batch_size=2)
+    facts = build_start(folder, plan, begin_zoom)
     return facts, load_processor(str(folder))
 
 
@@ -31,8 +33,8 @@ def test_what_follows_a_call_is_what_the_start_was_taught(built):
     parts, images = teacher.turns()
     ids = [processor.tokenizer(text, add_special_tokens=False)["input_ids"] for text, _ in parts]
     decode = lambda tokens: processor.tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
-    turns = Turns(toolbox, processor, {}, lambda image: 1, 2, decode)
-    before = Rollout((Span(tuple(ids[1]), (0.0,) * len(ids[1]), 0),), "stop")
+    turns = ToolLoop(toolbox, processor, {}, lambda image: 1, 2, decode)
+    before = Rollout((Segment(tuple(ids[1]), (0.0,) * len(ids[1]), 0),), "stop")
     after = turns(before, images[:1], prompt=len(ids[0]), longest=400, step=0, seed="0")
     assert list(after.spans[1].tokens) == ids[2]
     assert after.pictures[0].image.tobytes() == images[1].tobytes() and not after.calls[0].failed
@@ -46,5 +48,7 @@ def test_a_call_shows_the_corner_that_is_asked_for():
         x, y = (0 if word in corner else 392 for word in ("left", "top"))
         assert shown.tobytes() == image.crop((x, y, x + SEEN, y + SEEN)).tobytes()
     rows = list(generate(8, size=448, families=("corners",)))
-    assert {row["meta"]["kind"] for row in rows} <= {*CORNERS} and all(10 <= int(row["answer"]) < 100 for row in rows)
+    assert {row["meta"]["kind"] for row in rows} <= {*CORNERS} and all(
+        10 <= int(row["answer"]) < 100 for row in rows
+    )
     assert all(row["meta"]["kind"] in row["problem"] for row in rows)

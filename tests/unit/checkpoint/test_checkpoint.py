@@ -1,4 +1,6 @@
-"""A checkpoint is whole or does not count; a run goes on from the newest whole one of the same run, or says why not."""
+"""A checkpoint is whole or does not count; a run goes on from the newest whole one of the same run,
+or says why not.
+"""
 
 import contextlib
 import json
@@ -6,6 +8,7 @@ import os
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +19,16 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from adora_vl.checkpoint import store
 from adora_vl.checkpoint.fingerprint import differences, fingerprint, sharding_of
 from adora_vl.checkpoint.resume import choose_start
-from adora_vl.checkpoint.universal import _GroupsAsBefore, expect_universal, load_shards, without_code, write_universal
+from adora_vl.checkpoint.universal import (
+    _GroupsAsBefore,
+    expect_universal,
+    load_shards,
+    without_code,
+    write_universal,
+)
 from adora_vl.checkpoint.writer import ASIDE, CheckpointWriter
-from adora_vl.config.blocks import RolloutOptions
-from adora_vl.config.keys import AdoraKeys
+from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
+from adora_vl.config.options import RolloutOptions
 from adora_vl.data.dataloader import EpochRepeatSampler
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.seeding import rollout_seed
@@ -49,22 +58,41 @@ DAMAGES = {
         lambda c: (c / "model.safetensors").write_bytes(b"short"),
         "model.safetensors has 5 bytes instead of",
     ),
-    "flipped byte": (lambda c: flip_a_byte(c / "model.safetensors"), "model.safetensors is damaged"),
+    "flipped byte": (
+        lambda c: flip_a_byte(c / "model.safetensors"),
+        "model.safetensors is damaged",
+    ),
     "flipped byte in a shard": (
         lambda c: flip_a_byte(c / "global_step" / "shard.pt"),
         "global_step/shard.pt is damaged",
     ),
-    "missing file": (lambda c: (c / "global_step" / "shard.pt").unlink(), "global_step/shard.pt is missing"),
-    "missing mark": (lambda c: (c / store.MARK).unlink(), "it was never finished (complete is missing)"),
-    "missing manifest": (lambda c: (c / store.MANIFEST).unlink(), "it was never finished (manifest.json is missing)"),
-    "edited manifest": (lambda c: flip_a_byte(c / store.MANIFEST), "manifest.json is not the one that was finished"),
-    "empty mark": (lambda c: (c / store.MARK).write_text(""), "manifest.json is not the one that was finished"),
+    "missing file": (
+        lambda c: (c / "global_step" / "shard.pt").unlink(),
+        "global_step/shard.pt is missing",
+    ),
+    "missing mark": (
+        lambda c: (c / store.MARK).unlink(),
+        "it was never finished (complete is missing)",
+    ),
+    "missing manifest": (
+        lambda c: (c / store.MANIFEST).unlink(),
+        "it was never finished (manifest.json is missing)",
+    ),
+    "edited manifest": (
+        lambda c: flip_a_byte(c / store.MANIFEST),
+        "manifest.json is not the one that was finished",
+    ),
+    "empty mark": (
+        lambda c: (c / store.MARK).write_text(""),
+        "manifest.json is not the one that was finished",
+    ),
 }
 
 
 def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path):
     for name, (damage, reason) in DAMAGES.items():
-        older, newer = make(tmp_path / name, 10), make(tmp_path / name, 20)
+        older = make(tmp_path / name, 10)
+        newer = make(tmp_path / name, 20)
         assert store.problem_of(newer) is None
         damage(newer)
         assert reason in str(store.problem_of(newer)), name
@@ -77,7 +105,9 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path):
 
 def test_nothing_but_damaged_ones_is_refused_with_the_remedy(tmp_path):
     (make(tmp_path, 10) / store.MARK).unlink()
-    with pytest.raises(UserError, match=r"no checkpoint .* is whole; skipped .*--overwrite_output_dir true"):
+    with pytest.raises(
+        UserError, match=r"no checkpoint .* is whole; skipped .*--overwrite_output_dir true"
+    ):
         choose_start(tmp_path, "auto", False, RUN)
     start = choose_start(tmp_path, "auto", True, RUN)
     assert start.checkpoint is None and start.replaces
@@ -85,9 +115,16 @@ def test_nothing_but_damaged_ones_is_refused_with_the_remedy(tmp_path):
 
 def test_another_run_in_the_folder_is_refused_by_the_name_of_the_difference(tmp_path):
     make(tmp_path, 10)
-    with pytest.raises(UserError, match=r"of another run: adora_method.adora.factor: 0.1 -> 0.2 \(and 1 more\)"):
+    with pytest.raises(
+        UserError, match=r"of another run: adora_method.adora.factor: 0.1 -> 0.2 \(and 1 more\)"
+    ):
         choose_start(tmp_path, None, False, {"adora_method.adora.factor": "0.2", "dataset": "xyz"})
-    start = choose_start(tmp_path, str(tmp_path / "checkpoint-10"), False, {**RUN, "adora_method.adora.factor": "0.2"})
+    start = choose_start(
+        tmp_path,
+        str(tmp_path / "checkpoint-10"),
+        False,
+        {**RUN, "adora_method.adora.factor": "0.2"},
+    )
     assert start.notes[1] == "changed since then: adora_method.adora.factor: 0.1 -> 0.2"
 
 
@@ -97,9 +134,14 @@ SHARDED = {**RUN, "processes": "2", "sharding": "zero3"}
 def test_shards_of_another_world_are_refused_with_the_command_that_would_work(tmp_path):
     checkpoint = make(tmp_path, 10, SHARDED)
     for wanted in (None, str(checkpoint)):
-        with pytest.raises(UserError, match=rf"by 2 processes and this run has 1; .* {checkpoint} OUT --universal"):
+        with pytest.raises(
+            UserError, match=rf"by 2 processes and this run has 1; .* {checkpoint} OUT --universal"
+        ):
             choose_start(tmp_path, wanted, False, {**SHARDED, "processes": "1"})
-        with pytest.raises(UserError, match=r"with sharding zero3 and this run has none; .* --model_name_or_path OUT"):
+        with pytest.raises(
+            UserError,
+            match=r"with sharding zero3 and this run has none; .* --model_name_or_path OUT",
+        ):
             choose_start(tmp_path, wanted, False, {**SHARDED, "sharding": "none"})
     whole = make(tmp_path / "universal", 10, SHARDED)
     (whole / "latest_universal").write_text("global_step")
@@ -130,11 +172,14 @@ class Code:
 
 def test_no_code_of_a_strangers_checkpoint_is_run_by_deepspeed(tmp_path, monkeypatch):
     """Neither by its converters nor at a resume, though it asks torch for all that pickle can do."""
-    checkpoint, ran = tmp_path / "checkpoint-1", tmp_path / "ran"
+    checkpoint = tmp_path / "checkpoint-1"
+    ran = tmp_path / "ran"
     names = ("mp_rank_00_model", "zero_pp_rank_0_mp_rank_00_optim")
     (checkpoint / "global_step1").mkdir(parents=True)
     for name in names:
-        torch.save({"optimizer_state_dict": Code(ran)}, checkpoint / "global_step1" / f"{name}_states.pt")
+        torch.save(
+            {"optimizer_state_dict": Code(ran)}, checkpoint / "global_step1" / f"{name}_states.pt"
+        )
     (checkpoint / "latest").write_text("global_step1")
     store.seal(checkpoint, {"step": 1, "fingerprint": {}})
     engine = SimpleNamespace(
@@ -143,32 +188,57 @@ def test_no_code_of_a_strangers_checkpoint_is_run_by_deepspeed(tmp_path, monkeyp
         )
     )
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    for read in (lambda: write_universal(checkpoint, tmp_path / "out"), lambda: load_shards(engine, str(checkpoint))):
-        with pytest.raises(UserError, match=r"'.*checkpoint-1' asks for posix.mkdir, which no run has written"):
+    for read in (
+        lambda: write_universal(checkpoint, tmp_path / "out"),
+        lambda: load_shards(engine, str(checkpoint)),
+    ):
+        with pytest.raises(
+            UserError, match=r"'.*checkpoint-1' asks for posix.mkdir, which no run has written"
+        ):
             read()
     assert not ran.exists() and not (tmp_path / "out").exists()
-    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ and os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1"
+    assert (
+        "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+        and os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1"
+    )
 
 
 def test_what_deepspeed_itself_writes_is_read_without_code(tmp_path):
     address = fragment_address(3, 1)
     scaler = DynamicLossScaler(4.0, 1000, 1.0, 2, consecutive_hysteresis=False)
-    content = {"stage": ZeroStageEnum(3), "loss_scaler": scaler, "mapping": [{"w": address}], "static": LossScaler(1.0)}
+    content = {
+        "stage": ZeroStageEnum(3),
+        "loss_scaler": scaler,
+        "mapping": [{"w": address}],
+        "static": LossScaler(1.0),
+    }
     torch.save(content, tmp_path / "states.pt")
     with without_code(tmp_path):
         read = torch.load(tmp_path / "states.pt", weights_only=False)
-    assert read["stage"] == 3 and read["mapping"][0]["w"] == address and read["loss_scaler"].cur_scale == 4.0
+    assert (
+        read["stage"] == 3
+        and read["mapping"][0]["w"] == address
+        and read["loss_scaler"].cur_scale == 4.0
+    )
 
 
 def test_after_a_universal_checkpoint_every_group_has_its_own_step_and_decay():
-    """DeepSpeed hands all groups one step tensor and the first group's decay; Adam then counts a step per group."""
+    """DeepSpeed hands all groups one step tensor and the first group's decay; Adam then counts a
+    step per group.
+    """
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = torch.optim.AdamW([{"params": [each], "weight_decay": 0.1} for each in weights])
     shared = torch.tensor(4.0)
     for each in weights:
-        optimizer.state[each] = {"step": shared, "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
+        optimizer.state[each] = {
+            "step": shared,
+            "exp_avg": torch.zeros(2),
+            "exp_avg_sq": torch.zeros(2),
+        }
         each.grad = torch.ones(2)
-    _GroupsAsBefore().on_train_begin(SimpleNamespace(weight_decay=0.1), None, None, optimizer=optimizer)
+    _GroupsAsBefore().on_train_begin(
+        SimpleNamespace(weight_decay=0.1), None, None, optimizer=optimizer
+    )
     optimizer.step()
     assert [optimizer.state[each]["step"].item() for each in weights] == [5, 5]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
@@ -188,26 +258,43 @@ def test_the_words_of_resume_from_checkpoint(tmp_path):
 def test_differences_name_what_a_person_sets_first():
     before = {"beta": "0", "adora_correct_above": "1", "gone": "1"}
     now = {"beta": "1", "adora_correct_above": "2", "new": "3"}
-    expected = ["adora_correct_above: 1 -> 2", "beta: 0 -> 1", "gone: 1 -> not set", "new: not set -> 3"]
+    expected = [
+        "adora_correct_above: 1 -> 2",
+        "beta: 0 -> 1",
+        "gone: 1 -> not set",
+        "new: not set -> 3",
+    ]
     assert differences(before, now) == expected
 
 
 def test_model_and_data_are_known_by_what_is_in_them_and_not_by_their_path(tmp_path):
-    """A folder that was moved is the same. One of which a file was written anew, in the same size, is not."""
+    """A folder that was moved is the same.
+
+    One of which a file was written anew, in the same size, is not.
+    """
 
     def of(home: Path) -> dict[str, str]:
         model = str(home / "model")
-        return fingerprint(AdoraKeys(), data=[home / "data"], model=model, revision="main", processes=1)
+        return fingerprint(
+            AdoraKeys(), data=[home / "data"], model=model, revision="main", processes=1
+        )
 
     home = tmp_path / "here"
-    files = {"model/config.json": b"{}", "model/model.safetensors": b"12", "data/manifest.json": b"{}"}
+    files = {
+        "model/config.json": b"{}",
+        "model/model.safetensors": b"12",
+        "data/manifest.json": b"{}",
+    }
     for name, content in {**files, "data/data/train-0.parquet": b"12"}.items():
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_bytes(content)
     before = of(home)
     moved = home.rename(tmp_path / "there")
     assert differences(before, of(moved)) == []
-    for key, name in (("dataset", "data/data/train-0.parquet"), ("model", "model/model.safetensors")):
+    for key, name in (
+        ("dataset", "data/data/train-0.parquet"),
+        ("model", "model/model.safetensors"),
+    ):
         (moved / name).write_bytes(b"13")
         (line,) = differences(before, of(moved))
         assert line.startswith(f"{key}: ")
@@ -223,12 +310,29 @@ def test_a_reward_function_that_was_edited_is_another_run():
     assert differences(of("1a"), of("2b")) == ["reward my_rewards.py: 1a -> 2b"]
 
 
+def test_a_judge_that_has_moved_is_the_same_run():
+    def of(**options: Any) -> dict[str, str]:
+        judge = {"base_url": "http://a:8123/v1", "model": "j", **options}
+        keys = AdoraScriptArguments(adora_reward=["accuracy", {"judge": judge}])
+        return fingerprint(keys, data=["d"], model="m", revision="r", processes=1)
+
+    before = of()
+    assert differences(before, of(base_url="http://b:8124/v1", concurrency=4)) == []
+    for other in ({"model": "k"}, {"instruction": "Judge."}, {"max_tokens": 9}, {"budget": 9}):
+        (line,) = differences(before, of(**other))
+        assert line.startswith("adora_reward: ")
+
+
 def test_rotation_keeps_the_newest_whole_ones_and_touches_nothing_unfinished(tmp_path):
     for step in (5, 10, 15, 20):
         make(tmp_path, step)
     (tmp_path / "checkpoint-10" / store.MARK).unlink()
     store.rotate(tmp_path, 2)
-    assert [path.name for path in store.checkpoints(tmp_path)] == ["checkpoint-20", "checkpoint-15", "checkpoint-10"]
+    assert [path.name for path in store.checkpoints(tmp_path)] == [
+        "checkpoint-20",
+        "checkpoint-15",
+        "checkpoint-10",
+    ]
     store.rotate(tmp_path, None)
     assert len(store.checkpoints(tmp_path)) == 3
 
@@ -249,11 +353,17 @@ def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
         save(folder)
         raise OSError("No space left on device")
 
-    with pytest.raises(RunError, match=r"checkpoint-20 could not .* \(no space left.*older checkpoints are as") as full:
+    with pytest.raises(
+        RunError, match=r"checkpoint-20 could not .* \(no space left.*older checkpoints are as"
+    ) as full:
         writer.write(20, on_a_full_disk)
     assert full.value.__cause__ is None, "a cause would be printed as a traceback"
     assert list((tmp_path / store.STAGING).iterdir()) == []
-    assert store.problem_of(older) is None and store.checkpoints(tmp_path / ASIDE) and writer.saved_at is None
+    assert (
+        store.problem_of(older) is None
+        and store.checkpoints(tmp_path / ASIDE)
+        and writer.saved_at is None
+    )
     writer.write(20, save)
     assert store.newest_valid(tmp_path)[0] == tmp_path / "checkpoint-20" and writer.saved_at == 20
     assert len(store.checkpoints(tmp_path)) == 1 and not (tmp_path / ASIDE).exists()
@@ -269,7 +379,8 @@ def test_a_crash_while_saving_leaves_the_older_checkpoint_valid(tmp_path, monkey
     """Whatever the last call was that came through, the new folder is whole or not there."""
     older = make(tmp_path, 10)
     for call, survived in product(("replace_file", "hashes", "flush"), range(6)):
-        real, left = getattr(store, call), iter(range(survived))
+        real = getattr(store, call)
+        left = iter(range(survived))
 
         def crash(*arguments, left=left, real=real):
             if next(left, None) is None:
@@ -281,7 +392,9 @@ def test_a_crash_while_saving_leaves_the_older_checkpoint_valid(tmp_path, monkey
             make(tmp_path, 20)
         monkeypatch.setattr(store, call, real)
         found = store.newest_valid(tmp_path)
-        assert found[0] == (tmp_path / "checkpoint-20" if (tmp_path / "checkpoint-20").exists() else older)
+        assert found[0] == (
+            tmp_path / "checkpoint-20" if (tmp_path / "checkpoint-20").exists() else older
+        )
         assert found[1] == []
         store.clear_staging(tmp_path)
 
@@ -298,6 +411,20 @@ def test_an_epoch_has_its_own_order_however_the_run_came_there():
     assert order(0, 1, 2)[1:] == order(1, 2)
     assert len({tuple(each) for each in order(0, 1, 2)}) == 3
     assert sorted(set(order(1)[0])) == list(range(40))
+
+
+def test_rows_that_are_not_shuffled_all_have_their_turn():
+    """Eleven rows in generations of four leave three over, which begin the next epoch."""
+    sampler = EpochRepeatSampler(range(11), 2, batch_size=4, repeat_count=3, shuffle=False)
+    drawn = []
+    for epoch in range(11):
+        sampler.set_epoch(epoch)
+        order = list(sampler)
+        assert len(order) == len(sampler)
+        drawn += order
+    generations = [drawn[first : first + 8] for first in range(0, len(drawn), 24)]
+    rows = [row for generation in generations for row in generation[::2]]
+    assert rows == [*range(11)] * 8, "in the order of the data set, eleven epochs of eight rows"
 
 
 def test_every_rollout_has_its_own_seed_and_the_same_one_again():

@@ -1,4 +1,6 @@
-"""What libraries hold in memory and do not save comes back, whole or with one line that says what is missing."""
+"""What libraries hold in memory and do not save comes back, whole or with one line that says what
+is missing.
+"""
 
 from copy import deepcopy
 from types import SimpleNamespace
@@ -10,8 +12,8 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from adora_vl.checkpoint.library_state import REFERENCE, Losses, MovingReference
 from adora_vl.checkpoint.store import seal
+from adora_vl.checkpoint.trl_state import REFERENCE, Losses, MovingReference
 from adora_vl.checkpoint.writer import of_a_run
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.errors import RunError, UserError
@@ -35,10 +37,18 @@ def test_every_adapter_is_read_back_the_trained_one_and_the_reference(base, form
                 parameter += 1
     trained.save_pretrained(tmp_path)
     assert (tmp_path / "ref").is_dir() and {path.name for path in of_a_run(tmp_path)} >= {"ref"}
-    moved = [name for name, now in trained.state_dict().items() if not torch.equal(now, start.state_dict()[name])]
+    moved = [
+        name
+        for name, now in trained.state_dict().items()
+        if not torch.equal(now, start.state_dict()[name])
+    ]
     assert any("default" in name for name in moved) and any("ref" in name for name in moved)
     resumed(start, tmp_path)
-    assert [name for name, now in trained.state_dict().items() if not torch.equal(now, start.state_dict()[name])] == []
+    assert [
+        name
+        for name, now in trained.state_dict().items()
+        if not torch.equal(now, start.state_dict()[name])
+    ] == []
 
 
 def test_an_adapter_that_does_not_fit_ends_in_one_line(base, tmp_path):  # noqa: F811
@@ -48,7 +58,9 @@ def test_an_adapter_that_does_not_fit_ends_in_one_line(base, tmp_path):  # noqa:
     tensors = load_file(file)
     first, *_ = sorted(tensors)
     save_file({name: tensor for name, tensor in tensors.items() if name != first}, file)
-    with pytest.raises(RunError, match=f"^the adapter default .*1 tensors are missing, the first is {first}"):
+    with pytest.raises(
+        RunError, match=f"^the adapter default .*1 tensors are missing, the first is {first}"
+    ):
         resumed(model, tmp_path)
     save_file({**tensors, "base_model.model.other.lora_A.weight": torch.zeros(1)}, file)
     with pytest.raises(RunError, match="1 tensors have no place in the model"):
@@ -71,7 +83,10 @@ def test_a_reference_that_was_moved_comes_back_and_stays_after_its_syncs_end(tmp
     ended.save(tmp_path / "second")
     again = nn.Linear(3, 2)
     reference(again).load(tmp_path / "second")
-    assert all(torch.equal(one, other) for one, other in zip(moved.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(moved.parameters(), again.parameters(), strict=True)
+    )
     reference(nn.Linear(3, 2), moves=False).save(tmp_path / "third")
     assert not (tmp_path / "third").exists(), "one that never moves is the base model"
 
@@ -88,19 +103,34 @@ def test_a_checkpoint_without_the_reference_or_with_another_one_is_refused(tmp_p
         reference(nn.Linear(3, 2)).load(tmp_path)
 
 
-def test_each_rank_gets_its_own_sum_of_losses_and_another_number_of_ranks_their_mean(tmp_path, monkeypatch):
+def test_each_rank_gets_its_own_sum_of_losses_and_another_number_of_ranks_their_mean(
+    tmp_path, monkeypatch
+):
     """Between two lines of the log a rank has a sum that the others have not."""
-    monkeypatch.setattr("adora_vl.checkpoint.library_state.gather_object", lambda own: [*own, 0.5])
+    monkeypatch.setattr("adora_vl.checkpoint.trl_state.gather_object", lambda own: [*own, 0.5])
 
     def trainer(rank: int, ranks: int, **sums: Any) -> Any:
         at = {"_tr_loss": torch.zeros(()), "_total_loss_scalar": 0.0, "_globalstep_last_logged": 5}
-        return SimpleNamespace(accelerator=SimpleNamespace(process_index=rank, num_processes=ranks), **{**at, **sums})
+        return SimpleNamespace(
+            accelerator=SimpleNamespace(process_index=rank, num_processes=ranks), **{**at, **sums}
+        )
 
-    saved = Losses(trainer(0, 2, _tr_loss=torch.tensor(0.1), _total_loss_scalar=2.25, _globalstep_last_logged=4))
+    saved = Losses(
+        trainer(
+            0, 2, _tr_loss=torch.tensor(0.1), _total_loss_scalar=2.25, _globalstep_last_logged=4
+        )
+    )
     seal(tmp_path, Losses.of_all_ranks(saved.now()))
-    for rank, ranks, rest in ((0, 2, torch.tensor(0.1)), (1, 2, torch.tensor(0.5)), (0, 1, torch.tensor(0.3))):
+    for rank, ranks, rest in (
+        (0, 2, torch.tensor(0.1)),
+        (1, 2, torch.tensor(0.5)),
+        (0, 1, torch.tensor(0.3)),
+    ):
         now = trainer(rank, ranks)
         losses = Losses(now)
         losses.load(tmp_path)
         losses.on_train_begin(None, None, None)
-        assert now._tr_loss == rest and (now._total_loss_scalar, now._globalstep_last_logged) == (2.25, 4)
+        assert now._tr_loss == rest and (now._total_loss_scalar, now._globalstep_last_logged) == (
+            2.25,
+            4,
+        )

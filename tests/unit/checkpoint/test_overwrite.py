@@ -1,4 +1,6 @@
-"""Starting over in a folder: what a run wrote is put aside until the new one has a checkpoint; a user's file stays."""
+"""Starting over in a folder: what a run wrote is put aside until the new one has a checkpoint; a
+user's file stays.
+"""
 
 import json
 import shutil
@@ -52,7 +54,12 @@ def a_run(folder: Path, *steps: int) -> Path:
     (folder / "metrics.jsonl").write_text(OLD)
     (folder / "manifest.json").write_text(BEGUN)
     (folder / "rollouts").mkdir()
-    write_part(folder / "rollouts", pa.table({"step": [1]}).replace_schema_metadata({"adora_vl": "{}"}), 1, 8)
+    write_part(
+        folder / "rollouts",
+        pa.table({"step": [1]}).replace_schema_metadata({"adora_vl": "{}"}),
+        1,
+        8,
+    )
     (folder / "notes.txt").write_text("the user's")
     return folder
 
@@ -72,12 +79,15 @@ def test_choosing_the_start_deletes_nothing(tmp_path):
     before = files(a_run(tmp_path, 4, 8))
     for wanted in (None, "auto", "false"):
         start = choose_start(tmp_path, wanted, True, RUN)
-        assert start.checkpoint is None and start.replaces and str(tmp_path / ASIDE) in start.notes[-1]
+        assert (
+            start.checkpoint is None and start.replaces and str(tmp_path / ASIDE) in start.notes[-1]
+        )
     assert files(tmp_path) == before
 
 
 def test_a_named_checkpoint_of_the_folder_is_refused_and_one_from_elsewhere_is_used(tmp_path):
-    run, other = a_run(tmp_path / "run", 4, 8), make(tmp_path / "other", 6)
+    run = a_run(tmp_path / "run", 4, 8)
+    other = make(tmp_path / "other", 6)
     before = files(run)
     for wanted in (str(run / "checkpoint-4"), f"{run}/../run/checkpoint-4/", "true"):
         with pytest.raises(UserError, match="^resume_from_checkpoint: .* leave out one of the two"):
@@ -94,11 +104,18 @@ def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp
     set_aside(run)
     make(run, 2)  # of the run after it
     (run / STAGING).mkdir(exist_ok=True)
-    (run / "checkpoint-2").rename(run / STAGING / "checkpoint-2")  # whole, and killed before it got its place
+    # whole, and killed before it got its place
+    (run / "checkpoint-2").rename(run / STAGING / "checkpoint-2")
     before = files(run)
-    places = (ASIDE + "/checkpoint-4", f"{ASIDE}/../{ASIDE}/checkpoint-8", STAGING + "/checkpoint-2")
+    places = (
+        ASIDE + "/checkpoint-4",
+        f"{ASIDE}/../{ASIDE}/checkpoint-8",
+        STAGING + "/checkpoint-2",
+    )
     for place, overwrite in product(places, (False, True)):
-        with pytest.raises(UserError, match="^resume_from_checkpoint: .*, which a run clears; move it out of there"):
+        with pytest.raises(
+            UserError, match="^resume_from_checkpoint: .*, which a run clears; move it out of there"
+        ):
             choose_start(run, str(run / place), overwrite, RUN)
     assert files(run) == before
     moved = (run / ASIDE / "checkpoint-4").rename(tmp_path / "checkpoint-4")
@@ -108,11 +125,15 @@ def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp
 def test_a_folder_that_holds_no_run_but_what_a_run_would_write_over_is_refused(tmp_path):
     """A model, a prepared data set, or a project, which `--output_dir` names by mistake."""
     names = ("README.md", "config.json", "model.safetensors", "manifest.json", "rollouts/mine")
-    (tmp_path / "begun" / "completions").mkdir(parents=True)  # TRL's, of a run whose engine did not start
+    # TRL's, of a run whose engine did not start
+    (tmp_path / "begun" / "completions").mkdir(parents=True)
     for name, overwrite in product(names, (False, True)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"made_by": "somebody else"}')
-        with pytest.raises(UserError, match=f"^output_dir: .* holds '{name}', which no run is known to have written "):
+        with pytest.raises(
+            UserError,
+            match=f"^output_dir: .* holds '{name}', which no run is known to have written ",
+        ):
             refuse_own_files(tmp_path, overwrite)
         (tmp_path / name).unlink()
         (tmp_path / "manifest.json").write_text(BEGUN)  # a run that came to no checkpoint
@@ -129,14 +150,18 @@ def test_what_the_run_reads_is_not_replaced(tmp_path):
     before = files(run)
     inside_it = (".", "merged", "checkpoint-4", "rollouts", "eval/../merged")
     for key, inside in product(("model_name_or_path", "dataset_name"), inside_it):
-        with pytest.raises(UserError, match=f"^{key}: .* whose run overwrite_output_dir: true replaces"):
+        with pytest.raises(
+            UserError, match=f"^{key}: .* whose run overwrite_output_dir: true replaces"
+        ):
             choose_start(run, None, True, RUN, [(key, str(run / inside))])
     assert files(run) == before
     for elsewhere in (tmp_path, run / "eval", "somebody/model"):
         assert choose_start(run, None, True, RUN, [("model_name_or_path", str(elsewhere))]).replaces
 
 
-def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from_the_old_one(tmp_path):
+def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from_the_old_one(
+    tmp_path,
+):
     run = a_run(tmp_path, 4, 8)
     assert set_aside(run) == str(run / ASIDE)
     assert checkpoints(run) == [] and (run / "notes.txt").is_file()
@@ -156,7 +181,9 @@ def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from
 @settings(max_examples=30)
 @given(st.lists(st.sampled_from(["set aside", "crash", "checkpoint"]), max_size=6))
 def test_a_whole_checkpoint_is_there_at_every_moment(tmp_path_factory, events):
-    """Whatever the order of starts, crashes and checkpoints: something whole is in the folder, or aside."""
+    """Whatever the order of starts, crashes and checkpoints: something whole is in the folder, or
+    aside.
+    """
     run = make(tmp_path_factory.mktemp("run"), 4).parent
     for number, event in enumerate(events):
         if event == "set aside":
@@ -182,22 +209,31 @@ def test_a_finished_run_without_checkpoints_is_not_trained_over(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.core
-def test_the_command_keeps_the_old_run_until_the_new_one_has_a_checkpoint(adora_run, tmp_path, capsys):
+def test_the_command_keeps_the_old_run_until_the_new_one_has_a_checkpoint(
+    adora_run, tmp_path, capsys
+):
     run = shutil.copytree(adora_run, tmp_path / "run")
     before = files(run)
-    wrong = arguments(run, overwrite_output_dir="true", use_peft="true", lora_target_modules="no_such_layer")
+    wrong = arguments(
+        run, overwrite_output_dir="true", use_peft="true", lora_target_modules="no_such_layer"
+    )
     assert main(wrong) == 2
     assert "lora_target_modules" in capsys.readouterr().err.splitlines()[-1]
     assert files(run) >= before, "a run that could not begin has deleted something"
     put_completions(run, 9)
     train(run, overwrite_output_dir="true", max_steps=2, log_completions="true")
     tables = [path.name for path in sorted((run / "completions").iterdir())]
-    assert tables == ["completions_00001.parquet", "completions_00002.parquet"], "TRL's folder is there for the new run"
+    assert tables == ["completions_00001.parquet", "completions_00002.parquet"], (
+        "TRL's folder is there for the new run"
+    )
     assert [path.name for path in checkpoints(run)] == ["checkpoint-2"] and STEPS > 2
     assert not (run / ASIDE).exists() and len((run / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-REFUSED = "^output_dir: .* holds .*, which no run is known to have written and this one would write over or delete; "
+REFUSED = (
+    "^output_dir: .* holds .*, which no run is known to have written and this one would write "
+    "over or delete; "
+)
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +302,9 @@ OWN: dict[str, Callable[[Path], object]] = {
     f"rollouts/{PART}": lambda run: put_table(run / "rollouts" / PART),
     "rollouts/_images/mine.png": lambda run: put(run / "rollouts" / "_images" / "mine.png"),
     "rollouts/more": a_link_from_inside,
-    "completions/completions_00009.parquet": lambda run: put_table(run / "completions" / "completions_00009.parquet"),
+    "completions/completions_00009.parquet": lambda run: put_table(
+        run / "completions" / "completions_00009.parquet"
+    ),
     "completions/notes/a.txt": lambda run: put(run / "completions" / "notes" / "a.txt"),
     "merged/predictions.jsonl": lambda run: put(run / "merged" / "predictions.jsonl"),
     "checkpoint-2/notes.txt": lambda run: put(run / "checkpoint-2" / "notes.txt"),
@@ -274,7 +312,9 @@ OWN: dict[str, Callable[[Path], object]] = {
     "checkpoint-7": lambda run: put(run / "checkpoint-7" / "model.safetensors"),
     "checkpoint-8": lambda run: put(run / "checkpoint-8"),
     "checkpoint-9": lambda run: link(run / "checkpoint-9", elsewhere(run)),
-    "generation_config.json": lambda run: link(run / "generation_config.json", elsewhere(run) / "README.md"),
+    "generation_config.json": lambda run: link(
+        run / "generation_config.json", elsewhere(run) / "README.md"
+    ),
     "chat_template.jinja": lambda run: moved_and_linked(run / "chat_template.jinja"),
     "rollouts": lambda run: link(run / "rollouts", elsewhere(run)),
     "tokenizer.json": lambda run: link(run / "tokenizer.json", run.parent / "nowhere"),
@@ -289,7 +329,11 @@ def test_a_file_of_the_users_is_refused_by_its_name_and_nothing_moves(finished, 
         run = shutil.copytree(finished, tmp_path / str(number) / "run")
         do(run)
         before = contents(run.parent)
-        for refuse in (lambda run=run: refuse_own_files(run, True), lambda run=run: set_aside(run)):  # and a late file
+        # and a late file
+        for refuse in (
+            lambda run=run: refuse_own_files(run, True),
+            lambda run=run: set_aside(run),
+        ):
             with pytest.raises(UserError, match=REFUSED) as caught:
                 refuse()
             assert f"'{name}'" in str(caught.value)
@@ -303,29 +347,51 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
         OWN[name](run)
     before = contents(run)
     with monkeypatch.context() as patch:
-        patch.setattr("adora_vl.train.load", lambda *_: pytest.fail("the weights were loaded for a run that cannot be"))
+        patch.setattr(
+            "adora_vl.train.load",
+            lambda *_: pytest.fail("the weights were loaded for a run that cannot be"),
+        )
         assert main(arguments(run, overwrite_output_dir="true", learning_rate=2e-3)) == 2
     assert contents(run) == before
     own = "'checkpoint-7', 'config.json', 'README.md', 'rollouts/own.parquet'"
-    assert f" holds {own}, which no run is known to have written " in capsys.readouterr().err.splitlines()[-1]
+    assert (
+        f" holds {own}, which no run is known to have written "
+        in capsys.readouterr().err.splitlines()[-1]
+    )
 
     shutil.rmtree(run / "checkpoint-7")
     for name in ("README.md", "config.json", "rollouts/own.parquet"):
         (run / name).unlink()
     assert main(arguments(run, learning_rate=2e-3)) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert "learning_rate" in line and "; set it back, choose another output_dir, or start anew with --" in line
+    assert (
+        "learning_rate" in line
+        and "; set it back, choose another output_dir, or start anew with --" in line
+    )
     count = len(of_a_run(run)) - 5
-    goes = "'checkpoint-2', 'checkpoint-4', 'model.safetensors', 'generation_config.json', 'processor_config.json'"
-    assert line.endswith(f", which deletes {goes} and {count} more once the new run has a whole checkpoint")
+    goes = (
+        "'checkpoint-2', 'checkpoint-4', 'model.safetensors', 'generation_config.json', "
+        "'processor_config.json'"
+    )
+    assert line.endswith(
+        f", which deletes {goes} and {count} more once the new run has a whole checkpoint"
+    )
 
-    shutil.copytree(run / "checkpoint-2", run / "checkpoint-best")  # sealed too, but no run gives that name
+    # sealed too, but no run gives that name
+    shutil.copytree(run / "checkpoint-2", run / "checkpoint-best")
     put(run / "eval" / "predictions.jsonl")
     kept = contents(run / "checkpoint-best")
     assert main(arguments(run, overwrite_output_dir="true", learning_rate=2e-3, max_steps=2)) == 0
-    assert "'checkpoint-2', 'checkpoint-4', 'model.safetensors', 'generation_config.json'" in capsys.readouterr().out
-    assert contents(run / "checkpoint-best") == kept and (run / "eval" / "predictions.jsonl").is_file()
-    assert not (run / "checkpoint-4").exists() and not (run / ASIDE).exists() and own_files(run) == []
+    assert (
+        "'checkpoint-2', 'checkpoint-4', 'model.safetensors', 'generation_config.json'"
+        in capsys.readouterr().out
+    )
+    assert (
+        contents(run / "checkpoint-best") == kept and (run / "eval" / "predictions.jsonl").is_file()
+    )
+    assert (
+        not (run / "checkpoint-4").exists() and not (run / ASIDE).exists() and own_files(run) == []
+    )
 
 
 @pytest.mark.slow
@@ -368,7 +434,11 @@ def test_a_model_that_is_merged_where_a_run_proposes_it_is_the_runs(run, tmp_pat
 
 def test_a_run_that_has_taken_all_its_steps_takes_none_and_counts_as_stopped_no_more(run, capsys):
     mark_stopped(run, STEPS)
-    before = {path: content for path, content in contents(run).items() if path.endswith((".safetensors", ".parquet"))}
+    before = {
+        path: content
+        for path, content in contents(run).items()
+        if path.endswith((".safetensors", ".parquet"))
+    }
     assert main(arguments(run)) == 0
     assert f"checkpoint-{STEPS} is the last step: nothing left to train" in capsys.readouterr().out
     assert not (run / "stopped.json").exists() and before.items() <= contents(run).items()
@@ -379,7 +449,9 @@ def test_a_folder_is_not_judged_while_another_process_writes_into_it(run, capsys
     code = "import sys, pathlib; from adora_vl.checkpoint import resume; "
     code += "lock = resume.lock_output_dir(pathlib.Path(sys.argv[1]))"
     command = [sys.executable, "-c", f"{code}; print('held', flush=True); input()", str(run)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
         assert other.stdout.readline() == "held\n"
         before = contents(run)
         assert main(arguments(run, overwrite_output_dir="true")) == 2
@@ -388,15 +460,22 @@ def test_a_folder_is_not_judged_while_another_process_writes_into_it(run, capsys
         other.kill()
         other.wait()
         lock_output_dir(run).release()  # the lock dies with its process, however that ended
-    assert "another run is writing to" in capsys.readouterr().err.splitlines()[-1] and contents(run) == before
+    assert (
+        "another run is writing to" in capsys.readouterr().err.splitlines()[-1]
+        and contents(run) == before
+    )
 
 
 def test_the_flag_is_recommended_with_what_it_would_refuse(tmp_path):
     put(tmp_path / "checkpoint-500" / "model.safetensors")  # another trainer's
-    with pytest.raises(UserError, match="move away 'checkpoint-500', which no run .* --overwrite_output_dir true$"):
+    with pytest.raises(
+        UserError, match="move away 'checkpoint-500', which no run .* --overwrite_output_dir true$"
+    ):
         choose_start(tmp_path, None, False, RUN)
     make(tmp_path, 4)
-    with pytest.raises(UserError, match="move away 'checkpoint-500', .* true, which deletes 'checkpoint-4' once "):
+    with pytest.raises(
+        UserError, match="move away 'checkpoint-500', .* true, which deletes 'checkpoint-4' once "
+    ):
         choose_start(tmp_path, None, False, {**RUN, "adora_method.adora.factor": "0.2"})
 
 
@@ -404,7 +483,11 @@ def test_a_stopped_a_resumed_and_a_killed_run_are_known_as_a_whole(run, resumed_
     assert own_files(resumed_run.folder) == []
     mark_stopped(run, 4)
     for path in of_a_run(run):
-        if not CHECKPOINT.fullmatch(path.name) and path.name not in ("metrics.jsonl", "manifest.json", "rollouts"):
+        if not CHECKPOINT.fullmatch(path.name) and path.name not in (
+            "metrics.jsonl",
+            "manifest.json",
+            "rollouts",
+        ):
             shutil.rmtree(path) if path.is_dir() else path.unlink()  # it was killed before its end
     (run / "checkpoint-4" / "complete").unlink()  # and has been damaged
     (run / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes() + b'{"step": 5, "ki')
@@ -416,7 +499,9 @@ def test_a_stopped_a_resumed_and_a_killed_run_are_known_as_a_whole(run, resumed_
     refuse_own_files(run, True)  # what was put aside is known there as well
 
 
-def test_a_run_that_was_killed_while_it_put_another_one_aside_can_be_started_again(run, monkeypatch):
+def test_a_run_that_was_killed_while_it_put_another_one_aside_can_be_started_again(
+    run, monkeypatch
+):
     moves = iter([True] * 5)
     rename = Path.rename
     with monkeypatch.context() as patch, pytest.raises(StopIteration):
@@ -426,9 +511,12 @@ def test_a_run_that_was_killed_while_it_put_another_one_aside_can_be_started_aga
     refuse_own_files(run, True)
 
 
-def test_a_model_that_an_earlier_version_saved_is_refused_until_it_is_moved(run, tmp_path):
+def test_a_model_without_a_note_of_what_was_written_is_refused_until_it_is_moved(run, tmp_path):
     (run / WRITTEN).unlink()
-    with pytest.raises(UserError, match=rf"{REFUSED.split(' .*')[0]} .* holds 'model.safetensors', .* and \d more, "):
+    with pytest.raises(
+        UserError,
+        match=rf"{REFUSED.split(' .*')[0]} .* holds 'model.safetensors', .* and \d more, ",
+    ):
         refuse_own_files(run, True)
     for name in own_files(run):
         shutil.move(run / name, tmp_path)
@@ -438,18 +526,24 @@ def test_a_model_that_an_earlier_version_saved_is_refused_until_it_is_moved(run,
 
 
 def test_a_copy_of_a_run_and_a_link_to_one_are_runs(run, tmp_path):
-    subprocess.run(["cp", "-r", str(run), str(tmp_path / "copy")], check=True)  # as users copy: with other times
+    # as users copy: with other times
+    subprocess.run(["cp", "-r", str(run), str(tmp_path / "copy")], check=True)
     assert own_files(tmp_path / "copy") == []
     (tmp_path / "link").symlink_to(run)
     refuse_own_files(tmp_path / "link", True)
-    assert set_aside(tmp_path / "link") and (run / ASIDE / "checkpoint-4").is_dir() and (tmp_path / "link").is_symlink()
+    assert (
+        set_aside(tmp_path / "link")
+        and (run / ASIDE / "checkpoint-4").is_dir()
+        and (tmp_path / "link").is_symlink()
+    )
 
 
 def test_a_hidden_folder_of_somebody_elses_is_not_cleared(tmp_path):
     put(tmp_path / STAGING / "mine")
     with pytest.raises(UserError, match=REFUSED.replace(".* holds .*", f".* holds '{STAGING}'")):
         refuse_own_files(tmp_path, False)
-    put(tmp_path / "manifest.json", '{"made_by": "adora_vl.train"}')  # of a run that was killed while it saved
+    # of a run that was killed while it saved
+    put(tmp_path / "manifest.json", '{"made_by": "adora_vl.train"}')
     refuse_own_files(tmp_path, False)
 
 
@@ -465,7 +559,10 @@ def test_what_a_run_saves_is_noted_and_nothing_else(tmp_path):
         raise OSError("full")
     with noted(tmp_path, writes=False):
         put(tmp_path / "model.safetensors", "of another process")
-    assert json.loads((tmp_path / WRITTEN).read_text())["files"].keys() == {"config.json", "README.md"}
+    assert json.loads((tmp_path / WRITTEN).read_text())["files"].keys() == {
+        "config.json",
+        "README.md",
+    }
     assert own_files(tmp_path) == ["merged/mine", "model.safetensors", "tokenizer.json"]
 
 
@@ -473,6 +570,7 @@ def test_a_model_that_is_pushed_to_the_hub_on_the_way_is_noted(tmp_path, monkeyp
     stock = "trl.GRPOTrainer._push_from_checkpoint"
     monkeypatch.setattr(stock, lambda self, folder: put(tmp_path / "config.json", folder))
     trainer = object.__new__(AdoraGRPOTrainer)
-    trainer.args, trainer.accelerator = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(is_main_process=True)
+    trainer.args = SimpleNamespace(output_dir=str(tmp_path))
+    trainer.accelerator = SimpleNamespace(is_main_process=True)
     trainer._push_from_checkpoint("checkpoint-2")
     assert (tmp_path / "config.json").read_text() == "checkpoint-2" and own_files(tmp_path) == []

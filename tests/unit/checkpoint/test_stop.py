@@ -32,7 +32,8 @@ WORKER = SimpleNamespace(is_world_process_zero=True, global_step=0)
 @contextlib.contextmanager
 def clock_and_kills() -> Iterator[tuple[SimpleNamespace, list[int]]]:
     """A clock that stands until it is set, and the signals by which a run would have ended itself."""
-    clock, kills = SimpleNamespace(now=0.0), []
+    clock = SimpleNamespace(now=0.0)
+    kills = []
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(time, "monotonic", lambda: clock.now)
         patches.setattr(os, "kill", lambda pid, number: kills.append(number))
@@ -41,9 +42,14 @@ def clock_and_kills() -> Iterator[tuple[SimpleNamespace, list[int]]]:
         yield clock, kills
 
 
-@given(st.lists(st.tuples(st.sampled_from(SIGNALS), st.floats(0.0, 2 * REPEAT_S)), min_size=1, max_size=8))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(SIGNALS), st.floats(0.0, 2 * REPEAT_S)), min_size=1, max_size=8
+    )
+)
 def test_repeats_count_as_one_and_only_a_late_one_that_somebody_meant_ends_at_once(sent):
-    times, now = [], 0.0
+    times = []
+    now = 0.0
     with clock_and_kills() as (clock, kills):
         run = StopOnSignal()
         for number, gap in sent:
@@ -51,7 +57,9 @@ def test_repeats_count_as_one_and_only_a_late_one_that_somebody_meant_ends_at_on
             times.append(now)
             clock.now = now
             run._handle(number, None)
-    late = [number for (number, _), when in zip(sent, times, strict=True) if when - times[0] >= REPEAT_S]
+    late = [
+        number for (number, _), when in zip(sent, times, strict=True) if when - times[0] >= REPEAT_S
+    ]
     assert run.received == sent[0][0]
     assert kills == [number for number in late if number != signal.SIGHUP]
 
@@ -72,7 +80,10 @@ def test_what_the_launcher_sends_after_an_error_does_not_talk_over_it(capfd):
 
 @pytest.fixture
 def handlers():
-    """Puts the handlers of this process back. Under nohup SIGHUP is ignored; here it is as in a terminal."""
+    """Puts the handlers of this process back.
+
+    Under nohup SIGHUP is ignored; here it is as in a terminal.
+    """
     before = {number: signal.getsignal(number) for number in SIGNALS}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield {number: signal.getsignal(number) for number in SIGNALS}
@@ -81,7 +92,9 @@ def handlers():
 
 
 @pytest.mark.parametrize("elastic", [False, True])
-def test_under_nohup_a_closed_terminal_is_ignored_unless_the_launcher_hands_it_on(handlers, monkeypatch, elastic):
+def test_under_nohup_a_closed_terminal_is_ignored_unless_the_launcher_hands_it_on(
+    handlers, monkeypatch, elastic
+):
     """torch's launcher handles SIGHUP under nohup too, and kills what does not end."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if elastic:
@@ -98,10 +111,17 @@ def test_under_nohup_a_closed_terminal_is_ignored_unless_the_launcher_hands_it_o
 
 def test_a_signal_to_another_rank_stops_this_one_after_the_same_step(monkeypatch):
     for others, stops in ((0, False), (1, True)):
-        monkeypatch.setattr("adora_vl.checkpoint.stop.gather", lambda own, more=others: torch.cat([own, own + more]))
-        run, control = StopOnSignal(), TrainerControl()
+        monkeypatch.setattr(
+            "adora_vl.checkpoint.stop.gather", lambda own, more=others: torch.cat([own, own + more])
+        )
+        run = StopOnSignal()
+        control = TrainerControl()
         run.on_step_end(None, WORKER, control)
-        assert (run.stopped, control.should_save, control.should_training_stop) == (stops, stops, stops)
+        assert (run.stopped, control.should_save, control.should_training_stop) == (
+            stops,
+            stops,
+            stops,
+        )
 
 
 def test_a_run_that_was_not_stopped_leaves_the_signals_as_they_were(handlers):
@@ -151,19 +171,30 @@ def test_a_process_ends_with_its_launcher_and_saves_where_there_is_something_to_
     for when, said in {"before training": "ready\n", "saves": "ready\nsaved\n"}.items():
         process = subprocess.Popen(
             [sys.executable, "-c", LAUNCHER, ORPHAN, when],
-            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         first = process.stdout.readline()
         process.kill()
-        assert first + process.stdout.read() == said  # to the end of the file, so the child has ended
+        assert (
+            first + process.stdout.read() == said
+        )  # to the end of the file, so the child has ended
         process.wait()
 
 
 def test_a_process_that_no_launcher_started_outlives_its_shell(monkeypatch):
-    assert not any(launcher.under_launcher({key: "1"}) for key in ("SHELL", "ACCELERATE_MIXED_PRECISION"))
+    assert not any(
+        launcher.under_launcher({key: "1"}) for key in ("SHELL", "ACCELERATE_MIXED_PRECISION")
+    )
     started: list[str] = []
     monkeypatch.setattr(threading.Thread, "start", lambda thread: started.append(thread.name))
-    for name, watches in {"SHELL": False, "TORCHELASTIC_RUN_ID": True, "ACCELERATE_DYNAMO_MODE": True}.items():
+    for name, watches in {
+        "SHELL": False,
+        "TORCHELASTIC_RUN_ID": True,
+        "ACCELERATE_DYNAMO_MODE": True,
+    }.items():
         started.clear()
         with monkeypatch.context() as patch:
             patch.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -188,9 +219,13 @@ print("to nobody", file=sys.stderr, flush=True)
 def test_output_that_nobody_reads_any_more_does_not_end_a_run():
     """`accelerate launch ... | tee log`: Ctrl-C ends tee as well."""
     process = subprocess.Popen(
-        [sys.executable, "-c", TALKER], cwd=ROOT,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", TALKER],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout.readline() == "heard\n"
     process.stdout.close()
     process.stderr.close()
@@ -199,11 +234,22 @@ def test_output_that_nobody_reads_any_more_does_not_end_a_run():
     assert process.wait() == 0
 
 
-LAUNCHERS: list[tuple[dict[str, str], bool]] = [  # its environment, and whether it kills before a run can save
+LAUNCHERS: list[
+    tuple[dict[str, str], bool]
+] = [  # its environment, and whether it kills before a run can save
     ({}, False),  # no launcher
     ({"TORCHELASTIC_RUN_ID": "1"}, True),
-    ({"TORCHELASTIC_RUN_ID": "1", "ACCELERATE_CONFIG_DS_FIELDS": "zero_stage,offload_param_device"}, True),
-    ({"TORCHELASTIC_RUN_ID": "1", "ACCELERATE_CONFIG_DS_FIELDS": "shutdown_timeout,zero_stage"}, False),
+    (
+        {
+            "TORCHELASTIC_RUN_ID": "1",
+            "ACCELERATE_CONFIG_DS_FIELDS": "zero_stage,offload_param_device",
+        },
+        True,
+    ),
+    (
+        {"TORCHELASTIC_RUN_ID": "1", "ACCELERATE_CONFIG_DS_FIELDS": "shutdown_timeout,zero_stage"},
+        False,
+    ),
     ({"TORCHELASTIC_RUN_ID": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}, False),
 ]
 
@@ -211,18 +257,35 @@ LAUNCHERS: list[tuple[dict[str, str], bool]] = [  # its environment, and whether
 @pytest.mark.usefixtures("handlers")
 def test_a_launcher_that_kills_too_early_is_told_of_once(monkeypatch, capsys):
     for environment, too_early in LAUNCHERS:
-        for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_CONFIG_DS_FIELDS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+        for name in (
+            "TORCHELASTIC_RUN_ID",
+            "ACCELERATE_CONFIG_DS_FIELDS",
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+        ):
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         for first in (True, False):
             StopOnSignal().on_train_begin(None, SimpleNamespace(is_world_process_zero=first), None)
-        told = capsys.readouterr().err.count("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600 accelerate launch")
+        told = capsys.readouterr().err.count(
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600 accelerate launch"
+        )
         assert told == too_early, environment
 
 
-# The first of these that a command imports, or the first file that it was told to read, is where Ctrl-C comes.
-AT_FIRST = ("numpy", "torch", "transformers", "datasets", "pyarrow", "yaml", "PIL", "safetensors", "a.json")
+# The first of these that a command imports, or the first file that it was told to read, is where
+# Ctrl-C comes.
+AT_FIRST = (
+    "numpy",
+    "torch",
+    "transformers",
+    "datasets",
+    "pyarrow",
+    "yaml",
+    "PIL",
+    "safetensors",
+    "a.json",
+)
 WORDS = {
     "adora_vl.export": ["RUN", "OUT"],
     "adora_vl.migrate": ["easyr1", "a.json"],
@@ -265,11 +328,16 @@ def scripts() -> list[str]:
 
 def press_ctrl_c(code: str, module: str, folder: Path) -> tuple[int, str]:
     (folder / "a.json").write_text("{}")
-    words = WORDS.get(module.removesuffix(".__main__"), ["--config", str(ROOT / "configs/train/smoke_cpu.yaml")])
+    words = WORDS.get(
+        module.removesuffix(".__main__"), ["--config", str(ROOT / "configs/train/smoke_cpu.yaml")]
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, module, *words],
-        cwd=folder, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+    )
     return done.returncode, done.stderr
 
 
@@ -290,9 +358,14 @@ def test_a_run_that_is_interrupted_before_its_first_step(tmp_path, monkeypatch, 
 
     config = type("Config", (), {"model_init_kwargs": None, "output_dir": str(tmp_path)})
     monkeypatch.setattr(
-        train, "prepare", lambda *_: type("Run", (), {"finished": None, "config": config, "first": True})
+        train,
+        "prepare",
+        lambda *_: type("Run", (), {"finished": None, "config": config, "first": True}),
     )
     for place in ("build_trainer", "prepare"):
         monkeypatch.setattr(train, place, interrupted)
         assert train.main(["--model_name_or_path", "tiny"]) == EXIT_INTERRUPTED
-        assert capsys.readouterr().err == "interrupted outside the training; checkpoints are as they were\n"
+        assert (
+            capsys.readouterr().err
+            == "interrupted outside the training; checkpoints are as they were\n"
+        )

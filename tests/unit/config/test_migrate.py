@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
-from adora_vl.config.reading import read
+from adora_vl.config.command import read
 from adora_vl.migrate import main
 from adora_vl.rewards import choose_rewards
 from adora_vl.utils.errors import UserError
@@ -38,25 +38,63 @@ SWIFT = """
  lora_rank: 8, reward_funcs: accuracy format, overlong_filter: true}
 """
 BY_HAND: dict[str, tuple[str, dict[str, Any], list[str]]] = {
-    "easyr1": (EASYR1, {
-        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 32, "steps_per_generation": 64,
-        "max_steps": 14, "save_steps": 10, "beta": 0.01, "loss_type": "dapo", "epsilon_high": 0.3,
-        "lr_scheduler_type": "constant", "vllm_max_model_length": 1536, "adora_freeze": ["vision_tower"],
-        "report_to": ["wandb"], "adora_prompt": "{problem} Think, then \\boxed{{}}.", "adora_system_prompt": None,
-        "adora_method": "grpo",
-        "adora_columns": {"problem": "problem", "answer": "answer", "images": "images"},
-    }, ["data.val_files", "worker.actor.fsdp.enable_full_shard: true: how the model is divided"]),
-    "verl": (VERL, {
-        "gradient_accumulation_steps": 8, "steps_per_generation": 8, "beta": 0.0, "loss_type": "grpo", "lora_r": 8,
-        "lora_target_modules": "all-linear", "scale_rewards": "none", "epsilon_high": 0.2, "eval_steps": 3,
-        "dataset_name": ["a.parquet", "b.parquet"], "adora_reward": ["reward.py:compute_score"],
-    }, ["algorithm.adv_estimator: rloo is not here"]),
-    "swift": (SWIFT, {
-        "model_name_or_path": "tiny", "adora_rollouts": {"refill": 3}, "adora_freeze": ["vision_tower"], "lora_r": 8,
-        "adora_reward": ["accuracy", "format"], "use_peft": True,
-    }, ["overlong_filter: true: no counterpart here"]),
-    "trl": ("{model_name_or_path: tiny, num_generations: 4, dataset_config: x}", {"num_generations": 4}, []),
-}  # fmt: skip
+    "easyr1": (
+        EASYR1,
+        {
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 32,
+            "steps_per_generation": 64,
+            "max_steps": 14,
+            "save_steps": 10,
+            "beta": 0.01,
+            "loss_type": "dapo",
+            "epsilon_high": 0.3,
+            "lr_scheduler_type": "constant",
+            "vllm_max_model_length": 1536,
+            "adora_freeze": ["vision_tower"],
+            "report_to": ["wandb"],
+            "adora_prompt": "{problem} Think, then \\boxed{{}}.",
+            "adora_system_prompt": None,
+            "adora_method": "grpo",
+            "adora_columns": {"problem": "problem", "answer": "answer", "images": "images"},
+        },
+        ["data.val_files", "worker.actor.fsdp.enable_full_shard: true: how the model is divided"],
+    ),
+    "verl": (
+        VERL,
+        {
+            "gradient_accumulation_steps": 8,
+            "steps_per_generation": 8,
+            "beta": 0.0,
+            "loss_type": "grpo",
+            "lora_r": 8,
+            "lora_target_modules": "all-linear",
+            "scale_rewards": "none",
+            "epsilon_high": 0.2,
+            "eval_steps": 3,
+            "dataset_name": ["a.parquet", "b.parquet"],
+            "adora_reward": ["reward.py:compute_score"],
+        },
+        ["algorithm.adv_estimator: rloo is not here"],
+    ),
+    "swift": (
+        SWIFT,
+        {
+            "model_name_or_path": "tiny",
+            "adora_rollouts": {"refill": 3},
+            "adora_freeze": ["vision_tower"],
+            "lora_r": 8,
+            "adora_reward": ["accuracy", "format"],
+            "use_peft": True,
+        },
+        ["overlong_filter: true: no counterpart here"],
+    ),
+    "trl": (
+        "{model_name_or_path: tiny, num_generations: 4, dataset_config: x}",
+        {"num_generations": 4},
+        [],
+    ),
+}
 
 
 @pytest.mark.parametrize("trainer", BY_HAND)
@@ -65,23 +103,34 @@ def test_a_config_becomes_ours_and_what_has_no_counterpart_is_named(trainer, tmp
     (tmp_path / "think.jinja").write_text("{{ content | trim }} Think, then \\boxed{}.\n")
     (tmp_path / "c.yaml").write_text(text)
     assert main([trainer, str(tmp_path / "c.yaml")]) == 0
-    said, ours = capsys.readouterr().out, yaml.safe_load((tmp_path / "c.adora.yaml").read_text())
+    said = capsys.readouterr().out
+    ours = yaml.safe_load((tmp_path / "c.adora.yaml").read_text())
     assert {key: ours[key] for key in expected} == expected
     assert [name for name in left if name not in said] == []
-    assert read(["--config", str(tmp_path / "c.adora.yaml")]).words >= ours.keys(), "every key and value is one of ours"
+    assert read(["--config", str(tmp_path / "c.adora.yaml")]).words >= ours.keys(), (
+        "every key and value is one of ours"
+    )
     assert main([trainer, str(tmp_path / "c.yaml")]) == 2 and "is there" in capsys.readouterr().err
 
 
 def test_what_cannot_be_moved_is_one_line(tmp_path, capsys):
     (tmp_path / "e.yaml").write_text(EASYR1.replace("device_for_update: 4", "device_for_update: 7"))
     assert main(["easyr1", str(tmp_path / "e.yaml")]) == 2
-    assert "worker.actor.global_batch_size 32 x 8 answers / (7 x 2 GPUs) is 18.28" in capsys.readouterr().err
+    assert (
+        "worker.actor.global_batch_size 32 x 8 answers / (7 x 2 GPUs) is 18.28"
+        in capsys.readouterr().err
+    )
     (tmp_path / "g.yaml").write_text(EASYR1.replace("max_steps: 7", "max_steps: ten"))
     assert main(["easyr1", str(tmp_path / "g.yaml")]) == 2
     assert "CONFIG: trainer.max_steps: 'ten' is not a number" in capsys.readouterr().err
-    (tmp_path / "h.yaml").write_text(VERL.replace("train_batch_size: 16", "train_batch_size: '${a.b}'"))
+    (tmp_path / "h.yaml").write_text(
+        VERL.replace("train_batch_size: 16", "train_batch_size: '${a.b}'")
+    )
     assert main(["verl", str(tmp_path / "h.yaml")]) == 0
-    assert "data.train_batch_size: ${a.b} is computed; write the value itself" in capsys.readouterr().out
+    assert (
+        "data.train_batch_size: ${a.b} is computed; write the value itself"
+        in capsys.readouterr().out
+    )
     for text, name in ((EASYR1, "EasyR1"), (VERL, "verl"), (SWIFT, "ms-swift")):
         (tmp_path / "f.yaml").write_text(text)
         with pytest.raises(UserError, match=rf"is a config of {name}; `python -m adora_vl.migrate"):
@@ -112,11 +161,16 @@ def test_reward_functions_are_called_in_their_own_form(tmp_path, monkeypatch):
     logged: dict[str, float] = {}
     found = [
         function(
-            prompts=["p"] * 2, completions=[[{"role": "assistant", "content": "5"}], "6"], completion_ids=[[1, 2], [3]],
-            answer=["5", "5"], data_source=["geo", "else"], id=["a", "b"], log_metric=logged.__setitem__,
+            prompts=["p"] * 2,
+            completions=[[{"role": "assistant", "content": "5"}], "6"],
+            completion_ids=[[1, 2], [3]],
+            answer=["5", "5"],
+            data_source=["geo", "else"],
+            id=["a", "b"],
+            log_metric=logged.__setitem__,
         )
         for function in chosen.functions
-    ]  # fmt: skip
+    ]
     assert found == [[0.5, 0.0], [2.0, 1.0], [1.0, 0.0], [1.0, 0.0]]
     assert logged == {"batch/right": 1.0, "single/right": 0.0, "compute_score/known": 0.5}
     with pytest.raises(UserError, match="needs 'answer', which is no column"):

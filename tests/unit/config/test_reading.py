@@ -1,29 +1,28 @@
-"""How the command line and the file are read: spellings, precedence, and what is wrong before a value is looked at."""
+"""How the command line and the file are read: spellings, precedence, and what is wrong before a
+value is looked at.
+"""
 
-import contextlib
 import os
 import re
-import shlex
 import subprocess
 import sys
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adora_vl.config import key_list, reading, values
+from adora_vl.config import command, help, values
 from adora_vl.config.advantage import method_run
-from adora_vl.config.blocks import RolloutOptions
-from adora_vl.config.key_list import help_text
+from adora_vl.config.command import OPTIONS, read
+from adora_vl.config.help import help_text
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
-from adora_vl.config.reading import MOVED, OPTIONS, REMOVED, read
-from adora_vl.config.schema import DATACLASSES, AdoraGRPOConfig, parse
-from adora_vl.utils.cli import read_mapping, split_list, yaml_value
+from adora_vl.config.options import RolloutOptions
+from adora_vl.config.schema import DATACLASSES, parse
+from adora_vl.utils.cli import read_mapping, split_list
 from adora_vl.utils.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -47,24 +46,59 @@ SPELLINGS: list[tuple[str, list[str], str, object]] = [
     ("adora_self_check: true", ["--no_adora_self_check"], "adora_self_check", False),
     ("use_peft: null", ["--use_peft"], "use_peft", True),
     ("adora_reward: easyr1", [], "adora_reward", ["easyr1"]),
-    ("adora_reward: easyr1", ["--adora_reward", "accuracy", "format"], "adora_reward", ["accuracy", "format"]),
+    (
+        "adora_reward: easyr1",
+        ["--adora_reward", "accuracy", "format"],
+        "adora_reward",
+        ["accuracy", "format"],
+    ),
     ("adora_system_prompt: null", [], "adora_system_prompt", None),
     ("{}", ["--adora_system_prompt", "None"], "adora_system_prompt", None),
     ("{}", ["--lora_target_modules", "null"], "lora_target_modules", None),
-    ("{}", ["--lora_target_modules", r"^(?!.*visual).*(q|v)_proj$"], "lora_target_modules",
-     r"^(?!.*visual).*(q|v)_proj$"),
+    (
+        "{}",
+        ["--lora_target_modules", r"^(?!.*visual).*(q|v)_proj$"],
+        "lora_target_modules",
+        r"^(?!.*visual).*(q|v)_proj$",
+    ),
     ("{}", ["--reward_weights=[1, 2]"], "reward_weights", [1.0, 2.0]),
     ("{}", ["--adora_columns", '{"problem": "q"}'], "adora_columns", {"problem": "q"}),
-    ("{}", ["--adora_columns", '{problem: q, "images": a.b}'], "adora_columns", {"problem": "q", "images": "a.b"}),
-    ("{}", ["--chat_template_kwargs={enable_thinking: false}"], "chat_template_kwargs", {"enable_thinking": False}),
-    ("{}", ["--adora_method", "{dapo: {overlong_cache: 5}}"], "adora_method",
-     {"dapo": {"drop_constant": True, "overlong_cache": 5}}),
-    ("adora_method: dapo+ngrpo", ["--adora_method.ngrpo.virtual", "2", "--adora_method.dapo.keep_settings", "beta"],
-     "adora_method", {"dapo": {"drop_constant": True, "overlong_cache": None, "keep_settings": ["beta"]},
-                      "ngrpo": {"virtual": 2, "max_reward": 1.0}}),
+    (
+        "{}",
+        ["--adora_columns", '{problem: q, "images": a.b}'],
+        "adora_columns",
+        {"problem": "q", "images": "a.b"},
+    ),
+    (
+        "{}",
+        ["--chat_template_kwargs={enable_thinking: false}"],
+        "chat_template_kwargs",
+        {"enable_thinking": False},
+    ),
+    (
+        "{}",
+        ["--adora_method", "{dapo: {overlong_cache: 5}}"],
+        "adora_method",
+        {"dapo": {"drop_constant": True, "overlong_cache": 5}},
+    ),
+    (
+        "adora_method: dapo+daro",
+        ["--adora_method.daro.floor", "0.2", "--adora_method.dapo.keep_settings", "beta"],
+        "adora_method",
+        {
+            "dapo": {"drop_constant": True, "overlong_cache": None, "keep_settings": ["beta"]},
+            "daro": {
+                "learning_rate": 0.05,
+                "bin_loss": "magnitude",
+                "by_bin_tokens": True,
+                "drop_outside": True,
+                "floor": 0.2,
+            },
+        },
+    ),
     ("{}", ["--max_completion_length", "4096"], "truncated_at", 4094),
     ("adora_truncated: 100", ["--max_completion_length", "4096"], "truncated_at", 100),
-]  # fmt: skip
+]
 
 
 def test_how_people_write_a_value(tmp_path):
@@ -79,28 +113,42 @@ def test_how_people_write_a_value(tmp_path):
     assert wrong == []
 
 
-entries = st.lists(st.from_regex(r"[a-z][a-z0-9_.]{0,8}", fullmatch=True).filter(lambda w: w not in ("y", "n", "no",
-    "on", "yes", "off", "true", "null", "false")), min_size=1, max_size=4)  # fmt: skip
+entries = st.lists(
+    st.from_regex(r"[a-z][a-z0-9_.]{0,8}", fullmatch=True).filter(
+        lambda w: w not in ("y", "n", "no", "on", "yes", "off", "true", "null", "false")
+    ),
+    min_size=1,
+    max_size=4,
+)
 
 
 @given(entries)
 def test_a_list_is_written_with_spaces_commas_or_brackets(words):
     inside = ", ".join(words)
-    for written in (words, [",".join(words)], [f"[{inside}]"], f"[{inside}]".split(" "), [f"[{','.join(words)}]"]):
+    for written in (
+        words,
+        [",".join(words)],
+        [f"[{inside}]"],
+        f"[{inside}]".split(" "),
+        [f"[{','.join(words)}]"],
+    ):
         assert split_list(written) == words
 
 
 def test_command_line_over_file_over_default(tmp_path, monkeypatch):
     monkeypatch.setenv("OF_THE_FILE", "before")
-    (tmp_path / "c.yaml").write_text("env: {OF_THE_FILE: 7}\nlearning_rate: 0.3\nnum_generations: 4\nbeta: -1\n")
-    config = parse(["--config", str(tmp_path / "c.yaml"), *CPU, "--learning_rate", "0.2", "--beta", "0.1"])[1]
+    (tmp_path / "c.yaml").write_text(
+        "env: {OF_THE_FILE: 7}\nlearning_rate: 0.3\nnum_generations: 4\nbeta: -1\n"
+    )
+    config = parse(
+        ["--config", str(tmp_path / "c.yaml"), *CPU, "--learning_rate", "0.2", "--beta", "0.1"]
+    )[1]
     assert (config.learning_rate, config.num_generations, config.adora_truncated) == (0.2, 4, None)
     assert config.beta == 0.1, "a value of the file that the command line replaces is not looked at"
     assert os.environ["OF_THE_FILE"] == "7"
 
 
 BAD_FILES = {
-    "adora_less_padding: true\n": "the key 'adora_less_padding' was removed; leave it out",
     "adora_rollouts.refill: 2\n": "dots are for the command line; write adora_rollouts: {refill: 2}",
     "num_generation: 8\n": "unknown key 'num_generation'; did you mean 'num_generations'",
     "- a\n- b\n": "expected `key: value` lines, found list",
@@ -127,13 +175,11 @@ BAD_WORDS = {
     "--learning_rat 1": "command line: unknown key 'learning_rat'; did you mean 'learning_rate'?",
     "--adora-facter=0.2": "command line: unknown key 'adora_facter'; did you mean 'adora_method.adora.factor'?",
     '--adora_columns {"problem":1,"problem":2}': "adora_columns: 'problem' is given twice in one object",
-    "--adora_mode off": "the key 'adora_mode' was removed; write adora_method: {adora: {mode: amplification}}, or ",
+    "--adora_mode off": "unknown key 'adora_mode'; did you mean 'adora_method.adora.mode'?",
     "--adora_rollouts.refil 2": "adora_rollouts: unknown option 'refil', it has refill, budget",
     "--adora_rollouts.refill -2": "adora_rollouts.refill: -2 is not a whole number of at least 0",
     "--beta.x 1": "beta: {'x': 1} is not a number",
     "--zzzz 1": "command line: unknown key 'zzzz'",
-    "--adora_less_padding true": "command line: the key 'adora_less_padding' was removed; leave it out",
-    "--no_adora_share_prompt": "'adora_share_prompt' was removed; write adora_stock_step: [share_prompt], or nothing",
     "--no_adora_self_chek": "command line: unknown key 'no_adora_self_chek'; did you mean 'adora_self_check'?",
     "--config nowhere.yaml": "--config: no file 'nowhere.yaml'",
     "--confg a.yaml": "command line: unknown key 'confg'; did you mean '--config'?",
@@ -146,9 +192,12 @@ BAD_WORDS = {
 
 
 def test_an_unknown_key_and_a_bad_file_are_named(tmp_path):
-    path, wrong = tmp_path / "c.yaml", {}
+    path = tmp_path / "c.yaml"
+    wrong = {}
     rows = {words: (words.split(), expected) for words, expected in BAD_WORDS.items()}
-    rows |= {content: (["--config", str(path)], expected) for content, expected in BAD_FILES.items()}
+    rows |= {
+        content: (["--config", str(path)], expected) for content, expected in BAD_FILES.items()
+    }
     for row, (words, expected) in rows.items():
         path.write_text(row)
         with pytest.raises(UserError) as refused:
@@ -173,14 +222,30 @@ def test_a_recipe_is_found_by_its_name_and_a_file_of_that_name_comes_first(tmp_p
 
 def test_a_file_is_read_once_and_what_is_converted_again_stays_the_same(tmp_path, monkeypatch):
     (tmp_path / "c.yaml").write_text(
-        "adora_max_drift: 0.4\nmodel_name_or_path: tiny\nadora_reward: [accuracy, {judge: {model: m}}, 'a,b']\n"
-        "adora_rollouts: {refill: 1}\nadora_system_prompt: null\nadora_stock_step: yes\nadora_truncated: eos\n"
-        "adora_method: {dapo: {overlong_cache: 4}, adora: {factor: 0.3}}\nadora_columns: {problem: question}\n"
+        "adora_max_drift: 0.4\nmodel_name_or_path: tiny\nadora_reward: [accuracy, {judge: {model: "
+        "m}}, 'a,b']\nadora_rollouts: {refill: 1}\nadora_system_prompt: null\n"
+        "adora_stock_step: yes\nadora_truncated: eos\nadora_method: {dapo: {overlong_cache: 4}, "
+        "adora: {factor: 0.3}}\nadora_columns: {problem: question}\n"
     )
     once = Mock(wraps=read_mapping)
-    monkeypatch.setattr(reading, "read_mapping", once)
-    words = ["--config", str(tmp_path / "c.yaml"), "--num_generations", "4", "--learning_rate", "1e-3"]
-    given = read([*words, "--adora_freeze", "projector,vision_tower", "--scale_rewards=false", "--eval_steps=none"])
+    monkeypatch.setattr(command, "read_mapping", once)
+    words = [
+        "--config",
+        str(tmp_path / "c.yaml"),
+        "--num_generations",
+        "4",
+        "--learning_rate",
+        "1e-3",
+    ]
+    given = read(
+        [
+            *words,
+            "--adora_freeze",
+            "projector,vision_tower",
+            "--scale_rewards=false",
+            "--eval_steps=none",
+        ]
+    )
     once.assert_called_once()
     hints = {**values.RANGES, **values.declared(AdoraScriptArguments), **values.declared(AdoraKeys)}
     for key in given.words & hints.keys():
@@ -188,45 +253,25 @@ def test_a_file_is_read_once_and_what_is_converted_again_stays_the_same(tmp_path
     assert given.values["adora_reward"] == ["accuracy", {"judge": {"model": "m"}}, "a", "b"]
 
 
-def test_every_old_spelling_names_a_new_one_that_reads_on_every_way(tmp_path):
-    path, read_so = tmp_path / "c.yaml", set()
-    for key in MOVED:
-        for value in ("1", "null", "0.5", "rotate", "constant", "length", "all", "keep", "true"):
-            path.write_text(f"{key}: {value}\n")
-            ways = (lambda: read([f"--{key}", value]), lambda: read(["--config", str(path)]),  # noqa: B023
-                    lambda: AdoraGRPOConfig("x", **{key: yaml_value(value)}))  # noqa: B023  # fmt: skip
-            lines = []
-            for way in ways:
-                with pytest.raises(UserError, match=f"{key} is now ") as refused:
-                    way()
-                lines.append(str(refused.value).partition("; write ")[2])
-            with contextlib.suppress(UserError):  # a value that the key never took
-                read(shlex.split(lines[0]), whole=False)
-                for line in lines[1:]:
-                    path.write_text(line)
-                    read(["--config", str(path)], whole=False)
-                read_so.add(key)
-    assert MOVED.keys() == read_so
-    old: Any
-    for key, words in REMOVED.items():
-        old = {key: 1}
-        for written in re.findall(r"(adora_\w+: .*?)(?=, or |$)", words.replace("METHOD: OPTIONS", "dapo: {}")):
-            path.write_text(written.replace("FILE.txt", "boxed").replace("{NAME: OPTIONS}", "accuracy"))
-            read(["--config", str(path)], whole=False)
-        with pytest.raises(UserError, match=f"the key '{key}' was removed; (write|leave it out)"):
-            AdoraGRPOConfig("x", **old)
-
-
 def test_a_dot_reaches_into_a_block_over_the_file_and_a_key_without_one_replaces_it(tmp_path):
-    (tmp_path / "c.yaml").write_text("adora_rollouts: {refill: 1, replay: 8}\nchat_template_kwargs: {a: 1}\n")
+    (tmp_path / "c.yaml").write_text(
+        "adora_rollouts: {refill: 1, budget: 8}\nchat_template_kwargs: {a: 1}\n"
+    )
     file = ["--config", str(tmp_path / "c.yaml"), *CPU]
     config = parse([*file, "--adora-rollouts.refill=3", "--chat_template_kwargs.b", "true"])[1]
-    assert (config.adora_rollouts, config.chat_template_kwargs) == (RolloutOptions(3, replay=8), {"a": 1, "b": True})
-    assert parse([*file, "--adora_rollouts", "{ahead: 1}"])[1].adora_rollouts == RolloutOptions(ahead=1)
+    assert (config.adora_rollouts, config.chat_template_kwargs) == (
+        RolloutOptions(3, budget=8),
+        {"a": 1, "b": True},
+    )
+    assert parse([*file, "--adora_rollouts", "{ahead: 1}"])[1].adora_rollouts == RolloutOptions(
+        ahead=1
+    )
     assert parse([*CPU, "--adora_rollouts.budget", "auto"])[1].adora_rollouts.budget == "auto"
 
 
-def test_another_method_on_the_command_line_leaves_the_groups_judged_by_the_criteria_of_the_recipe(tmp_path):
+def test_another_method_on_the_command_line_leaves_the_groups_judged_by_the_criteria_of_the_recipe(
+    tmp_path,
+):
     path = tmp_path / "c.yaml"
     path.write_text("adora_method: {adora: {criteria: [difficulty], tau: 0.3, factor: 0.2}}")
     judged = {"criteria": ["difficulty"], "tau": 0.3, "mode": "off"}
@@ -235,25 +280,37 @@ def test_another_method_on_the_command_line_leaves_the_groups_judged_by_the_crit
         ("dapo+adora", "dapo+adora"),
         ("{daro: {}}", {"daro": {}}),
     ):
-        assert read(["--config", str(path), "--adora_method", words], whole=False).values["adora_method"] == expected
+        assert (
+            read(["--config", str(path), "--adora_method", words], whole=False).values[
+                "adora_method"
+            ]
+            == expected
+        )
     assert method_run(parse(["--config", str(path), *CPU, "--adora_method", "grpo"])[1]).is_plain
 
 
 def test_every_option_of_the_help_is_known_for_a_word_that_is_nearly_one():
-    named = {word.removeprefix("--") for word in re.findall(r"^  (--[\w-]+)", help_text(["--help"]), re.MULTILINE)}
+    named = {
+        word.removeprefix("--")
+        for word in re.findall(r"^  (--[\w-]+)", help_text(["--help"]), re.MULTILINE)
+    }
     named.add(*re.findall(r"or --(\S+) FILE", help_text(["--help"])))
     assert named <= set(OPTIONS)
 
 
 def test_all_keys_are_known_before_their_classes_are_imported(monkeypatch):
     """From the sources."""
-    assert key_list.read_keys().keys() == {key.name for each in DATACLASSES for key in fields(each) if key.init}
+    assert help.read_keys().keys() == {
+        key.name for each in DATACLASSES for key in fields(each) if key.init
+    }
     for files in (("trainer/grpo_config.py", "trainer/model_config.py"), ("trainer/elsewhere.py",)):
-        monkeypatch.setitem(key_list._FILES, "trl", files)
-        key_list.read_keys.cache_clear()
-        with pytest.raises(UserError, match="^the installed TRL or Transformers is another version"):
+        monkeypatch.setitem(help._FILES, "trl", files)
+        help.read_keys.cache_clear()
+        with pytest.raises(
+            UserError, match="^the installed TRL or Transformers is another version"
+        ):
             read(["--beta", "1"])
-    key_list.read_keys.cache_clear()
+    help.read_keys.cache_clear()
 
 
 EARLY = {
@@ -261,16 +318,16 @@ EARLY = {
     "hub id or 'tiny' (`python -m adora_vl.train --help`)",
     "--betta 1": "command line: unknown key 'betta'; did you mean 'beta'?",
     "--dry-run --betta 1": "command line: unknown key 'betta'; did you mean 'beta'?",
-    "--adora_extensions.noisy_rollouts.middle 2": "adora_extensions.noisy_rollouts.middle: 2 is not a number of at "
-    "least 0 and at most 1",
+    "--adora_tool_options.images 0": "adora_tool_options.images: 0 "
+    "is not a whole number of at least 1",
     "--num_generations=1": "num_generations: 1 is not a whole number of at least 2",
     "--adora_vllm_dtype flaot32": "adora_vllm_dtype: 'flaot32' is not one of auto, float32, bfloat16, float16; did you "
     "mean 'float32'?",
-    "--adora_factor 0.3": "command line: adora_factor is now adora_method.adora.factor; write "
-    "--adora_method.adora.factor 0.3",
+    "--adora_factor 0.3": "command line: unknown key 'adora_factor'; did you mean "
+    "'adora_method.adora.factor'?",
     "--config {file}": "adora_max_ratio: 0 is not a number of at least 1 or null",
-    "--config {file} --adora_max_ratio 5 --no_adora_self_check --seed -1": "seed: -1 is not a whole number of at "
-    "least 0 and at most 4294967295",
+    "--config {file} --adora_max_ratio 5 --no_adora_self_check --seed -1": "seed: -1 is not a whole "
+    "number of at least 0 and at most 4294967295",
 }
 
 
@@ -278,12 +335,23 @@ def test_nothing_slow_is_imported_before_a_wrong_key_or_value_is_named(tmp_path)
     """All in one process. What the command line replaces in the file is not looked at."""
     (tmp_path / "c.yaml").write_text("adora_max_ratio: 0\nadora_self_check: maybe\n")
     rows = [words.format(file=tmp_path / "c.yaml").split() for words in EARLY]
-    for command in ("train", "doctor.__main__"):
-        commands = [row for row in rows if command == "train" or "--dry-run" not in row]
-        code = f"from adora_vl.{command} import main; print([main(r) for r in {commands!r}], {SLOW} & {{*sys.modules}})"
+    for module in ("train", "doctor.__main__"):
+        commands = [row for row in rows if module == "train" or "--dry-run" not in row]
+        code = (
+            f"from adora_vl.{module} import main; print([main(r) for r in {commands!r}], {SLOW} "
+            "& {*sys.modules})"
+        )
         done = subprocess.run(
-            [sys.executable, "-c", f"import sys; {code}"], capture_output=True, text=True, cwd=ROOT, check=False
+            [sys.executable, "-c", f"import sys; {code}"],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=False,
         )
         assert done.stdout == f"{[2] * len(commands)} set()\n"
-        lines = [line for words, line in EARLY.items() if words.split()[0] != "--dry-run" or command == "train"]
+        lines = [
+            line
+            for words, line in EARLY.items()
+            if words.split()[0] != "--dry-run" or module == "train"
+        ]
         assert done.stderr.splitlines() == [f"error: {line}" for line in lines]

@@ -1,47 +1,70 @@
-"""Every shipped config is parsed by the code of a real run, and its arithmetic checked for the GPUs that it names."""
+"""Every shipped config is parsed by the code of a real run, and its arithmetic checked for the GPUs
+that it names.
+"""
 
-import math
 import re
-import runpy
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from transformers import TrainerState
 
 from adora_vl.advantage import METHODS
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.batch_plan import Shape, batch_plan, check_rows
+from adora_vl.config.batch_plan import BatchLayout, batch_plan, check_rows
 from adora_vl.config.checks import check_config
-from adora_vl.config.reading import read_file
+from adora_vl.config.command import read_file
 from adora_vl.config.schema import parse
-from adora_vl.experimental.noisy_rollouts import NoisyRollouts
 from adora_vl.utils.cli import dotted
 from adora_vl.utils.errors import UserError
-from tests.support.step_context import step_context
 from tests.unit.config.test_keys import defaults
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 # train config -> the accelerate config that its header names
 PAIRS = {
-    "smoke_cpu": "cpu", "demo_cpu": "cpu", "smoke_text_cpu": "cpu", "annotated": "cpu", "adora_7b_geo3k": "zero3",
-    "grpo_7b_geo3k": "zero3", "noisy_7b_geo3k": "zero3", "adora_llm_kk": "zero3", "adora_3b_1gpu_lora": "gpu1",
-    "adora_3b_12gb": "gpu1", "adora_7b_16gb_4bit": "gpu1", "adora_7b_24gb_4bit": "gpu1",
-    "adora_3b_24gb": "gpu1", "adora_qwen3_vl_2b_1gpu": "gpu1", "adora_qwen3_vl_4b_1gpu_lora": "gpu1",
-    "adora_qwen3_vl_8b_geo3k": "zero3", "slice_7b_cpu": "cpu", "tiny_zoom": "cpu",
-}  # fmt: skip
+    "smoke_cpu": "cpu",
+    "demo_cpu": "cpu",
+    "smoke_text_cpu": "cpu",
+    "annotated": "cpu",
+    "adora_7b_geo3k": "zero3",
+    "grpo_7b_geo3k": "zero3",
+    "adora_llm_kk": "zero3",
+    "adora_3b_1gpu_lora": "gpu1",
+    "adora_3b_12gb": "gpu1",
+    "adora_7b_16gb_4bit": "gpu1",
+    "adora_7b_24gb_4bit": "gpu1",
+    "adora_3b_24gb": "gpu1",
+    "adora_qwen3_vl_2b_1gpu": "gpu1",
+    "adora_qwen3_vl_4b_1gpu_lora": "gpu1",
+    "adora_qwen3_vl_8b_geo3k": "zero3",
+    "tiny_zoom": "cpu",
+}
 # The others have the 2,101 rows of Geometry3K.
 ROWS = {
-    "smoke_cpu": 4096, "demo_cpu": 2000, "smoke_text_cpu": 4096, "annotated": 4096, "slice_7b_cpu": 8,
-    "adora_llm_kk": 4500, "tiny_zoom": 2000,
-}  # fmt: skip
+    "smoke_cpu": 4096,
+    "demo_cpu": 2000,
+    "smoke_text_cpu": 4096,
+    "annotated": 4096,
+    "adora_llm_kk": 4500,
+    "tiny_zoom": 2000,
+}
 
 
 def parsed(name: str) -> Any:
-    """What a machine without a GPU cannot promise is switched off here, everything else is the file's."""
-    return parse(["--config", str(CONFIGS / "train" / f"{name}.yaml"), "--use_cpu", "true", "--bf16", "false"])
+    """What a machine without a GPU cannot promise is switched off here, everything else is the
+    file's.
+    """
+    return parse(
+        [
+            "--config",
+            str(CONFIGS / "train" / f"{name}.yaml"),
+            "--use_cpu",
+            "true",
+            "--bf16",
+            "false",
+        ]
+    )
 
 
 def content(name: str) -> dict[str, Any]:
@@ -58,13 +81,16 @@ def test_every_train_config_passes_the_checks_of_a_real_run(subtests):
     for name, launcher in PAIRS.items():
         with subtests.test(name):
             script, config, model = parsed(name)
-            processes = yaml.safe_load((CONFIGS / "accelerate" / f"{launcher}.yaml").read_text())["num_processes"]
+            processes = yaml.safe_load((CONFIGS / "accelerate" / f"{launcher}.yaml").read_text())[
+                "num_processes"
+            ]
             check_config(config)
             plan = batch_plan(config, processes)
             check_rows(plan, ROWS.get(name, 2101))
             assert plan.generation_batch == plan.prompts_per_generation * config.num_generations
             assert model.model_name_or_path and script.dataset_name
-            if launcher != "cpu":  # a micro-batch has whole groups, where the card has room for them
+            # a micro-batch has whole groups, where the card has room for them
+            if launcher != "cpu":
                 parts = 2 if name == "adora_7b_16gb_4bit" else 1
                 assert parts * config.per_device_train_batch_size % config.num_generations == 0
 
@@ -74,50 +100,22 @@ def test_each_config_s_header_names_its_accelerate_config():
         header = (CONFIGS / "train" / f"{name}.yaml").read_text().split("\nmodel_name_or_path")[0]
         named = set(re.findall(r"configs/accelerate/(\w+)\.yaml", header))
         assert not named or launcher in named, name
-        assert "zero3_offload" not in named, "the optimizer in host memory is for cards where zero3 does not fit"
+        assert "zero3_offload" not in named, (
+            "the optimizer in host memory is for cards where zero3 does not fit"
+        )
 
 
 def test_the_papers_recipe_learns_from_128_prompts_of_8_in_8_steps():
     for name in ("adora_7b_geo3k", "grpo_7b_geo3k", "adora_qwen3_vl_8b_geo3k"):
         config = parsed(name)[1]
         plan = batch_plan(config, 8)
-        assert (plan.prompts_per_generation, plan.generation_batch, plan.optimizer_batch) == (128, 1024, 128)
+        assert (plan.prompts_per_generation, plan.generation_batch, plan.optimizer_batch) == (
+            128,
+            1024,
+            128,
+        )
         assert plan.updates_per_generation == 8
         assert config.save_steps == 2101 // 128 * 8, "once per epoch"
-
-
-def level(config: AdoraGRPOConfig, progress: float) -> float:
-    keys = {"adora_extensions": config.adora_extensions, "num_generations": config.num_generations}
-    state = TrainerState(global_step=round(60 * progress), max_steps=60)
-    unused: Any = None
-    return NoisyRollouts(step_context(state=state, **keys), unused).level(state.global_step)
-
-
-def test_noisy_rollouts_learn_from_512_prompts_of_6_clean_and_6_distorted_in_4_steps():
-    """NUS-TRAIL/NoisyRollout: rollout_batch_size 512, global_batch_size 128, n 6 twice, half the noise at 40 of 60."""
-    config = parsed("noisy_7b_geo3k")[1]
-    plan = batch_plan(config, 8)
-    assert (plan.prompts_per_generation, plan.optimizer_batch, plan.updates_per_generation) == (512, 128 * 12, 4)
-    assert config.save_steps == 2101 // 512 * 4, "once per epoch"
-    assert config.adora_extensions.noisy_rollouts.count(config.num_generations) == 6
-    for number in (1, 20, 35, 39, 41, 45, 60):  # a generation as it is counted there
-        there = int(500 * (1 - 1 / (1 + math.exp(-30 * (number / 60 - 40 / 60)))))
-        assert level(config, (number - 1) / 60) == there, number
-
-
-def test_noisy_rollouts_ask_for_thinking_and_a_box_and_reward_both():
-    script, config, _ = parsed("noisy_7b_geo3k")
-    assert script.adora_system_prompt.startswith("You FIRST think")
-    assert script.adora_system_prompt.endswith("<think> </think> tags. The final answer MUST BE put in \\boxed{}.")
-    assert "answer.\n The reasoning" in script.adora_system_prompt
-    assert config.reward_weights == [0.9, 0.1]
-    reward = runpy.run_path(str(CONFIGS / "train" / "think_and_box.py"))["think_and_box"]
-    forms = {
-        r"<think>a</think> \boxed{4}": 1.0, "<think>a</think>\n\\boxed{4} m": 1.0, r"<think>a</think> 4": 0.0,
-        r"<think>\boxed{4}</think> 4": 0.0, r"so <think>a</think> \boxed{4}": 0.0, r"\boxed{4}": 0.0,
-        r"<think>a</think> \boxed{4": 0.0,
-    }  # fmt: skip
-    assert reward([[{"role": "assistant", "content": text}] for text in forms]) == list(forms.values())
 
 
 def test_knights_and_knaves_has_the_optimizer_and_the_entropy_bonus_of_its_code():
@@ -129,7 +127,8 @@ def test_knights_and_knaves_has_the_optimizer_and_the_entropy_bonus_of_its_code(
 
 
 def differing(one: str, other: str) -> set[str]:
-    ours, theirs = content(one), content(other)
+    ours = content(one)
+    theirs = content(other)
     return {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
 
 
@@ -152,25 +151,38 @@ def test_an_accelerate_config_is_one_that_accelerate_reads():
 
 
 def test_the_launcher_of_several_processes_gives_a_stopped_run_time_to_save(monkeypatch):
-    """Down to what torch's launcher makes of it, since accelerate hands the key on without knowing it."""
+    """Down to what torch's launcher makes of it, since accelerate hands the key on without knowing
+    it.
+    """
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import _filter_args
     from torch.distributed import run
 
     for path in sorted((CONFIGS / "accelerate").glob("*zero*.yaml")):
         monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
-        given = launch_command_parser().parse_args(["--config_file", str(path), "-m", "adora_vl.train"])
-        own = ["--training_script", given.training_script, "--training_script_args", given.training_script_args]
+        given = launch_command_parser().parse_args(
+            ["--config_file", str(path), "-m", "adora_vl.train"]
+        )
+        own = [
+            "--training_script",
+            given.training_script,
+            "--training_script_args",
+            given.training_script_args,
+        ]
         words = _filter_args(_validate_launch_command(given)[0], run.get_args_parser(), own)
         assert run.config_from_args(words)[0].shutdown_timeout == 3600, path
 
 
 def made(**changes: Any) -> AdoraGRPOConfig:
-    keys = {"per_device_train_batch_size": 8, "num_generations": 8, "gradient_accumulation_steps": 4}
+    keys = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 8,
+        "gradient_accumulation_steps": 4,
+    }
     return AdoraGRPOConfig(use_cpu=True, bf16=False, output_dir="nowhere", **{**keys, **changes})
 
 
-def plan(**changes: Any) -> Shape:
+def plan(**changes: Any) -> BatchLayout:
     return batch_plan(made(**changes), 2)
 
 
@@ -179,18 +191,28 @@ def test_the_numbers_of_a_run():
     assert (numbers.global_batch, numbers.optimizer_batch, numbers.generation_batch) == (16, 64, 64)
     assert (numbers.prompts_per_generation, numbers.cycle) == (8, 4)
     assert "8 prompts per generation (64 rollouts)" in numbers.describe()
-    halves = plan(per_device_train_batch_size=4, gradient_accumulation_steps=2)  # of groups, on each process
+    # of groups, on each process
+    halves = plan(per_device_train_batch_size=4, gradient_accumulation_steps=2)
     assert halves.prompts_per_generation == 2
-    for updates, changes in ((1, {}), (8, {"steps_per_generation": 32}), (3, {"num_iterations": 3}),
-                             (1.5, {"steps_per_generation": 6})):  # fmt: skip
+    for updates, changes in (
+        (1, {}),
+        (8, {"steps_per_generation": 32}),
+        (3, {"num_iterations": 3}),
+        (1.5, {"steps_per_generation": 6}),
+    ):
         assert plan(**changes).updates_per_generation == updates
-        assert f"{updates} optimizer step{'' if updates == 1 else 's'} a generation" in plan(**changes).describe()
+        assert (
+            f"{updates} optimizer step{'' if updates == 1 else 's'} a generation"
+            in plan(**changes).describe()
+        )
 
 
 def test_batches_that_are_not_whole_groups_and_too_few_rows_are_errors():
     config = made()
     config.num_generations = 12  # planned for other processes than TRL has checked it for
-    with pytest.raises(UserError, match="64 sequences does not divide into groups of num_generations: 12; make"):
+    with pytest.raises(
+        UserError, match="64 sequences does not divide into groups of num_generations: 12; make"
+    ):
         batch_plan(config, 2)
     check_rows(plan(), 8)
     with pytest.raises(UserError, match="7 rows cannot fill one generation of 8 prompts"):
@@ -200,7 +222,8 @@ def test_batches_that_are_not_whole_groups_and_too_few_rows_are_errors():
 def stated() -> dict[str, str]:
     """Key of the annotated config -> what the comment above it states as its default."""
     found: dict[str, str] = {}
-    last, above = "", list[str]()
+    last = ""
+    above = list[str]()
     for line in (CONFIGS / "train" / "annotated.yaml").read_text().splitlines():
         text = line.strip()
         if match := re.match(r"# \[default (\[.*?\]|.*?)\] \S", text):
@@ -209,12 +232,14 @@ def stated() -> dict[str, str]:
             key, _, value = text.partition(":")
             above = [*above[: (len(line) - len(text)) // 2], key]
             if value:
-                found[".".join(above)], last = last, ""
+                found[".".join(above)] = last
+                last = ""
     return found
 
 
 def test_every_key_of_the_annotated_config_has_a_comment_with_the_default_of_the_code():
-    texts, wrong = stated(), {}
+    texts = stated()
+    wrong = {}
     keys = {name for key, value in content("annotated").items() for name in dotted(key, value)}
     assert texts.keys() == keys and len(texts) > 50
     own = {f"adora_method.adora.{one.name}": one.default for one in fields(METHODS["adora"])}
@@ -234,4 +259,8 @@ def test_the_annotated_config_trains_what_the_smoke_test_trains():
         {key: value for part in parsed(name) for key, value in asdict(part).items()}
         for name in ("annotated", "smoke_cpu")
     )
-    assert {key for key in annotated if annotated[key] != demo[key]} <= {"output_dir", "logging_dir", "run_name"}
+    assert {key for key in annotated if annotated[key] != demo[key]} <= {
+        "output_dir",
+        "logging_dir",
+        "run_name",
+    }

@@ -1,4 +1,6 @@
-"""What Transformers and TRL would refuse with a traceback once the weights are loaded is one line before that."""
+"""What Transformers and TRL would refuse with a traceback once the weights are loaded is one line
+before that.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from trl import ModelConfig
 
 from adora_vl.checkpoint.fingerprint import fingerprint
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments, checks
-from adora_vl.config.blocks import RolloutOptions
 from adora_vl.config.checks import sampling_needs
+from adora_vl.config.options import RolloutOptions
 from adora_vl.export import main as export
 from adora_vl.models.check import check_parts, lora_of
 from adora_vl.models.load import PRETRAINED
@@ -41,7 +43,9 @@ def refusal(check: Any, *values: Any) -> str:
 
 @pytest.fixture
 def last_line(tmp_path: Path, no_weights: None, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs the training command, which has to refuse before it loads weights, and returns the line that says why."""
+    """Runs the training command, which has to refuse before it loads weights, and returns the line
+    that says why.
+    """
 
     def run(**keys: object) -> str:
         keys = {"output_dir": tmp_path / "run", **keys}
@@ -52,10 +56,16 @@ def last_line(tmp_path: Path, no_weights: None, capsys: pytest.CaptureFixture[st
     return run
 
 
-def test_sampling_that_the_trainer_would_not_know_of_is_refused_by_every_way_into_a_run(subtests, last_line):
+def test_sampling_that_the_trainer_would_not_know_of_is_refused_by_every_way_into_a_run(
+    subtests, last_line
+):
     """All of them make this config."""
     vllm: dict[str, Any] = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"}
-    sequence = {"use_vllm": True, "vllm_importance_sampling_mode": "sequence_mask", "temperature": 0.8}
+    sequence = {
+        "use_vllm": True,
+        "vllm_importance_sampling_mode": "sequence_mask",
+        "temperature": 0.8,
+    }
     of_vllm: list[tuple[dict[str, Any], str]] = [
         ({"temperature": 0.3}, "temperature: 0.3 is what the key temperature says"),
         ({"max_tokens": 3}, "max_tokens: 3 .* the key max_completion_length"),
@@ -63,26 +73,50 @@ def test_sampling_that_the_trainer_would_not_know_of_is_refused_by_every_way_int
         ({"logprobs": 5}, "logprobs: 5 is for the trainer to set; leave"),
     ]
     cases: list[tuple[dict[str, Any], str]] = [
-        *(({**vllm, "generation_kwargs": given}, f"generation_kwargs: {said}") for given, said in of_vllm),
-        ({"generation_kwargs": {"num_beams": 4}}, "generation_kwargs: num_beams: 4 is for the trainer to set"),
-        ({"generation_kwargs": {"top_p_": 0.9}}, "generation_kwargs: top_p_: 0.9 is nothing that Transformers knows"),
+        *(
+            ({**vllm, "generation_kwargs": given}, f"generation_kwargs: {said}")
+            for given, said in of_vllm
+        ),
+        (
+            {"generation_kwargs": {"num_beams": 4}},
+            "generation_kwargs: num_beams: 4 is for the trainer to set",
+        ),
+        (
+            {"generation_kwargs": {"top_p_": 0.9}},
+            "generation_kwargs: top_p_: 0.9 is nothing that Transformers knows",
+        ),
         ({**vllm, "temperature": 0.004}, "temperature: 0.004 is below 0.01"),
-        ({**sequence, "top_p": 0.9}, "top_p: 0.9 with .* vllm_importance_sampling_mode: sequence_mask multiplies"),
-        ({**sequence, "generation_kwargs": {"bad_words": ["x"]}}, "generation_kwargs: bad_words with another temper"),
+        (
+            {**sequence, "top_p": 0.9},
+            "top_p: 0.9 with .* vllm_importance_sampling_mode: sequence_mask multiplies",
+        ),
+        (
+            {**sequence, "generation_kwargs": {"bad_words": ["x"]}},
+            "generation_kwargs: bad_words with another temper",
+        ),
     ]
     for keys, said in cases:
         with subtests.test(said), pytest.raises(UserError, match=f"^{said}") as error:
             config(**keys)
             assert "\n" not in str(error.value)
-    for keys in ({**sequence, "temperature": 1.0, "top_p": 0.9}, sequence, {**vllm, "temperature": 0.8, "top_k": 5}):
-        assert bool(sampling_needs(config(**keys))) is ("top_k" in keys), "said where it is not refused"
+    for keys in (
+        {**sequence, "temperature": 1.0, "top_p": 0.9},
+        sequence,
+        {**vllm, "temperature": 0.8, "top_k": 5},
+    ):
+        assert bool(sampling_needs(config(**keys))) is ("top_k" in keys), (
+            "said where it is not refused"
+        )
     assert "the key temperature says" in last_line(generation_kwargs='{"temperature": 0.3}')
 
 
 def test_an_option_of_a_dry_run_alone_says_where_it_belongs(last_line: Any) -> None:
     for option in ("write_config", "write-config", "json", "card_gib"):
         said = last_line(**{option: "80"}).replace("_", "-")
-        assert said == f"error: --{option.replace('_', '-')}: belongs to --dry-run; add --dry-run, or leave it out"
+        assert (
+            said == f"error: --{option.replace('_', '-')}: belongs to --dry-run; add --dry-run, or "
+            "leave it out"
+        )
 
 
 def test_no_secret_of_a_config_is_in_a_file_a_tracker_or_an_error(tmp_path: Path) -> None:
@@ -90,92 +124,160 @@ def test_no_secret_of_a_config_is_in_a_file_a_tracker_or_an_error(tmp_path: Path
     address = f"http://me:{words[3]}@10.0.0.1:8000"
     own = {"mine.py:f": {"judges": [{"api_key": words[2], "eos_token": "<|im_end|>"}]}}
     made = config(
-        hub_token=words[0], model_init_kwargs={"token": words[1]}, vllm_server_base_url=address,
-    )  # fmt: skip
+        hub_token=words[0],
+        model_init_kwargs={"token": words[1]},
+        vllm_server_base_url=address,
+    )
     script = AdoraScriptArguments(dataset_name=["d"], adora_reward=[own])
     torch.save(made, tmp_path / "training_args.bin")
     read = torch.load(tmp_path / "training_args.bin", weights_only=False)
     assert (read.hub_token, read.model_init_kwargs) == (None, {"token": None})
-    assert read.learning_rate == made.learning_rate and read.vllm_server_base_url == "http://...@10.0.0.1:8000"
+    assert (
+        read.learning_rate == made.learning_rate
+        and read.vllm_server_base_url == "http://...@10.0.0.1:8000"
+    )
     kept = fingerprint(script, made, data=[], model="tiny", revision="main", processes=1)
-    given = ["--model_init_kwargs", f'{{"token": "{words[1]}"}}', f"--vllm_server_base_url={address}"]
+    given = [
+        "--model_init_kwargs",
+        f'{{"token": "{words[1]}"}}',
+        f"--vllm_server_base_url={address}",
+    ]
     manifest = run_manifest(
-        script, made, data=["d"], rows=1, fingerprint={}, plan="", processes=1, checkpoint=None, arguments=given,
-    )  # fmt: skip
-    shown = [str(manifest), str(kept), made.to_json_string(), str(made), repr(made), str(UserError(f"no {words[2]}"))]
+        script,
+        made,
+        data=["d"],
+        rows=1,
+        fingerprint={},
+        plan="",
+        processes=1,
+        checkpoint=None,
+        arguments=given,
+    )
+    shown = [
+        str(manifest),
+        str(kept),
+        made.to_json_string(),
+        str(made),
+        repr(made),
+        str(UserError(f"no {words[2]}")),
+    ]
     shown += [in_one_line(OSError(f"{word}: {address}")) for word in words]
     for text in (*shown, (tmp_path / "training_args.bin").read_bytes().decode("latin-1")):
         assert not any(word in text for word in words), text
-    assert manifest["command"].endswith("""'{"token": "..."}' --vllm_server_base_url=http://...@10.0.0.1:8000""")
+    assert manifest["command"].endswith(
+        """'{"token": "..."}' --vllm_server_base_url=http://...@10.0.0.1:8000"""
+    )
     assert "<|im_end|>" in str(kept), "the model's own tokens are no secrets"
-    assert made.model_init_kwargs == {"token": words[1]} and made.vllm_server_base_url == address, "the run has them"
+    assert made.model_init_kwargs == {"token": words[1]} and made.vllm_server_base_url == address, (
+        "the run has them"
+    )
 
 
 def test_a_printed_command_whose_secrets_are_left_out_is_not_run_with_their_dots() -> None:
     left_out: list[dict[str, Any]] = [
-        {"hub_token": "..."}, {"model_init_kwargs": {"token": "..."}}, {"vllm_server_base_url": "http://...@a:8000"},
-    ]  # fmt: skip
+        {"hub_token": "..."},
+        {"model_init_kwargs": {"token": "..."}},
+        {"vllm_server_base_url": "http://...@a:8000"},
+    ]
     for given in left_out:
-        with pytest.raises(UserError, match=f"^{next(iter(given))}: '...' stands for a secret that was left out"):
+        with pytest.raises(
+            UserError, match=f"^{next(iter(given))}: '...' stands for a secret that was left out"
+        ):
             config(**given)
 
 
 def test_a_schedule_is_made_before_the_run_or_refused() -> None:
-    """With an argument that it has not, and with a rate that is none; Transformers makes a rate of 0 of NaN."""
-    keys = {**vars(config()), "lr_scheduler_type": "cosine_with_min_lr", "get_warmup_steps": lambda _: 0}
+    """With an argument that it has not, and with a rate that is none; Transformers makes a rate of
+    0 of NaN.
+    """
+    keys = {
+        **vars(config()),
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "get_warmup_steps": lambda _: 0,
+    }
     fine = SimpleNamespace(**{**keys, "lr_scheduler_kwargs": {"min_lr_rate": 0.1}})
     checks.check_schedule(fine)
     checks.schedule_of(fine, 10)
-    rates: list[dict[str, Any]] = [{"min_lr_rate": rate} for rate in (float("nan"), float("inf"), "half")]
+    rates: list[dict[str, Any]] = [
+        {"min_lr_rate": rate} for rate in (float("nan"), float("inf"), "half")
+    ]
     for wrong in [{"no": 1}, *rates]:
-        line = refusal(checks.check_schedule, SimpleNamespace(**{**keys, "lr_scheduler_kwargs": wrong}))
+        line = refusal(
+            checks.check_schedule, SimpleNamespace(**{**keys, "lr_scheduler_kwargs": wrong})
+        )
         assert line.startswith("lr_scheduler_kwargs: ") and next(iter(wrong)) in line, line
     line = refusal(
         checks.check_schedule,
-        SimpleNamespace(**{**keys, "lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"no": 1}}),
+        SimpleNamespace(
+            **{**keys, "lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"no": 1}}
+        ),
     )
-    assert line.startswith("lr_scheduler_kwargs: {'no': 1} has no meaning for lr_scheduler_type: constant")
+    assert line.startswith(
+        "lr_scheduler_kwargs: {'no': 1} has no meaning for lr_scheduler_type: constant"
+    )
 
 
 def test_an_optimizer_is_made_before_the_run_or_refused() -> None:
     wrong = ("lr=nan", "foo", "a=1,b", "=1", "a=-inf", ",")
     lines = {given: refusal(checks.check_optimizer, config(optim_args=given)) for given in wrong}
-    assert [given for given, line in lines.items() if f"optim_args: {given!r} is not NAME=VALUE" not in line] == []
+    assert [
+        given
+        for given, line in lines.items()
+        if f"optim_args: {given!r} is not NAME=VALUE" not in line
+    ] == []
     checks.check_optimizer(config(optim_args="beta1=0.9, eps=1e-8"))
     assert refusal(checks.check_optimizer, config(optim="stable_adamw")).endswith("use adamw_torch")
 
 
 def test_partial_rollouts_name_what_they_do_not_go_with() -> None:
     ours = {
-        "adora_rollouts": {"budget": 100}, "use_vllm": True, "per_device_train_batch_size": 16,
+        "adora_rollouts": {"budget": 100},
+        "use_vllm": True,
+        "per_device_train_batch_size": 16,
         "vllm_importance_sampling_mode": "token_truncate",
-    }  # fmt: skip
-    pairs = {"adora_rollouts": {"budget": 100, "refill": 2}, "adora_extensions": {"noisy_rollouts": {"share": 0.5}}}
+    }
+    pairs = {"adora_rollouts": {"budget": 100, "refill": 2}}
     checks.check_budget(config(**ours))
     checks.check_budget(config(**{**ours, **pairs, "vllm_tensor_parallel_size": 2}))
     checks.check_budget(config(**{**ours, "adora_rollouts": {}, "use_vllm": False}))
-    checks.check_budget(config(**ours, generation_kwargs={"stop_token_ids": [3], "repetition_detection": {}}))
+    checks.check_budget(
+        config(**ours, generation_kwargs={"stop_token_ids": [3], "repetition_detection": {}})
+    )
     for keys, words in (
         ({"use_vllm": False}, "use_vllm: false"),
-        ({"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction: false"),
-        ({"generation_kwargs": {"min_tokens": 5, "stop": ["."]}}, "generation_kwargs: min_tokens, stop"),
+        (
+            {"vllm_importance_sampling_correction": False},
+            "vllm_importance_sampling_correction: false",
+        ),
+        (
+            {"generation_kwargs": {"min_tokens": 5, "stop": ["."]}},
+            "generation_kwargs: min_tokens, stop",
+        ),
         ({"loss_type": "bnpo"}, "loss_type: bnpo"),
     ):
         line = refusal(checks.check_budget, config(**{**ours, **keys}))
-        assert line == f"adora_rollouts.budget: 100 does not go with {words}; leave out one of the two"
+        assert (
+            line == f"adora_rollouts.budget: 100 does not go with {words}; leave out one of the two"
+        )
     line = refusal(checks.check_budget, config(**{**ours, "per_device_train_batch_size": 8}))
     assert "does not go with one group per process, which has to end in every generation" in line
     half = config(**ours)
     half.per_device_train_batch_size = 4  # half a group on each of two processes, which TRL allows
     assert "4 rollouts per process, which are no whole groups" in refusal(checks.check_budget, half)
-    by_default = {key: value for key, value in ours.items() if key != "vllm_importance_sampling_mode"}
+    by_default = {
+        key: value for key, value in ours.items() if key != "vllm_importance_sampling_mode"
+    }
     line = refusal(checks.check_budget, config(**by_default))
-    assert "less from an answer the longer it is" in line and line.endswith("sampling_mode: token_truncate")
+    assert "less from an answer the longer it is" in line and line.endswith(
+        "sampling_mode: token_truncate"
+    )
     checks.check_budget(config(**{**by_default, "adora_rollouts": {}}))
 
 
 def model_with(text: dict[str, int], tower: dict[str, int]) -> Any:
-    return SimpleNamespace(get_text_config=lambda: SimpleNamespace(**text), vision_config=SimpleNamespace(**tower))
+    return SimpleNamespace(
+        get_text_config=lambda: SimpleNamespace(**text), vision_config=SimpleNamespace(**tower)
+    )
 
 
 def test_an_engine_is_divided_into_equal_parts_or_not_at_all() -> None:
@@ -193,7 +295,11 @@ def test_an_engine_is_divided_into_equal_parts_or_not_at_all() -> None:
             part[name] = value
             model = model_with(text, tower)
             line = refusal(checks.check_tensor_parallel, keys, model, 4)
-            expected = f"vllm_tensor_parallel_size: 2 does not divide the {things}" if value == wrong else ""
+            expected = (
+                f"vllm_tensor_parallel_size: 2 does not divide the {things}"
+                if value == wrong
+                else ""
+            )
             assert line.startswith(expected) and bool(line) == bool(expected)
     keys.vllm_mode = "server"
     checks.check_tensor_parallel(keys, model_with(text, tower), 3)
@@ -201,15 +307,22 @@ def test_an_engine_is_divided_into_equal_parts_or_not_at_all() -> None:
 
 def test_what_one_step_ahead_does_not_go_with():
     ours = {
-        "adora_rollouts": RolloutOptions(ahead=1), "use_vllm": True, "vllm_mode": "server",
-        "adora_weight_transfer": "file", "vllm_importance_sampling_correction": True,
+        "adora_rollouts": RolloutOptions(ahead=1),
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "adora_weight_transfer": "file",
+        "vllm_importance_sampling_correction": True,
         "dataloader_num_workers": 0,
-    }  # fmt: skip
+    }
     assert refusal(checks.check_async, SimpleNamespace(**ours)) == ""
     for key, value, said in (
         ("adora_weight_transfer", "nccl", "another engine than vllm_mode: server"),
         ("vllm_mode", "colocate", "another engine than vllm_mode: server"),
-        ("vllm_importance_sampling_correction", False, "vllm_importance_sampling_correction: false"),
+        (
+            "vllm_importance_sampling_correction",
+            False,
+            "vllm_importance_sampling_correction: false",
+        ),
         ("dataloader_num_workers", 2, "dataloader_num_workers: 2"),
     ):
         line = refusal(checks.check_async, SimpleNamespace(**{**ours, key: value}))
@@ -219,11 +332,16 @@ def test_what_one_step_ahead_does_not_go_with():
 
 
 def test_weights_that_nccl_could_not_carry():
-    keys = SimpleNamespace(use_vllm=True, vllm_mode="server", vllm_server_base_url=None, use_cpu=False)
+    keys = SimpleNamespace(
+        use_vllm=True, vllm_mode="server", vllm_server_base_url=None, use_cpu=False
+    )
     for changed, said in (
         ({}, ""),
         ({"use_cpu": True}, "adora_weight_transfer: nccl needs GPUs on both sides"),
-        ({"vllm_server_base_url": "http://a:1,http://b:1"}, "vllm_server_base_url: http://a:1,http://b:1 names"),
+        (
+            {"vllm_server_base_url": "http://a:1,http://b:1"},
+            "vllm_server_base_url: http://a:1,http://b:1 names",
+        ),
     ):
         for transfer, line in (("nccl", said), ("file", "")):
             one = SimpleNamespace(**{**vars(keys), **changed, "adora_weight_transfer": transfer})
@@ -236,7 +354,11 @@ BROKEN: list[tuple[str, bytes | None, str]] = [
     ("model.safetensors", None, "has no weights"),
     ("model.safetensors", b"", "is damaged"),
     ("model.safetensors", b"12345", "is damaged"),
-    (INDEX, b'{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}', "has no model-2.safetensors"),
+    (
+        INDEX,
+        b'{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}',
+        "has no model-2.safetensors",
+    ),
     (INDEX, b"{", f"{INDEX}' is damaged"),
     (INDEX, b"[]", f"{INDEX}' is damaged"),
     ("tokenizer.json", b"{", "cannot be loaded ("),
@@ -301,10 +423,15 @@ def test_an_error_of_pydantic_says_what_was_wrong() -> None:
 
 
 def test_an_adapter_on_one_of_two_tied_embeddings_is_refused_by_its_key() -> None:
-    tied, untied = (Setting(False, torch.device("cpu")).config(size, layers=1) for size in ("3B", "7B"))
-    places = [("lm_head", "target_modules"), ("embed_tokens", "target_modules"), ("lm_head", "modules_to_save")]
+    tied, untied = (
+        Setting(False, torch.device("cpu")).config(size, layers=1) for size in ("3B", "7B")
+    )
+    places = [("embed_tokens", "target_modules"), ("lm_head", "modules_to_save")]
     for name, key in places:
-        lists = {"lora_target_modules": ["q_proj", "v_proj"], "lora_modules_to_save": ["input_layernorm"]}
+        lists = {
+            "lora_target_modules": ["q_proj", "v_proj"],
+            "lora_modules_to_save": ["input_layernorm"],
+        }
         lists[f"lora_{key}"] = [*lists[f"lora_{key}"], name]
         model = ModelConfig(use_peft=True, **lists)
         check_parts(model, untied, lora_of(model), [])

@@ -1,4 +1,6 @@
-"""A problem with choices is asked with them: in training, by the evaluator, and where a person looks at the data."""
+"""A problem with choices is asked with them: in training, by the evaluator, and where a person
+looks at the data.
+"""
 
 import json
 from pathlib import Path
@@ -7,7 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from adora_vl.builtin.assets import data_folders
+from adora_vl.builtin.builtin_data import data_folders
 from adora_vl.checkpoint.fingerprint import Fingerprint, differences, fingerprint
 from adora_vl.checkpoint.resume import choose_start
 from adora_vl.config.schema import parse
@@ -28,7 +30,16 @@ from eval.geometry3k import BENCHMARK
 from tests.unit.checkpoint.test_checkpoint import make
 from tests.unit.data_prep.own_data_support import convert, jsonl
 
-CPU = ["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny", "--output_dir", "nowhere"]
+CPU = [
+    "--use_cpu",
+    "true",
+    "--bf16",
+    "false",
+    "--model_name_or_path",
+    "tiny",
+    "--output_dir",
+    "nowhere",
+]
 ROWS: list[dict[str, Any]] = [
     {"q": "Who?", "a": "Ada", "c": None, "i": "pics/0.png"},
     {"q": "How long is AB?", "a": "B", "c": ["3", r"4 \sqrt { 2 }", "5"], "i": "pics/1.png"},
@@ -36,7 +47,8 @@ ROWS: list[dict[str, Any]] = [
 ]
 ASKED = [
     "Who?",
-    "How long is AB?\nChoices:\n(A) 3\n(B) 4 \\sqrt { 2 }\n(C) 5\nAnswer with the letter of the right choice.",
+    "How long is AB?\nChoices:\n(A) 3\n(B) 4 \\sqrt { 2 }\n(C) 5\n"
+    "Answer with the letter of the right choice.",
     "How long is BC?",
 ]
 WHOLE = [
@@ -55,8 +67,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "both").mkdir()
     for number in range(3):
         (root / "both" / "pics").mkdir(exist_ok=True)
-        (root / "both" / "pics" / f"{number}.png").write_bytes((root / "in" / "pics" / f"{number}.png").read_bytes())
-        (root / "both" / "pics" / f"{number}t.png").write_bytes((root / "in" / "pics" / f"{number}.png").read_bytes())
+        (root / "both" / "pics" / f"{number}.png").write_bytes(
+            (root / "in" / "pics" / f"{number}.png").read_bytes()
+        )
+        (root / "both" / "pics" / f"{number}t.png").write_bytes(
+            (root / "in" / "pics" / f"{number}.png").read_bytes()
+        )
     (root / "both" / "train.jsonl").write_bytes(source.read_bytes())
     tests = [{**row, "q": f"{row['q']} Again.", "i": row["i"].replace(".", "t.")} for row in ROWS]
     (root / "both" / "test.jsonl").write_text("\n".join(map(json.dumps, tests)))
@@ -68,7 +84,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drawn") / "synthetic"
-    assert data_prep(["synthetic", "--output", str(folder), "--rows", "40", "--test-rows", "10"]) == 0
+    assert (
+        data_prep(["synthetic", "--output", str(folder), "--rows", "40", "--test-rows", "10"]) == 0
+    )
     return folder
 
 
@@ -85,11 +103,11 @@ def trained_on(folder: Path, *words: str) -> list[str]:
 
 def options_of(folder: Path, *words: str) -> Any:
     given = ["infer", "--model", "tiny", "--data", str(folder), "--output", "o", *words]
-    return parse_evaluation(given, BENCHMARK)
+    return parse_evaluation(given, BENCHMARK).ask.data
 
 
 def evaluated_on(folder: Path, *words: str) -> list[str]:
-    problems, _ = BENCHMARK.load(options_of(folder, *words))
+    problems = BENCHMARK.load(options_of(folder, *words)).problems
     return [problem.prompt for problem in problems]
 
 
@@ -99,7 +117,9 @@ def fingerprint_of(folder: Path, *words: str) -> Fingerprint:
     return fingerprint(asked, data=[folder], model="m", revision="r", processes=1)
 
 
-def test_training_and_evaluations_ask_in_the_same_words(data: Path, subtests: pytest.Subtests) -> None:
+def test_training_and_evaluations_ask_in_the_same_words(
+    data: Path, subtests: pytest.Subtests
+) -> None:
     alone = [row["q"] for row in ROWS]
     cases: list[tuple[str | None, list[str], list[str], list[str]]] = [
         (DEFAULT_PROMPT, [], [], ASKED),
@@ -108,8 +128,12 @@ def test_training_and_evaluations_ask_in_the_same_words(data: Path, subtests: py
     for prompt, train_words, evaluation_words, texts in cases:
         with subtests.test(f"{prompt}"):
             assert trained_on(data, *train_words) == texts
-            assert evaluated_on(data, *evaluation_words) == [text.replace("?", "? Again.", 1) for text in texts]
-            config = parse([*CPU, "--eval_strategy", "steps", "--eval_steps", "1", "--use_vllm", "true"])[1]
+            assert evaluated_on(data, *evaluation_words) == [
+                text.replace("?", "? Again.", 1) for text in texts
+            ]
+            config = parse(
+                [*CPU, "--eval_strategy", "steps", "--eval_steps", "1", "--use_vllm", "true"]
+            )[1]
             plan = take_evaluations(config, [str(data)], prompt)
             assert plan is not None
             during = [problem.prompt for problem in plan.tasks[0].problems]
@@ -118,8 +142,17 @@ def test_training_and_evaluations_ask_in_the_same_words(data: Path, subtests: py
 
 def test_what_the_prompt_asks_for_is_right_and_so_is_the_value(data: Path) -> None:
     row = load_split(data, "train")[1]
-    for answer, verdict in {"B": "correct", r"4\sqrt{2}": "correct", "A": "wrong", "3": "wrong", "D": "wrong"}.items():
-        assert grade(rf"So \boxed{{{answer}}}.", row["answer"], choices=row["choices"]).verdict == verdict, answer
+    for answer, verdict in {
+        "B": "correct",
+        r"4\sqrt{2}": "correct",
+        "A": "wrong",
+        "3": "wrong",
+        "D": "wrong",
+    }.items():
+        assert (
+            grade(rf"So \boxed{{{answer}}}.", row["answer"], choices=row["choices"]).verdict
+            == verdict
+        ), answer
 
 
 def test_letters_that_choices_carry_are_not_shown_twice() -> None:
@@ -144,14 +177,22 @@ def test_a_data_set_without_the_column_is_read(drawn: Path, tmp_path: Path) -> N
     assert survey(tmp_path).example is not None
 
 
-def test_a_run_of_before_goes_on_with_its_prompt_or_is_refused(data: Path, drawn: Path, tmp_path: Path) -> None:
+def test_a_run_of_before_goes_on_with_its_prompt_or_is_refused(
+    data: Path, drawn: Path, tmp_path: Path
+) -> None:
     """Its fingerprint says null, as that of a run without a template does."""
-    before = {folder: {**fingerprint_of(folder), "adora_prompt": "null"} for folder in (data, drawn)}
-    assert differences(before[drawn], fingerprint_of(drawn)) == [], "nothing has changed without choices"
+    before = {
+        folder: {**fingerprint_of(folder), "adora_prompt": "null"} for folder in (data, drawn)
+    }
+    assert differences(before[drawn], fingerprint_of(drawn)) == [], (
+        "nothing has changed without choices"
+    )
     assert differences(before[data], fingerprint_of(data, "--adora_prompt", "null")) == []
     assert differences(before[data], fingerprint_of(data, "--adora_prompt", "{problem}")) == []
     checkpoint = make(tmp_path, 10, before[data])
-    with pytest.raises(UserError, match=r"of another run: adora_prompt: null -> \"{problem}\\n.*; set it back"):
+    with pytest.raises(
+        UserError, match=r"of another run: adora_prompt: null -> \"{problem}\\n.*; set it back"
+    ):
         choose_start(tmp_path, None, False, fingerprint_of(data))
     started = choose_start(tmp_path, None, False, fingerprint_of(data, "--adora_prompt", "null"))
     assert started.checkpoint == str(checkpoint)
@@ -160,36 +201,58 @@ def test_a_run_of_before_goes_on_with_its_prompt_or_is_refused(data: Path, drawn
 def test_answers_of_before_count_for_the_same_questions_alone(data: Path, drawn: Path) -> None:
     for folder, asked_with in ((drawn, None), (data, DEFAULT_PROMPT)):
         options = options_of(folder)
-        BENCHMARK.load(options)
-        assert options.prompt == asked_with  # goes into the fingerprint, where it was null
+        unused = BENCHMARK.load(options).unused_options
+        prompt = None if "prompt" in unused else options.prompt
+        assert prompt == asked_with  # goes into the fingerprint, where it was null
 
 
-def test_one_whole_prompt_is_shown_where_a_person_looks(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_whole_prompt_is_shown_where_a_person_looks(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert data_prep(["inspect", str(data)]) == 0
     said = capsys.readouterr().out
-    assert "\n".join(f"  {line}" for line in WHOLE) in said and "of mine/train/1, as a training" in said
+    assert (
+        "\n".join(f"  {line}" for line in WHOLE) in said
+        and "of mine/train/1, as a training" in said
+    )
     page = data.with_name("data.html").read_text()
-    assert page.count("\n".join(f"  {line.replace('<image>', '&lt;image&gt;')}" for line in WHOLE)) == 1
+    assert (
+        page.count("\n".join(f"  {line.replace('<image>', '&lt;image&gt;')}" for line in WHOLE))
+        == 1
+    )
 
 
 def test_convert_shows_it_too_without_letting_the_row_command_the_terminal(tmp_path, capsys):
-    source = jsonl(tmp_path / "in", [{"q": "Which\x1b]0;owned\x07?", "a": "A", "c": ["1\u202e", "2"]}])
+    source = jsonl(
+        tmp_path / "in", [{"q": "Which\x1b]0;owned\x07?", "a": "A", "c": ["1\u202e", "2"]}]
+    )
     assert convert(source, tmp_path / "out", columns=("problem=q", "answer=a", "choices=c")) == 0
     said = capsys.readouterr().out
-    assert "  [user]\n  Which ]0;owned ?\n  Choices:\n  (A) 1 \n  (B) 2\n" in said and "\x1b" not in said
+    assert (
+        "  [user]\n  Which ]0;owned ?\n  Choices:\n  (A) 1 \n  (B) 2\n" in said
+        and "\x1b" not in said
+    )
 
 
 def test_a_prompt_that_cannot_be_made_is_one_line() -> None:
     row = {"id": "mine/1", "problem": "Which?", "choices": ["<image>", "2"], "images": []}
     assert whole_prompt(row) == [
-        "the prompt of mine/1 cannot be made: its text has 1 <image> with 0 images; give one for each image, or none "
-        "to have them before the text"
+        "the prompt of mine/1 cannot be made: its text has 1 <image> with 0 images; give one for "
+        "each image, or none to have them before the text"
     ]
 
 
 @pytest.mark.slow
 def test_the_dry_run_shows_it_in_the_words_of_the_models_template(data, tmp_path, capsys):
-    words = ["--num_generations", "2", "--per_device_train_batch_size", "2", "--dry-run", "--dataset_name", str(data)]
+    words = [
+        "--num_generations",
+        "2",
+        "--per_device_train_batch_size",
+        "2",
+        "--dry-run",
+        "--dataset_name",
+        str(data),
+    ]
     file = tmp_path / "written.yaml"
     assert train([*CPU, *words]) in (0, 1)
     said = capsys.readouterr().out.split("One whole prompt, of mine/train/1\n")[1]
@@ -206,21 +269,45 @@ def test_the_card_of_a_model_shows_how_choices_were_asked(data: Path, drawn: Pat
     def card(folder: Path) -> str:
         script, config, model = parse([*CPU, "--dataset_name", str(folder)])
         manifest = run_manifest(
-            script, config, model, arguments=[], data=[str(folder)], rows=3, fingerprint=fingerprint_of(folder),
-            plan="", processes=1, checkpoint=None,
-        )  # fmt: skip
-        assert manifest["config"]["adora_prompt"] == DEFAULT_PROMPT, "an evaluation on other data asks with it"
+            script,
+            config,
+            model,
+            arguments=[],
+            data=[str(folder)],
+            rows=3,
+            fingerprint=fingerprint_of(folder),
+            plan="",
+            processes=1,
+            checkpoint=None,
+        )
+        assert manifest["config"]["adora_prompt"] == DEFAULT_PROMPT, (
+            "an evaluation on other data asks with it"
+        )
         return model_card(manifest, [], 1)
 
-    assert "Find x.\nChoices:\n(A) 12\n(B) 13\nAnswer with the letter of the right choice.\n" in card(data)
+    assert (
+        "Find x.\nChoices:\n(A) 12\n(B) 13\nAnswer with the letter of the right choice.\n"
+        in card(data)
+    )
     assert "Choices" not in card(drawn)
 
 
-def test_quoted_figures_of_open_questions_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quoted_figures_of_open_questions_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for prompt, noted in ((None, False), (DEFAULT_PROMPT, True)):
         items = [{"pid": "1", "verdict": "correct"}]
-        score = {"benchmark": "geometry3k", "accuracy": 1.0, "total": 1, "wilson_95": [0.2, 1.0], "groups": {},
-                 "items": items, "rules": {}, "fingerprint": {"fields": {"prompt": prompt}}}  # fmt: skip
+        score = {
+            "benchmark": "geometry3k",
+            "accuracy": 1.0,
+            "total": 1,
+            "wilson_95": [0.2, 1.0],
+            "groups": {},
+            "items": items,
+            "rules": {},
+            "data_set": {"sources": ["geometry3k"], "splits": ["test"], "problems": 601},
+            "fingerprint": {"fields": {"prompt": prompt}},
+        }
         (tmp_path / "score.json").write_text(json.dumps(score))
         assert compare([str(tmp_path / "score.json")]) == 0
         assert ("the quoted rows are of open questions" in capsys.readouterr().out) == noted

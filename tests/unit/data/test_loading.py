@@ -1,4 +1,6 @@
-"""Data of the user's own in a training config: columns, several data sets, prompts; and that a resume sees the same."""
+"""Data of the user's own in a training config: columns, several data sets, prompts; and that a
+resume sees the same.
+"""
 
 import json
 import os
@@ -11,30 +13,39 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from adora_vl.builtin.assets import data_folders
+from adora_vl.builtin.builtin_data import data_folders
 from adora_vl.checkpoint.fingerprint import differences, fingerprint
 from adora_vl.config.schema import parse
+from adora_vl.conversion import convert as convert_module
+from adora_vl.conversion.convert import ensure_converted
+from adora_vl.conversion.tables import open_local
 from adora_vl.data.dataloader import EpochRepeatSampler
 from adora_vl.data.dataset import load_split, read_manifest, row_count, write_split
 from adora_vl.data.loading import load_rows, mixed_rows
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT, SYSTEM_PROMPTS
+from adora_vl.evals.inference.chat import ChatProcessor
+from adora_vl.evals.inference.engines import settings_of
 from adora_vl.evaluation import take_evaluations
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.card import model_card
 from adora_vl.record.manifest import facts_of_run, run_manifest
+from adora_vl.synthetic.generate import generate
 from adora_vl.train import main as train
 from adora_vl.utils.errors import UserError
-from data_prep import convert as convert_module
-from data_prep.convert import ensure_converted
-from data_prep.synthetic.generate import generate
-from data_prep.tables import open_local
 from eval.command import parse as parse_evaluation
 from eval.geometry3k import BENCHMARK
-from eval.inference.chat import ChatProcessor
-from eval.inference.engines import settings_of
 from tests.unit.data_prep.own_data_support import convert, jsonl, with_images
 
-CPU = ["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny", "--output_dir", "nowhere"]
+CPU = [
+    "--use_cpu",
+    "true",
+    "--bf16",
+    "false",
+    "--model_name_or_path",
+    "tiny",
+    "--output_dir",
+    "nowhere",
+]
 COLUMNS = ("problem=q", "answer=a")
 
 
@@ -46,7 +57,9 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         rows = [{"q": f"{name} {number}?", "a": number, **more} for number in range(count)]
         columns = (*COLUMNS, *(["tip=tip"] if more else []))
         options = ("--name", name, "--test-share", "0.2")
-        assert convert(jsonl(root / f"in-{name}", rows), root / name, *options, columns=columns) == 0
+        assert (
+            convert(jsonl(root / f"in-{name}", rows), root / name, *options, columns=columns) == 0
+        )
     return [root / "large", root / "small"]
 
 
@@ -60,12 +73,18 @@ def test_every_share_is_kept_and_every_row_comes() -> None:
     assert counts.keys() == set(range(350)) and all(counts[row] >= 1 for row in range(350))
     small = sum(row >= 300 for row in rows)
     assert small / len(rows) == pytest.approx(0.3, abs=0.06)
-    assert rows == mixed_rows([300, 50], [0.7, 0.3], seed=1) != mixed_rows([300, 50], [0.7, 0.3], seed=2)
+    assert (
+        rows
+        == mixed_rows([300, 50], [0.7, 0.3], seed=1)
+        != mixed_rows([300, 50], [0.7, 0.3], seed=2)
+    )
 
 
 def ids_of_epochs(rows: Dataset, epochs: range) -> list[str]:
     """In the order in which a run draws them."""
-    sampler = EpochRepeatSampler(rows, mini_repeat_count=2, batch_size=4, repeat_count=1, shuffle=True, seed=3)
+    sampler = EpochRepeatSampler(
+        rows, mini_repeat_count=2, batch_size=4, repeat_count=1, shuffle=True, seed=3
+    )
     seen = []
     for epoch in epochs:
         sampler.set_epoch(epoch)
@@ -74,14 +93,17 @@ def ids_of_epochs(rows: Dataset, epochs: range) -> list[str]:
 
 
 def test_a_mixture_goes_on_where_it_was_interrupted(sets: list[Path]) -> None:
-    """The rows of a run of three epochs, and of one that another process goes on with in the second epoch."""
+    """The rows of a run of three epochs, and of one that another process goes on with in the second
+    epoch.
+    """
 
     def order(epochs: range) -> list[str]:
         script = script_of("--dataset_name", *sets, "--adora_mixture", 0.6, 0.4)
         rows = load_rows(script, data_folders(script), seed=3)
         return ids_of_epochs(rows, epochs)
 
-    whole, again = order(range(3)), order(range(1, 3))
+    whole = order(range(3))
+    again = order(range(1, 3))
     assert whole[-len(again) :] == again and len(again) == 2 * len(whole) // 3
     names = Counter(name.split("/")[0] for name in whole)
     assert names["small"] > 0.2 * len(whole), "5 rows of 29 would be less"
@@ -92,10 +114,15 @@ def test_several_data_sets_are_one_with_the_columns_of_all(sets: list[Path]) -> 
     rows = load_rows(script, data_folders(script), seed=0)
     assert Counter(row["id"].split("/")[0] for row in rows) == {"large": 24, "small": 5}
     assert {row["tip"] for row in rows} == {"think", None}
-    assert rows[0]["prompt"][0]["content"] == SYSTEM_PROMPT and rows[0]["prompt"][1]["content"] == rows[0]["problem"]
+    assert (
+        rows[0]["prompt"][0]["content"] == SYSTEM_PROMPT
+        and rows[0]["prompt"][1]["content"] == rows[0]["problem"]
+    )
 
 
-def test_a_resume_sees_another_data_set_share_prompt_or_order(sets: list[Path], tmp_path: Path) -> None:
+def test_a_resume_sees_another_data_set_share_prompt_or_order(
+    sets: list[Path], tmp_path: Path
+) -> None:
     def of(*words: object) -> dict[str, str]:
         script = script_of(*words)
         return fingerprint(script, data=data_folders(script), model="m", revision="r", processes=1)
@@ -117,47 +144,80 @@ def test_a_resume_sees_another_data_set_share_prompt_or_order(sets: list[Path], 
     assert "very brief" in of(*mixed, "--adora_system_prompt", system)["adora_system_prompt"]
 
 
-def test_a_table_is_named_with_its_columns_and_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_named_with_its_columns_and_converted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
     rows = with_images([f"pics/{n}.png" for n in range(4)])
     source = jsonl(tmp_path / "in", rows)
     columns = {"problem": "question", "answer": "label", "images": "image", "choices": "options"}
     words = ("--dataset_name", source, "--adora_columns", json.dumps(columns))
     config = tmp_path / "c.yaml"
-    config.write_text("adora_columns: {problem: question, answer: label, images: image, choices: options}\n")
+    config.write_text(
+        "adora_columns: {problem: question, answer: label, images: image, choices: options}\n"
+    )
     script = script_of(*words)
-    assert script_of("--dataset_name", source, "--config", config).adora_columns == script.adora_columns == columns
+    assert (
+        script_of("--dataset_name", source, "--config", config).adora_columns
+        == script.adora_columns
+        == columns
+    )
     (folder,) = data_folders(script)
-    with pytest.raises(UserError, match=r"has its columns already; leave adora_columns out, or name the table$"):
+    with pytest.raises(
+        UserError, match=r"has its columns already; leave adora_columns out, or name the table$"
+    ):
         data_folders(script_of("--dataset_name", folder, "--adora_columns", json.dumps(columns)))
     made = Path(folder, "manifest.json").stat().st_mtime_ns
-    assert data_folders(script) == [folder] and Path(folder, "manifest.json").stat().st_mtime_ns == made
+    assert (
+        data_folders(script) == [folder]
+        and Path(folder, "manifest.json").stat().st_mtime_ns == made
+    )
     seen = load_rows(script, [folder], seed=0)
     kinds = [[part["type"] for part in row["prompt"][1]["content"]] for row in seen]
-    assert kinds == [["image", "text"], ["text", "image", "text", "image", "text"], ["image", "text"]]
+    assert kinds == [
+        ["image", "text"],
+        ["text", "image", "text", "image", "text"],
+        ["image", "text"],
+    ]
     assert [len(row["images"]) for row in seen] == [1, 2, 1]
     picture = tmp_path / "in" / "pics" / "0.png"
     os.utime(picture, ns=(1, 1))  # of a picture only the time has changed
-    assert data_folders(script) == [folder] and Path(folder, "manifest.json").stat().st_mtime_ns == made
+    assert (
+        data_folders(script) == [folder]
+        and Path(folder, "manifest.json").stat().st_mtime_ns == made
+    )
     picture.write_bytes(picture.read_bytes() + b"\0")  # now the picture
-    assert data_folders(script) == [folder] and Path(folder, "manifest.json").stat().st_mtime_ns != made
+    assert (
+        data_folders(script) == [folder]
+        and Path(folder, "manifest.json").stat().st_mtime_ns != made
+    )
     jsonl(tmp_path / "in", rows[1:])
     data_folders(script)
     manifest = read_manifest(Path(folder))
     assert manifest is not None and manifest["counts"] == {"train": 2}
     jsonl(tmp_path / "in", rows)
     picture.unlink()
-    with pytest.raises(UserError, match=r"^dataset_name: .*mine.jsonl' with adora_columns: input: 1 of 3 row") as error:
+    with pytest.raises(
+        UserError, match=r"^dataset_name: .*mine.jsonl' with adora_columns: input: 1 of 3 row"
+    ) as error:
         data_folders(script)
-    assert len(str(error.value).splitlines()) == 3  # how many, what is wrong by kind, and where the rows are
+    assert (
+        len(str(error.value).splitlines()) == 3
+    )  # how many, what is wrong by kind, and where the rows are
 
 
-def test_a_table_that_is_saved_again_while_it_is_converted_is_converted_at_the_next_start(tmp_path, monkeypatch):
-    table, real = tmp_path / "t.jsonl", convert_module.convert
+def test_a_table_that_is_saved_again_while_it_is_converted_is_converted_at_the_next_start(
+    tmp_path, monkeypatch
+):
+    table = tmp_path / "t.jsonl"
+    real = convert_module.convert
 
     def write(rows: int) -> None:
         table.write_text(
-            "".join(json.dumps({"q": f"What is {n} + {rows}?", "a": n + rows}) + "\n" for n in range(rows))
+            "".join(
+                json.dumps({"q": f"What is {n} + {rows}?", "a": n + rows}) + "\n"
+                for n in range(rows)
+            )
         )
 
     def during(*given: Any, **more: Any) -> Any:
@@ -172,14 +232,18 @@ def test_a_table_that_is_saved_again_while_it_is_converted_is_converted_at_the_n
         assert row_count(folder, "train") == rows
 
 
-def test_another_data_set_at_the_same_path_with_the_same_times_is_what_is_read(tmp_path, monkeypatch):
+def test_another_data_set_at_the_same_path_with_the_same_times_is_what_is_read(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     for seed in (1, 2):
         rows = list(generate(3, split="train", seed=seed))
         write_split(rows, tmp_path / "data", "train")
         for path in (tmp_path / "data").rglob("*"):
             os.utime(path, (1, 1))  # as tar and rsync put them back
-        assert load_split(tmp_path / "data", "train")["problem"][:] == [row["problem"] for row in rows]
+        assert load_split(tmp_path / "data", "train")["problem"][:] == [
+            row["problem"] for row in rows
+        ]
 
 
 def test_a_table_that_is_put_beside_the_others_is_read_too(tmp_path: Path) -> None:
@@ -187,9 +251,14 @@ def test_a_table_that_is_put_beside_the_others_is_read_too(tmp_path: Path) -> No
 
     def counts(**tables: int) -> Any:
         for split, rows in tables.items():
-            lines = [json.dumps({"q": f"How long is side {number} of {split}?", "a": number}) for number in range(rows)]
+            lines = [
+                json.dumps({"q": f"How long is side {number} of {split}?", "a": number})
+                for number in range(rows)
+            ]
             (tmp_path / "in" / f"{split}.jsonl").write_text("\n".join(lines))
-        folder = ensure_converted(str(tmp_path / "in"), {"problem": "q", "answer": "a"}, tmp_path / "home")
+        folder = ensure_converted(
+            str(tmp_path / "in"), {"problem": "q", "answer": "a"}, tmp_path / "home"
+        )
         manifest = read_manifest(folder)
         assert manifest is not None
         return manifest["counts"]
@@ -201,18 +270,41 @@ def test_a_table_that_is_put_beside_the_others_is_read_too(tmp_path: Path) -> No
 def test_a_template_makes_the_prompts_of_training_and_evaluation(sets: list[Path]) -> None:
     script = script_of("--dataset_name", sets[0], "--adora_prompt", "{tip}: {problem}")
     (row, *_) = load_rows(script, data_folders(script), seed=0)
-    assert row["prompt"][1]["content"] == f"think: {row['problem']}" and row["problem"].startswith("large ")
-    words = ["infer", "--model", "m", "--data", str(sets[0]), "--output", "o", "--prompt", "{tip}: {problem}"]
-    options = parse_evaluation(words, BENCHMARK)
-    problems, _ = BENCHMARK.load(options)
-    assert all(problem.prompt == f"think: {problem.fields['question']}" for problem in problems) and problems
+    assert row["prompt"][1]["content"] == f"think: {row['problem']}" and row["problem"].startswith(
+        "large "
+    )
+    words = [
+        "infer",
+        "--model",
+        "m",
+        "--data",
+        str(sets[0]),
+        "--output",
+        "o",
+        "--prompt",
+        "{tip}: {problem}",
+    ]
+    options = parse_evaluation(words, BENCHMARK).ask.data
+    problems = BENCHMARK.load(options).problems
+    assert (
+        all(problem.prompt == f"think: {problem.fields['question']}" for problem in problems)
+        and problems
+    )
 
 
-def test_a_template_that_does_not_fit_the_rows_is_one_line(sets: list[Path], subtests: pytest.Subtests) -> None:
+def test_a_template_that_does_not_fit_the_rows_is_one_line(
+    sets: list[Path], subtests: pytest.Subtests
+) -> None:
     for words, message in [
         (["--adora_prompt", "{hnt} {problem}"], "adora_prompt: 'hnt' is no column of .*large"),
-        (["--adora_prompt", "{problem} {id} <image>"], "adora_prompt: row large/train/0.* 1 <image> with 0 images"),
-        (["--adora_prompt", "<|im_end|>{problem}"], "adora_prompt: row large/train/0.*model's own token"),
+        (
+            ["--adora_prompt", "{problem} {id} <image>"],
+            "adora_prompt: row large/train/0.* 1 <image> with 0 images",
+        ),
+        (
+            ["--adora_prompt", "<|im_end|>{problem}"],
+            "adora_prompt: row large/train/0.*model's own token",
+        ),
     ]:
         with subtests.test(f"{words!r:.80}"):
             script = script_of("--dataset_name", sets[0], *words)
@@ -223,13 +315,19 @@ def test_a_template_that_does_not_fit_the_rows_is_one_line(sets: list[Path], sub
 
 def test_keys_that_do_not_fit_are_one_line(subtests: pytest.Subtests) -> None:
     cases = [
-        (["--adora_mixture", "0.5", "0.5"], "adora_mixture: .* has 2 values for the 1 of dataset_name"),
+        (
+            ["--adora_mixture", "0.5", "0.5"],
+            "adora_mixture: .* has 2 values for the 1 of dataset_name",
+        ),
         (["--dataset_name", "a", "b", "--adora_mixture", "0.5", "0.6"], "sum to 1.1"),
         (["--dataset_name", "a", "b", "--adora_mixture", "0.5", "x"], "adora_mixture: "),
         (["--dataset_name", "a", "a"], "dataset_name: 'a' is given twice"),
         (["--adora_columns", "[1]"], "adora_columns: "),
         (["--dataset_name", __file__], "test_loading.py' is a file; say which of its columns"),
-        (["--adora_system_prompt", "thnk"], "adora_system_prompt: 'thnk' is not one of .*did you mean 'think'"),
+        (
+            ["--adora_system_prompt", "thnk"],
+            "adora_system_prompt: 'thnk' is not one of .*did you mean 'think'",
+        ),
         (["--adora_prompt", "{problem.x}"], "adora_prompt: .*plain name"),
         (["--adora_system_prompt", "nowhere.txt"], "'nowhere.txt' is not one .*No such file"),
     ]
@@ -241,9 +339,10 @@ def test_keys_that_do_not_fit_are_one_line(subtests: pytest.Subtests) -> None:
 
 
 def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_path, monkeypatch):
-    commits, asked = ["1" * 40], []
+    commits = ["1" * 40]
+    asked = []
 
-    def opened(name: str, columns: Any, revision: str | None, *_: Any) -> Any:
+    def opened(name: str, columns: Any, revision: str | None, **_: Any) -> Any:
         asked.append(revision)
         local = open_local(jsonl(tmp_path / "in", [{"q": "?", "a": 1}]), columns)
         return replace(local, kind="hub", revision=commits[-1])
@@ -253,11 +352,13 @@ def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_pat
             raise ConnectionError
         return commits[-1]
 
-    monkeypatch.setattr("data_prep.convert.open_hub", opened)
-    monkeypatch.setattr("data_prep.convert.commit_of", commit_of)
+    monkeypatch.setattr("adora_vl.conversion.convert.open_hub", opened)
+    monkeypatch.setattr("adora_vl.conversion.convert.commit_of", commit_of)
 
     def folder() -> Path:
-        return ensure_converted("someone/theirs", {"problem": "q", "answer": "a"}, tmp_path / "home")
+        return ensure_converted(
+            "someone/theirs", {"problem": "q", "answer": "a"}, tmp_path / "home"
+        )
 
     assert folder() == folder() and len(asked) == 1, "every process would stream it once more"
     commits.append("2" * 40)
@@ -279,7 +380,9 @@ def test_the_system_prompt_is_of_a_file_or_of_the_format(tmp_path: Path) -> None
     file = tmp_path / "p.txt"
     file.write_bytes(b"\xef\xbb\xbfThink of {braces}.\n")
     assert script_of("--adora_system_prompt", file).adora_system_prompt == "Think of {braces}."
-    assert script_of("--adora_system_prompt", "think").adora_system_prompt == SYSTEM_PROMPTS["think"]
+    assert (
+        script_of("--adora_system_prompt", "think").adora_system_prompt == SYSTEM_PROMPTS["think"]
+    )
     assert script_of("--adora_system_prompt", "It is mine.").adora_system_prompt == "It is mine."
     file.write_bytes(b"\xff")
     with pytest.raises(UserError, match="nor a UTF-8 text that can be read"):
@@ -287,11 +390,21 @@ def test_the_system_prompt_is_of_a_file_or_of_the_format(tmp_path: Path) -> None
 
 
 def test_manifest_page_and_card_name_every_data_set(sets: list[Path]) -> None:
-    script, config, model = parse([*CPU, "--dataset_name", *map(str, sets), "--adora_mixture", "0.7", "0.3"])
+    script, config, model = parse(
+        [*CPU, "--dataset_name", *map(str, sets), "--adora_mixture", "0.7", "0.3"]
+    )
     manifest = run_manifest(
-        script, config, model, arguments=[], data=[str(folder) for folder in sets], rows=29,
-        fingerprint={"dataset": "a+b"}, plan="", processes=1, checkpoint=None,
-    )  # fmt: skip
+        script,
+        config,
+        model,
+        arguments=[],
+        data=[str(folder) for folder in sets],
+        rows=29,
+        fingerprint={"dataset": "a+b"},
+        plan="",
+        processes=1,
+        checkpoint=None,
+    )
     assert [one["share"] for one in manifest["data"]["sets"]] == [0.7, 0.3]
     assert facts_of_run(manifest)["data"] == "large, small, 29 rows (a+b)"
     card = model_card(manifest, [], 1)
@@ -299,41 +412,65 @@ def test_manifest_page_and_card_name_every_data_set(sets: list[Path]) -> None:
     assert str(sets[0].parent) not in card, "a path of this machine"
 
 
-def test_a_dry_run_names_every_data_set(sets: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--num_generations", "2", "--per_device_train_batch_size", "2", "--adora_prompt", "{problem} Go."]
+def test_a_dry_run_names_every_data_set(
+    sets: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--num_generations",
+        "2",
+        "--per_device_train_batch_size",
+        "2",
+        "--adora_prompt",
+        "{problem} Go.",
+    ]
     words += ["--dataset_name", *map(str, sets), "--adora_mixture", "0.6", "0.4", "--dry-run"]
     assert train([*CPU, *words]) in (0, 1)
     said = capsys.readouterr().out
     rows = len(mixed_rows([24, 5], [0.6, 0.4], seed=42))
-    assert f"2 data sets are mixed into {rows} rows per epoch: large 24 rows at 60%, small 5 rows at 40%" in said
+    assert (
+        f"2 data sets are mixed into {rows} rows per epoch: large 24 rows at 60%, small 5 rows at "
+        "40%" in said
+    )
     assert f"{rows} rows make" in said
 
 
 def test_each_held_out_split_is_evaluated_under_its_own_name(sets: list[Path]) -> None:
     config = parse([*CPU, "--eval_strategy", "steps", "--eval_steps", "1", "--use_vllm", "true"])[1]
     plan = take_evaluations(config, [str(folder) for folder in sets], "{problem} Go.")
-    assert plan is not None and [task.benchmark.name for task in plan.tasks] == ["geometry3k_large", "geometry3k_small"]
+    assert plan is not None and [task.benchmark.name for task in plan.tasks] == [
+        "problems_large",
+        "problems_small",
+    ]
     assert all(task.problems[0].prompt.endswith(" Go.") for task in plan.tasks)
 
 
-def test_a_model_is_asked_in_the_words_of_its_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_asked_in_the_words_of_its_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = {"adora_system_prompt": "Be brief.", "adora_prompt": "{problem}!"}
     (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
-    (tmp_path / "run" / "manifest.json").write_text(json.dumps({"made_by": "adora_vl.train", "config": config}))
+    (tmp_path / "run" / "manifest.json").write_text(
+        json.dumps({"made_by": "adora_vl.train", "config": config})
+    )
 
     def prompts(model: object, *words: str) -> tuple[Any, Any]:
         given = ["infer", "--model", str(model), "--data", "d", "--output", "o", *words]
-        options = parse_evaluation(given, BENCHMARK)
-        return options.system_prompt, options.prompt
+        options: Any = parse_evaluation(given, BENCHMARK).ask
+        return options.system_prompt, options.data.prompt
 
     for model in (tmp_path / "run", tmp_path / "run" / "checkpoint-2"):
         assert prompts(model) == ("Be brief.", "{problem}!")
     assert "Be brief." in capsys.readouterr().err
-    assert prompts(tmp_path / "run", "--system-prompt", "none", "--prompt", "{id}") == (None, "{id}")
+    assert prompts(tmp_path / "run", "--system-prompt", "none", "--prompt", "{id}") == (
+        None,
+        "{id}",
+    )
     assert prompts("tiny") == (SYSTEM_PROMPT, DEFAULT_PROMPT) and capsys.readouterr().err == ""
     assert prompts("tiny", "--prompt", "none") == (SYSTEM_PROMPT, None)
-    earlier = {"adora_system_prompt": SYSTEM_PROMPT, "adora_prompt": None}  # a run that showed no choices
-    (tmp_path / "run" / "manifest.json").write_text(json.dumps({"made_by": "adora_vl.train", "config": earlier}))
+    without_choices = {"adora_system_prompt": SYSTEM_PROMPT, "adora_prompt": None}
+    (tmp_path / "run" / "manifest.json").write_text(
+        json.dumps({"made_by": "adora_vl.train", "config": without_choices})
+    )
     assert prompts(tmp_path / "run") == (SYSTEM_PROMPT, None)
     assert capsys.readouterr().err == "prompt: that of the model's training, none\n"
 
@@ -345,6 +482,8 @@ def test_the_chat_template_gets_the_arguments_that_it_had_in_the_training(tmp_pa
     for made_by, said in (("adora_vl.train", "brief"), ("another", "long")):
         (run / "manifest.json").write_text(json.dumps({"made_by": made_by, "config": config}))
         given = ["infer", "--model", str(run), "--data", "d", "--output", "o"]
-        settings = settings_of(parse_evaluation(given, BENCHMARK))
+        settings = settings_of(parse_evaluation(given, BENCHMARK).ask)
         assert ChatProcessor.of(settings).render([{"role": "user", "content": "x"}]) == said
-        assert settings.described == (config if said == "brief" else {}), "answers of both do not mix"
+        assert settings.described == (config if said == "brief" else {}), (
+            "answers of both do not mix"
+        )

@@ -1,4 +1,6 @@
-"""The next generation's images are ready when it begins, and nothing else about the run is different."""
+"""The next generation's images are ready when it begins, and nothing else about the run is
+different.
+"""
 
 import json
 import random
@@ -17,9 +19,17 @@ from datasets import Dataset, Features, Image, List
 from PIL import Image as Pillow
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
-from adora_vl.data.dataloader import ROW_NUMBER, DistinctRows, EpochRepeatSampler, ImagePrefetch, NoPrefetch
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.data.dataloader import (
+    ROW_NUMBER,
+    DistinctRows,
+    EpochRepeatSampler,
+    ImagePrefetch,
+    NoPrefetch,
+)
 from adora_vl.data.loading import mark_unreadable, only_decodes
-from adora_vl.dedup.images import DistinctImages
+from adora_vl.packing.images import DistinctImages
+from adora_vl.trainer import AdoraGRPOTrainer
 from tests.support.tiny_run import STEPS, train
 
 
@@ -27,7 +37,9 @@ class Stored:
     """Rows that remember which thread read them; some cannot be read."""
 
     def __init__(self, rows: int, broken: tuple[int, ...] = ()) -> None:
-        self.rows, self.broken, self.read = rows, broken, list[tuple[str, int]]()
+        self.rows = rows
+        self.broken = broken
+        self.read = list[tuple[str, int]]()
 
     def __len__(self) -> int:
         return self.rows
@@ -76,15 +88,20 @@ def test_a_row_says_its_number_where_that_is_asked_for():
 
 
 def test_the_loader_finds_the_next_rows_read_and_their_images_processed():
-    stored, processed = Stored(8), Processed()
+    stored = Stored(8)
+    processed = Processed()
     rows = DistinctRows(stored)
     prefetch = Patient(rows, InOrder(), processed, 100)
     rows.__getitems__([0, 0, 1, 1])
     prefetch.start()
     prefetch.finish()
-    assert processed == [0, 1, 2, 3], "the last batch first: the loader may be ahead of the generation"
+    assert processed == [0, 1, 2, 3], (
+        "the last batch first: the loader may be ahead of the generation"
+    )
     given = rows.__getitems__([2, 2, 3, 3])
-    assert [row["id"] for row in given] == [2, 2, 3, 3] and given[0]["images"][0] is given[1]["images"][0]
+    assert [row["id"] for row in given] == [2, 2, 3, 3] and given[0]["images"][0] is given[1][
+        "images"
+    ][0]
     main = threading.current_thread().name
     assert stored.read == [(main, 0), (main, 1), ("prefetch", 2), ("prefetch", 3)]
 
@@ -95,7 +112,9 @@ def test_a_row_that_was_read_for_a_request_ahead_is_not_read_again():
     prefetch = Patient(rows, InOrder(), lambda row: 1, 100)
     for batch in ([0, 0, 1, 1], [2, 2, 3, 3]):
         rows.__getitems__(batch)
-        assert [row["id"] for row in rows.rows_after(batch, InOrder())] == [number + 2 for number in batch]
+        assert [row["id"] for row in rows.rows_after(batch, InOrder())] == [
+            number + 2 for number in batch
+        ]
         prefetch.start()
         prefetch.finish()
     assert sorted(index for _, index in stored.read) == [0, 1, 2, 3, 4, 5]
@@ -112,7 +131,8 @@ def test_rows_that_nobody_asked_for_are_let_go():
 
 
 def test_an_unreadable_row_is_passed_over_and_met_again_by_the_loader():
-    stored, processed = Stored(8, broken=(2,)), Processed()
+    stored = Stored(8, broken=(2,))
+    processed = Processed()
     rows = DistinctRows(stored)
 
     def process(row: dict[str, Any]) -> int:
@@ -160,7 +180,8 @@ def test_what_follows_is_what_the_sampler_gives_next(subtests):
     for shuffle, processes in product([True, False], [1, 2]):
         with subtests.test(f"{shuffle} {processes}"):
             sampler = EpochRepeatSampler(range(11), 3, 2, 4, shuffle, 7)
-            generations, size = [], 6 // processes
+            generations = []
+            size = 6 // processes
             for epoch in (0, 1):
                 sampler.set_epoch(epoch)
                 drawn = list(sampler)
@@ -194,12 +215,19 @@ def test_rows_are_read_ahead_only_where_reading_one_is_decoding_it():
 
 def test_where_it_runs(subtests):
     cases: list[Any] = [
-        ({}, "cuda", True), ({}, "cpu", False), ({"dataloader_num_workers": 2}, "cuda", False),
-        ({"cache": None}, "cuda", False), ({"shown": False}, "cuda", False), ({"dataset": []}, "cuda", False),
-    ]  # fmt: skip
+        ({}, "cuda", True),
+        ({}, "cpu", False),
+        ({"dataloader_num_workers": 2}, "cuda", False),
+        ({"cache": None}, "cuda", False),
+        ({"shown": False}, "cuda", False),
+        ({"dataset": []}, "cuda", False),
+    ]
     for changed, device, expected in cases:
         with subtests.test(f"{changed!r:.80} {device} {expected}"):
-            given: dict[str, Any] = {"dataloader_num_workers": 0, "cache": SimpleNamespace(limit_bytes=1)}
+            given: dict[str, Any] = {
+                "dataloader_num_workers": 0,
+                "cache": SimpleNamespace(limit_bytes=1),
+            }
             given |= {"shown": True, "dataset": Dataset.from_dict({"id": [1]}), **changed}
             args = SimpleNamespace(device=torch.device(device), **given)
             facts = {"cache": given["cache"], "shown": given["shown"], "process": len}
@@ -211,9 +239,13 @@ def test_where_it_runs(subtests):
 def recorded(folder: Path) -> list[dict[str, Any]]:
     """The steps in the log, without the times."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if line["kind"] != "end"]  # the mean loss of one command, not of the run
+    # the mean loss of one command, not of the run
+    lines = [line for line in lines if line["kind"] != "end"]
     timed = ("seconds", "time", "runtime", "per_second", "/ms_", "mb", "MB")
-    return [{key: value for key, value in line.items() if not any(word in key for word in timed)} for line in lines]
+    return [
+        {key: value for key, value in line.items() if not any(word in key for word in timed)}
+        for line in lines
+    ]
 
 
 @pytest.mark.slow
@@ -227,12 +259,30 @@ def test_a_resumed_run_takes_the_same_steps_with_it(adora_run, tmp_path, monkeyp
         return preprocess(self, images, **settings)
 
     monkeypatch.setattr(Qwen2VLImageProcessor, "preprocess", counted)
-    monkeypatch.setattr("adora_vl.dedup.images.ImagePrefetch", Patient)
+    monkeypatch.setattr("adora_vl.packing.images.ImagePrefetch", Patient)
     folder = shutil.copytree(adora_run, tmp_path / "adora")
     shutil.rmtree(folder / f"checkpoint-{STEPS}")
-    monkeypatch.setattr("adora_vl.dedup.images.reads_ahead", lambda device: True)
+    monkeypatch.setattr("adora_vl.packing.images.reads_ahead", lambda device: True)
     train(folder)
     assert recorded(folder) == recorded(adora_run)
     main = threading.current_thread().name
     assert seen[main] == 4, "the problems of step 3, the first after the checkpoint"
     assert seen["prefetch"] >= 4, "those of step 4, and what would have come after it"
+
+
+def test_rows_are_drawn_by_data_seed_where_it_is_set():
+    """As in Transformers; seed says it otherwise."""
+
+    def order(**seeds: Any) -> list[int]:
+        trainer = AdoraGRPOTrainer.__new__(AdoraGRPOTrainer)
+        trainer.args = AdoraGRPOConfig(
+            use_cpu=True, bf16=False, output_dir="nowhere", max_steps=10, **seeds
+        )
+        trainer.num_generations = trainer.args.num_generations
+        trainer.num_iterations = trainer.args.num_iterations
+        trainer.shuffle_dataset = True
+        return list(trainer._get_train_sampler(range(64)))
+
+    assert order(seed=1, data_seed=2) == order(seed=2) == order(seed=3, data_seed=2)
+    assert order(seed=1) != order(seed=2)
+    assert order(seed=1, data_seed=0) == order(seed=0)

@@ -1,4 +1,6 @@
-"""Prompts that leave no room for an answer are found before the weights are loaded, and refused or left out."""
+"""Prompts that leave no room for an answer are found before the weights are loaded, and refused or
+left out.
+"""
 
 from collections.abc import Sequence
 from copy import copy
@@ -12,9 +14,9 @@ from datasets import Dataset, Features
 from trl.data_utils import prepare_multimodal_messages
 
 from adora_vl.checkpoint.fingerprint import differences, fingerprint
-from adora_vl.config.reading import read
+from adora_vl.config.command import read
+from adora_vl.config.run_context import DryRunOptions
 from adora_vl.config.schema import parse
-from adora_vl.config.where import DryRunOptions
 from adora_vl.data.dataset import schema, write_manifest, write_split
 from adora_vl.data.loading import load_rows
 from adora_vl.data.prompt_lengths import (
@@ -31,6 +33,7 @@ from adora_vl.data.prompt_lengths import (
     tokenizer_counter,
 )
 from adora_vl.data.prompts import SYSTEM_PROMPT
+from adora_vl.evals.records import Problem
 from adora_vl.evaluation import EvaluationPlan, Task, fitting_evaluations
 from adora_vl.models.load import PRETRAINED, load_config, load_processor
 from adora_vl.planning.dry_run import make_plan
@@ -41,27 +44,51 @@ from adora_vl.train import main
 from adora_vl.utils.errors import UserError
 from eval.command import parse as parse_evaluation
 from eval.geometry3k import BENCHMARK
-from eval.records import Problem
-from tests.support.benchmark_data import mathvista_rows, mmstar_rows, write_geometry3k, write_mathvista, write_mmstar
+from tests.support.benchmark_data import (
+    mathvista_rows,
+    mmstar_rows,
+    write_geometry3k,
+    write_mathvista,
+    write_mmstar,
+)
 from tests.unit.data.test_loading import ids_of_epochs
 from tests.unit.data_prep.data_prep_support import drawing, encoded
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny"]
-BATCH = ["--per_device_train_batch_size", "4", "--num_generations", "2", "--max_completion_length", "40"]
+BATCH = [
+    "--per_device_train_batch_size",
+    "4",
+    "--num_generations",
+    "2",
+    "--max_completion_length",
+    "40",
+]
 ENGINE = ["--use_vllm", "true", "--vllm_importance_sampling_mode", "token_truncate"]
 PICTURE = {"bytes": encoded(drawing(1, 140)), "path": None}  # 25 image tokens
-SHORT, LONG = "Find x.", "Find x. " * 60
+SHORT = "Find x."
+LONG = "Find x. " * 60
 
 
-def write(folder: Path, problems: Sequence[str], images: Sequence[list[Any]] = (), split: str = "train") -> Path:
+def write(
+    folder: Path, problems: Sequence[str], images: Sequence[list[Any]] = (), split: str = "train"
+) -> Path:
     """A prepared data set with these problems, each with one picture where nothing else is said."""
     empty = dict.fromkeys(schema()["meta"], None)
     pictures = images or [[PICTURE] for _ in problems]
     rows = [
-        {"id": f"{folder.name}/{split}/{number}", "images": row, "problem": text, "answer": "5", "answer_raw": "5",
-         "choices": None, "split": split, "source": "own", "meta": empty}
+        {
+            "id": f"{folder.name}/{split}/{number}",
+            "images": row,
+            "problem": text,
+            "answer": "5",
+            "answer_raw": "5",
+            "choices": None,
+            "split": split,
+            "source": "own",
+            "meta": empty,
+        }
         for number, (text, row) in enumerate(zip(problems, pictures, strict=True))
-    ]  # fmt: skip
+    ]
     count = write_split(rows, folder, split)
     write_manifest(folder, {"source": "own", "input": "x", "revision": None}, {split: count})
     return folder
@@ -95,7 +122,9 @@ LIMIT = ContextLimit(100, 40, "vllm_max_model_length: 100", "set it to", 2048)
 
 
 def check_of(prompt: list[int], image: list[int], limit: ContextLimit = LIMIT) -> LengthCheck:
-    return LengthCheck(limit, Measured([f"r{number}" for number in range(len(prompt))], prompt, image))
+    return LengthCheck(
+        limit, Measured([f"r{number}" for number in range(len(prompt))], prompt, image)
+    )
 
 
 def test_what_is_refused_and_what_is_cut() -> None:
@@ -104,19 +133,24 @@ def test_what_is_refused_and_what_is_cut() -> None:
     with pytest.raises(UserError) as error:
         check.kept("error")
     assert str(error.value) == (
-        "vllm_max_model_length: 100 is too short for 2 of 6 prompts: row r4 has 100 tokens, 4 of them for its images, "
-        "the longest 130; set it to 170, which holds every prompt with its answer, or leave such rows out with "
-        "adora_overlong_prompts: drop"
+        "vllm_max_model_length: 100 is too short for 2 of 6 prompts: row r4 has 100 tokens, 4 of "
+        "them for its images, the longest 130; set it to 170, which holds every prompt with its "
+        "answer, or leave such rows out with adora_overlong_prompts: drop"
     )
     assert check.kept("drop") == [0, 1, 2, 3]
     assert check.notes() == [
-        "adora_overlong_prompts: drop leaves out 2 of 6 rows, for whose prompts vllm_max_model_length: 100 is too "
-        "short (170 would hold all of them)",
-        "vllm_max_model_length: 100 leaves 2 of 6 prompts less than max_completion_length: 40, 1 at the least, and "
-        "longer answers are cut off there; 139 would leave room",
+        "adora_overlong_prompts: drop leaves out 2 of 6 rows, for whose prompts "
+        "vllm_max_model_length: 100 is too short (170 would hold all of them)",
+        "vllm_max_model_length: 100 leaves 2 of 6 prompts less than max_completion_length: 40, 1 "
+        "at the least, and longer answers are cut off there; 139 would leave room",
     ]
-    assert check_of([50, 60], [4, 4]).kept("error") == [0, 1] and not check_of([50, 60], [4, 4]).notes()
-    with pytest.raises(UserError, match=r"^adora_overlong_prompts: drop leaves nothing to use: vllm_max_model.*170"):
+    assert (
+        check_of([50, 60], [4, 4]).kept("error") == [0, 1]
+        and not check_of([50, 60], [4, 4]).notes()
+    )
+    with pytest.raises(
+        UserError, match=r"^adora_overlong_prompts: drop leaves nothing to use: vllm_max_model.*170"
+    ):
         check_of([100, 130], [4, 4]).kept("drop")
 
 
@@ -127,16 +161,27 @@ def test_the_remedy_is_one_that_helps() -> None:
     beyond = check_of([2020], [0]).refusal()
     assert "set it to" not in beyond
     assert "2060 would hold every prompt with its answer, but the model takes 2048" in beyond
-    own = check_of([2050], [0], ContextLimit(2048, 40, "the model's max_position_embeddings: 2048", "", 2048)).refusal()
-    assert own.startswith("the model's max_position_embeddings: 2048 is too short for 1 of 1 prompt: row r0")
-    assert own.endswith("; shorten the rows, or leave such rows out with adora_overlong_prompts: drop")
+    own = check_of(
+        [2050], [0], ContextLimit(2048, 40, "the model's max_position_embeddings: 2048", "", 2048)
+    ).refusal()
+    assert own.startswith(
+        "the model's max_position_embeddings: 2048 is too short for 1 of 1 prompt: row r0"
+    )
+    assert own.endswith(
+        "; shorten the rows, or leave such rows out with adora_overlong_prompts: drop"
+    )
 
 
 def test_which_limit_counts() -> None:
     model = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=2048))
 
     def name(served: int | None = None, **keys: Any) -> str:
-        config = {"use_vllm": True, "vllm_max_model_length": 256, "max_completion_length": 40, **keys}
+        config = {
+            "use_vllm": True,
+            "vllm_max_model_length": 256,
+            "max_completion_length": 40,
+            **keys,
+        }
         limit = context_limit(SimpleNamespace(**config), model, served)
         assert limit is not None
         return limit.name
@@ -144,18 +189,26 @@ def test_which_limit_counts() -> None:
     assert name() == "vllm_max_model_length: 256"
     assert name(vllm_max_model_length=None) == "the model's max_position_embeddings: 2048"
     config = {"vllm_max_model_length": None, "max_completion_length": 40}
-    sampled, generated = (context_limit(SimpleNamespace(**config, use_vllm=vllm), model) for vllm in (True, False))
+    sampled, generated = (
+        context_limit(SimpleNamespace(**config, use_vllm=vllm), model) for vllm in (True, False)
+    )
     assert "and longer answers are cut off there" in check_of([2040], [0], sampled).notes()[0]
     (said,) = check_of([2040], [0], generated).notes()
-    assert said.endswith("8 at the least, and longer answers reach positions that the model was not made for")
-    assert name(use_vllm=False) == "the model's max_position_embeddings: 2048", "vLLM's key is for vLLM"
+    assert said.endswith(
+        "8 at the least, and longer answers reach positions that the model was not made for"
+    )
+    assert name(use_vllm=False) == "the model's max_position_embeddings: 2048", (
+        "vLLM's key is for vLLM"
+    )
     assert name(served=512) == "the vLLM server's --max-model-len: 512"
     unlimited = SimpleNamespace(get_text_config=lambda: SimpleNamespace())
     assert context_limit(SimpleNamespace(**config, use_vllm=True), unlimited) is None
 
 
 def test_a_server_that_does_not_answer_has_no_limit() -> None:
-    config = SimpleNamespace(vllm_server_base_url="http://127.0.0.1:9", vllm_server_host="", vllm_server_port=0)
+    config = SimpleNamespace(
+        vllm_server_base_url="http://127.0.0.1:9", vllm_server_host="", vllm_server_port=0
+    )
     assert served_length(config) is None
 
 
@@ -163,7 +216,9 @@ def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor
     """Of rows without an image, with one, with two at their places, and of several sizes."""
     problems = [SHORT, SHORT, "Add <image> to <image>, é.", LONG]
     sizes = [[], [140], [60, 300], [200]]
-    images = [[{"bytes": encoded(drawing(size, size)), "path": None} for size in row] for row in sizes]
+    images = [
+        [{"bytes": encoded(drawing(size, size)), "path": None} for size in row] for row in sizes
+    ]
     folder = write(tmp_path / "mine", problems, images)
     script = parse([*CPU, "--dataset_name", str(folder), "--output_dir", "nowhere"])[0]
     found: list[Measured] = []
@@ -172,22 +227,32 @@ def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor
     def fitting(rows: Dataset, texts: Sequence[str]) -> Sequence[int]:
         count = tokenizer_counter(processor, script.adora_system_prompt)
         ids = rows.data.table["id"].to_pylist()
-        found.append(measured(zip(ids, texts, sizes_in(rows.data.table), strict=True), count, limits, len(ids)))
+        found.append(
+            measured(
+                zip(ids, texts, sizes_in(rows.data.table), strict=True), count, limits, len(ids)
+            )
+        )
         return range(len(rows))
 
     rows = load_rows(script, [str(folder)], 0, fitting)
     for row, length, image in zip(rows, found[0].prompt, found[0].image, strict=True):
         messages = prepare_multimodal_messages(row["prompt"], images=row["images"])
-        made = processor.apply_chat_template([messages], add_generation_prompt=True, tokenize=True, return_dict=True)
+        made = processor.apply_chat_template(
+            [messages], add_generation_prompt=True, tokenize=True, return_dict=True
+        )
         assert length == len(made["input_ids"][0])
         assert image == list(made["input_ids"][0]).count(processor.image_token_id)
-    assert found[0].ids == [row["id"] for row in rows] and found[0].image[0] == 0 < found[0].image[1]
+    assert (
+        found[0].ids == [row["id"] for row in rows] and found[0].image[0] == 0 < found[0].image[1]
+    )
 
 
 def test_a_language_model_is_asked_in_plain_texts(processor: Any) -> None:
     """Its template adds strings, and TRL gives it strings."""
     tokenizer = copy(processor.tokenizer)
-    tokenizer.chat_template = "{% for m in messages %}{{ '<|im_start|>' + m.content + (end or '.') }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.content + (end or '.') }}{% endfor %}"
+    )
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": SHORT}]
     for options in (None, {"end": "<|im_end|> and so on"}):  # TRL's chat_template_kwargs
         ids = tokenizer.apply_chat_template(messages, tokenize=True, **(options or {}))
@@ -196,7 +261,9 @@ def test_a_language_model_is_asked_in_plain_texts(processor: Any) -> None:
 
 def test_an_image_that_cannot_be_read_is_left_to_the_step_that_names_it(tmp_path: Path) -> None:
     broken = {"bytes": b"\x89PNG\r\n\x1a\n", "path": None}
-    folder = write(tmp_path / "mine", [SHORT] * 3, [[PICTURE], [broken], [{"bytes": None, "path": "gone.png"}]])
+    folder = write(
+        tmp_path / "mine", [SHORT] * 3, [[PICTURE], [broken], [{"bytes": None, "path": "gone.png"}]]
+    )
     rows = Dataset.from_parquet(str(next(folder.glob("data/*"))), cache_dir=str(tmp_path))
     assert list(sizes_in(rows.data.table)) == [[(140, 140)], [None], [None]]
     texts = Dataset.from_dict({"images": [[], []]}, Features({"images": schema()["images"]}))
@@ -205,48 +272,82 @@ def test_an_image_that_cannot_be_read_is_left_to_the_step_that_names_it(tmp_path
     assert found.prompt == [7] and found.image == [0]
 
 
-def test_an_image_that_the_processor_refuses_is_named(tmp_path: Path, no_weights: None, capsys: Any) -> None:
+def test_an_image_that_the_processor_refuses_is_named(
+    tmp_path: Path, no_weights: None, capsys: Any
+) -> None:
     thin = {"bytes": encoded(drawing(1, 900).resize((900, 4))), "path": None}
     folder = write(tmp_path / "mine", [SHORT] * 3, [[PICTURE], [thin], [PICTURE]])
     for words in ((), ("--dry-run",)):
         assert main(words_of(folder, tmp_path / "out", *words)) == 2
         said = capsys.readouterr().err.splitlines()[-1]
-        assert said.startswith("error: dataset: row mine/train/1 has an image of 900 x 4 pixels, which the model's")
+        assert said.startswith(
+            "error: dataset: row mine/train/1 has an image of 900 x 4 pixels, which the model's"
+        )
 
 
-def test_the_run_does_not_start(data: Path, tmp_path: Path, no_weights: None, capsys: Any, processor: Any) -> None:
-    length, longest = counted(processor, LONG), counted(processor, LONG + LONG)
+def test_the_run_does_not_start(
+    data: Path, tmp_path: Path, no_weights: None, capsys: Any, processor: Any
+) -> None:
+    length = counted(processor, LONG)
+    longest = counted(processor, LONG + LONG)
     limit = ("--vllm_max_model_length", str(length))
     assert main(words_of(data, tmp_path / "out", *limit)) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"error: vllm_max_model_length: {length} is too short for 3 of 12 prompts: row mine/train/7 has {length} "
-        f"tokens, 25 of them for its images, the longest {longest}; set it to {longest + 40}, which holds every prompt "
-        "with its answer, or leave such rows out with adora_overlong_prompts: drop"
+        f"error: vllm_max_model_length: {length} is too short for 3 of 12 prompts: row "
+        f"mine/train/7 has {length} tokens, 25 of them for its images, the longest {longest}; set "
+        f"it to {longest + 40}, which holds every prompt with its answer, or leave such rows out "
+        "with adora_overlong_prompts: drop"
     )
     assert not (tmp_path / "out").exists()
     assert main([*words_of(data, tmp_path / "out", *limit), "--dry-run"]) == 2
-    assert capsys.readouterr().err.startswith(f"error: vllm_max_model_length: {length} is too short for 3 of 12 prompt")
+    assert capsys.readouterr().err.startswith(
+        f"error: vllm_max_model_length: {length} is too short for 3 of 12 prompt"
+    )
 
 
-def test_the_length_that_is_named_holds_all(data: Path, tmp_path: Path, capsys: Any, processor: Any) -> None:
+def test_the_length_that_is_named_holds_all(
+    data: Path, tmp_path: Path, capsys: Any, processor: Any
+) -> None:
     needed = str(counted(processor, LONG + LONG) + 40)
-    run = prepare(read(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed)), to_train=False)
+    run = prepare(
+        read(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed)), to_train=False
+    )
     assert len(run.dataset) == 12 and run.overlong.left_out == [] and capsys.readouterr().out == ""
     assert "overlong_rows_left_out" not in run.manifest()["data"]
-    assert main(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed, "--dry-run")) == 0
+    assert (
+        main(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed, "--dry-run")) == 0
+    )
     said = capsys.readouterr().out
-    assert f"{needed} leaves all of 12 prompts room for max_completion_length: 40." in said and "It fits" in said
+    assert (
+        f"{needed} leaves all of 12 prompts room for max_completion_length: 40." in said
+        and "It fits" in said
+    )
 
 
-def test_rows_are_left_out_and_recorded(data: Path, tmp_path: Path, capsys: Any, processor: Any) -> None:
+def test_rows_are_left_out_and_recorded(
+    data: Path, tmp_path: Path, capsys: Any, processor: Any
+) -> None:
     length = counted(processor, LONG)
-    words = words_of(data, tmp_path / "out", "--vllm_max_model_length", str(length), "--adora_overlong_prompts", "drop")
+    words = words_of(
+        data,
+        tmp_path / "out",
+        "--vllm_max_model_length",
+        str(length),
+        "--adora_overlong_prompts",
+        "drop",
+    )
     run = prepare(read(words), to_train=False)
     (said,) = capsys.readouterr().out.splitlines()
-    assert said.startswith("adora_overlong_prompts: drop leaves out 3 of 12 rows, for whose prompts vllm_max_model_len")
+    assert said.startswith(
+        "adora_overlong_prompts: drop leaves out 3 of 12 rows, for whose prompts vllm_max_model_len"
+    )
     assert run.overlong.left_out == ["mine/train/7", "mine/train/9", "mine/train/11"]
-    assert [row["id"] for row in run.dataset] == [f"mine/train/{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 10)]
-    assert {row["problem"] for row in run.dataset} == {SHORT} and run.dataset[7]["images"][0].size == (140, 140)
+    assert [row["id"] for row in run.dataset] == [
+        f"mine/train/{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 10)
+    ]
+    assert {row["problem"] for row in run.dataset} == {SHORT} and run.dataset[7]["images"][
+        0
+    ].size == (140, 140)
     manifest = run.manifest()
     assert manifest["data"]["rows"] == 9 and manifest["data"]["overlong_rows_left_out"] == 3
     assert "9 rows without 3 overlong ones" in facts_of_run(manifest)["data"]
@@ -263,7 +364,9 @@ def test_rows_are_left_out_and_recorded(data: Path, tmp_path: Path, capsys: Any,
 def test_a_resume_sees_the_same_rows(data: Path) -> None:
     def of(left_out: list[str], policy: str = "drop") -> dict[str, str]:
         script = parse([*CPU, "--output_dir", "nowhere", "--adora_overlong_prompts", policy])[0]
-        return fingerprint(script, data=[data], model="m", revision="r", processes=1, left_out=left_out)
+        return fingerprint(
+            script, data=[data], model="m", revision="r", processes=1, left_out=left_out
+        )
 
     assert of([]) == of([], "error"), "where nothing is left out, the key changes no run"
     assert differences(of(["a", "b"]), of(["a", "b"])) == []
@@ -274,8 +377,19 @@ def test_a_resume_sees_the_same_rows(data: Path) -> None:
 
 def test_a_mixture_keeps_its_shares_among_the_rows_that_are_left(tmp_path: Path) -> None:
     """Also where a run goes on in its second epoch."""
-    sets = [write(tmp_path / "large", [SHORT, LONG] * 20), write(tmp_path / "small", [LONG, LONG, SHORT, SHORT])]
-    words = ["--dataset_name", *map(str, sets), "--adora_mixture", "0.6", "0.4", "--output_dir", "nowhere"]
+    sets = [
+        write(tmp_path / "large", [SHORT, LONG] * 20),
+        write(tmp_path / "small", [LONG, LONG, SHORT, SHORT]),
+    ]
+    words = [
+        "--dataset_name",
+        *map(str, sets),
+        "--adora_mixture",
+        "0.6",
+        "0.4",
+        "--output_dir",
+        "nowhere",
+    ]
     script = parse([*CPU, *words])[0]
 
     def short(rows: Dataset, texts: Sequence[str]) -> Sequence[int]:
@@ -287,16 +401,31 @@ def test_a_mixture_keeps_its_shares_among_the_rows_that_are_left(tmp_path: Path)
 
     whole = order(range(2))
     assert whole[len(whole) // 2 :] == order(range(1, 2))
-    assert {name for name in whole if name.startswith("small")} == {"small/train/2", "small/train/3"}
+    assert {name for name in whole if name.startswith("small")} == {
+        "small/train/2",
+        "small/train/3",
+    }
     assert {int(name.rsplit("/", 1)[1]) % 2 for name in whole if name.startswith("large")} == {0}
-    assert sum(name.startswith("small") for name in whole) / len(whole) == pytest.approx(0.4, abs=0.1)
-    with pytest.raises(UserError, match=r"^adora_mixture: small has a share, but adora_overlong_prompts: drop leaves"):
+    assert sum(name.startswith("small") for name in whole) / len(whole) == pytest.approx(
+        0.4, abs=0.1
+    )
+    with pytest.raises(
+        UserError,
+        match=r"^adora_mixture: small has a share, but adora_overlong_prompts: drop leaves",
+    ):
         load_rows(script, [str(folder) for folder in sets], 3, lambda rows, texts: range(40))
 
 
-def test_a_dry_run_keeps_the_rows_that_it_has_not_measured(data: Path, tmp_path: Path, processor: Any) -> None:
+def test_a_dry_run_keeps_the_rows_that_it_has_not_measured(
+    data: Path, tmp_path: Path, processor: Any
+) -> None:
     """`--rows 8` of 12: one of the eight is left out, and 11 are trained on."""
-    limit = ["--vllm_max_model_length", str(counted(processor, LONG)), "--adora_overlong_prompts", "drop"]
+    limit = [
+        "--vllm_max_model_length",
+        str(counted(processor, LONG)),
+        "--adora_overlong_prompts",
+        "drop",
+    ]
     plan = make_plan(read(words_of(data, tmp_path / "out", *limit)), DryRunOptions(rows=8))
     assert len(plan.lengths.prompt) == 7 and plan.rows == 11
     assert plan.run.unknown == ["measured on the first 8 of 12 rows (--rows)"]
@@ -305,9 +434,16 @@ def test_a_dry_run_keeps_the_rows_that_it_has_not_measured(data: Path, tmp_path:
 def evaluated(limit: int, policy: str, *problems: Problem) -> list[Problem]:
     overlong = OverlongPrompts(
         ContextLimit(limit, 10, f"vllm_max_model_length: {limit}", "set it to", None),
-        lambda text, images: len(text) + images, Limits(1, 100, 1), policy, speaks=True,
-    )  # fmt: skip
-    return fitting_evaluations(EvaluationPlan([Task(BENCHMARK, list(problems))], 1, True), overlong).tasks[0].problems
+        lambda text, images: len(text) + images,
+        Limits(1, 100, 1),
+        policy,
+        speaks=True,
+    )
+    return (
+        fitting_evaluations(EvaluationPlan([Task(BENCHMARK, list(problems))], 1, True), overlong)
+        .tasks[0]
+        .problems
+    )
 
 
 def test_the_problems_of_evaluations_are_measured_too(capsys: Any) -> None:
@@ -316,16 +452,23 @@ def test_the_problems_of_evaluations_are_measured_too(capsys: Any) -> None:
 
     small = Problem({"pid": "a"}, "x" * 20, 1, images, lambda: [(3, 3)])
     large = Problem({"pid": "b"}, "x" * 20, 1, images, lambda: [(10, 10)])
-    with pytest.raises(UserError, match=r"for 1 of 2 prompts of the evaluation geometry3k: row b has 120 tokens, 100"):
+    with pytest.raises(
+        UserError,
+        match=r"for 1 of 2 prompts of the evaluation geometry3k: row b has 120 tokens, 100",
+    ):
         evaluated(110, "error", small, large)
     assert evaluated(110, "drop", small, large) == [small]
     assert "drop leaves out 1 of 2 rows of the evaluation geometry3k" in capsys.readouterr().out
     decoded = Problem({"pid": "c"}, "x" * 20, 1, lambda: [drawing(0, 30).resize((10, 10))])
     broken = Problem({"pid": "d"}, "x" * 20, 1, lambda: [][0])
-    assert evaluated(110, "drop", decoded, broken) == [broken], "the evaluation counts one that cannot be read"
+    assert evaluated(110, "drop", decoded, broken) == [broken], (
+        "the evaluation counts one that cannot be read"
+    )
 
 
-def test_a_benchmark_knows_the_sizes_of_its_images(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_a_benchmark_knows_the_sizes_of_its_images(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
     data = {
         "geometry3k": write_geometry3k(tmp_path / "a", 3),
         "mathvista": write_mathvista(tmp_path / "b", mathvista_rows(3)),
@@ -339,7 +482,7 @@ def test_a_benchmark_knows_the_sizes_of_its_images(tmp_path: Path, subtests: pyt
         with subtests.test(name), pytest.MonkeyPatch.context() as patched:
             benchmark = import_module(f"eval.{name}").BENCHMARK
             words = ["infer", "--model", "m", "--data", str(folder), "--output", "o"]
-            problems, _ = benchmark.load(parse_evaluation(words, benchmark))
+            problems = benchmark.load(parse_evaluation(words, benchmark).ask.data).problems
             expected = [[image.size for image in problem.images()] for problem in problems]
             assert len(problems) == 3 and all(len(sizes) == 1 for sizes in expected)
             patched.setattr("PIL.ImageFile.ImageFile.load", refuse)
@@ -349,20 +492,33 @@ def test_a_benchmark_knows_the_sizes_of_its_images(tmp_path: Path, subtests: pyt
 def test_a_run_refuses_an_evaluation_that_would_stop_it(data, tmp_path, capsys, processor):
     short = write(tmp_path / "short", [SHORT] * 4)
     limit = str(counted(processor, LONG))
-    words = [*words_of(short, tmp_path / "out", "--vllm_max_model_length", limit), "--eval_strategy", "steps"]
+    words = [
+        *words_of(short, tmp_path / "out", "--vllm_max_model_length", limit),
+        "--eval_strategy",
+        "steps",
+    ]
     words += ["--eval_steps", "1", "--adora_eval", f"geometry3k={data}"]
     for command in ((), ("--dry-run",)):
         assert main([*words, *command]) == 2
-        expected = f"vllm_max_model_length: {limit} is too short for 1 of 3 prompts of the evaluation geometry3k: row "
+        expected = (
+            f"vllm_max_model_length: {limit} is too short for 1 of 3 prompts of the evaluation "
+            "geometry3k: row "
+        )
         assert expected + "mine/test/1 has" in capsys.readouterr().err
     words += ["--adora_overlong_prompts", "drop"]
     run = prepare(read(words), to_train=False)
     assert run.evaluations is not None
-    assert [problem.pid for problem in run.evaluations.tasks[0].problems] == ["mine/test/0", "mine/test/2"]
+    assert [problem.pid for problem in run.evaluations.tasks[0].problems] == [
+        "mine/test/0",
+        "mine/test/2",
+    ]
     assert run.overlong.left_out == [] and len(run.dataset) == 4
     assert main([*words, "--dry-run"]) == 0
     assert "drop leaves out 1 of 3 rows of the evaluation geometry3k" in capsys.readouterr().out
     write(tmp_path / "all", [LONG], split="test")
     for command in ((), ("--dry-run",)):
         assert main([*words, "--adora_eval", f"geometry3k={tmp_path / 'all'}", *command]) == 2
-        assert "drop leaves nothing to use: vllm_max_model_length: " in capsys.readouterr().err.splitlines()[-1]
+        assert (
+            "drop leaves nothing to use: vllm_max_model_length: "
+            in capsys.readouterr().err.splitlines()[-1]
+        )

@@ -1,4 +1,6 @@
-"""A row that would end a run is named before it begins, and a template makes its prompt of plain columns alone."""
+"""A row that would end a run is named before it begins, and a template makes its prompt of plain
+columns alone.
+"""
 
 from collections.abc import Iterable
 from itertools import product
@@ -13,20 +15,31 @@ from adora_vl.data.dataset import schema
 from adora_vl.data.prompts import CONTROL_TOKENS, DEFAULT_PROMPT, template
 from adora_vl.data.rows import problem_with_row, require_sound_rows, rows_without_pixels
 from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.synthetic.generate import generate
 from adora_vl.utils.errors import UserError
-from data_prep.synthetic.generate import generate
 
 PIXELS = {"bytes": b"pixels", "path": None}
-SOUND = {"id": "made/train/1", "problem": "Find $x$.", "answer": "12", "images": [PIXELS], "choices": None}
+SOUND = {
+    "id": "made/train/1",
+    "problem": "Find $x$.",
+    "answer": "12",
+    "images": [PIXELS],
+    "choices": None,
+}
 
 texts = st.text(st.characters(blacklist_categories=["Cs"]), min_size=1).filter(str.strip)
-plain = texts.filter(lambda text: "<image>" not in text and not any(token in text for token in CONTROL_TOKENS))
+plain = texts.filter(
+    lambda text: "<image>" not in text and not any(token in text for token in CONTROL_TOKENS)
+)
 sound_rows = st.fixed_dictionaries(
     {
-        "id": texts, "problem": plain, "answer": texts, "images": st.lists(st.just(PIXELS), max_size=3),
+        "id": texts,
+        "problem": plain,
+        "answer": texts,
+        "images": st.lists(st.just(PIXELS), max_size=3),
         "choices": st.none() | st.lists(plain),
     }
-)  # fmt: skip
+)
 no_text = st.none() | st.sampled_from(["", " ", "\n\t"]) | st.integers() | st.lists(st.text())
 around = st.tuples(st.text(max_size=5), st.text(max_size=5))
 broken_values = {
@@ -52,7 +65,8 @@ def test_a_sound_row_passes(row):
 def test_a_value_that_would_end_a_run_is_named_by_its_column_in_one_line(row, column, data):
     row = {**row, column: data.draw(broken_values[column])}
     if column == "problem" and "<image>" in str(row["problem"]):
-        row["images"] = data.draw(st.sampled_from([[], [PIXELS] * 2]))  # as many as it has would be their places
+        # as many as it has would be their places
+        row["images"] = data.draw(st.sampled_from([[], [PIXELS] * 2]))
     problem = problem_with_row(row)
     assert problem is not None and problem.startswith(f"{column}: ") and "; " in problem
     assert len(problem.splitlines()) == 1 and len(problem) < 300
@@ -65,7 +79,10 @@ def test_a_column_that_is_not_there_is_like_null(row, column):
 
 
 def test_the_drawn_problems_are_sound():
-    assert all(problem_with_row(row) is None for row in generate(20, split="train", seed=0, size=56, families=()))
+    assert all(
+        problem_with_row(row) is None
+        for row in generate(20, split="train", seed=0, size=56, families=())
+    )
 
 
 def test_every_token_that_the_tokenizer_would_not_read_as_text_is_refused():
@@ -81,14 +98,19 @@ def test_two_placeholders_for_one_image_are_counted():
 
 @given(st.lists(sound_rows, min_size=1, max_size=5), st.data())
 def test_a_table_says_the_same_as_its_rows_and_copies_no_picture(rows, data):
-    at, column = data.draw(st.integers(0, len(rows) - 1)), data.draw(st.sampled_from(["answer", "problem", "images"]))
+    at = data.draw(st.integers(0, len(rows) - 1))
+    column = data.draw(st.sampled_from(["answer", "problem", "images"]))
     value = (
-        data.draw(st.sampled_from([None, [], [None], [{"bytes": None, "path": None}]])) if column == "images" else None
+        data.draw(st.sampled_from([None, [], [None], [{"bytes": None, "path": None}]]))
+        if column == "images"
+        else None
     )
     rows[at] = {**rows[at], column: value}
     ours = schema().arrow_schema
     kept = pa.schema([ours.field(name) for name in SOUND])
-    table = pa.concat_tables([pa.Table.from_pylist(part, kept) for part in (rows[: at + 1], rows[at + 1 :])])
+    table = pa.concat_tables(
+        [pa.Table.from_pylist(part, kept) for part in (rows[: at + 1], rows[at + 1 :])]
+    )
     read = list(rows_without_pixels(table))
     assert [problem_with_row(row) for row in read] == [problem_with_row(row) for row in rows]
     assert "pixels" not in repr([row["images"] for row in read])
@@ -96,7 +118,9 @@ def test_a_table_says_the_same_as_its_rows_and_copies_no_picture(rows, data):
 
 def test_the_first_broken_row_is_named_and_the_others_are_counted():
     rows = [SOUND, {**SOUND, "id": "made/train/2", "answer": None}, {**SOUND, "id": None}]
-    with pytest.raises(UserError, match=r"^data: row made/train/2: answer: null .* \(and 1 more such rows\)$"):
+    with pytest.raises(
+        UserError, match=r"^data: row made/train/2: answer: null .* \(and 1 more such rows\)$"
+    ):
         require_sound_rows(rows, "data")
     with pytest.raises(UserError, match=r"^data: row number 0: id: null"):
         require_sound_rows(rows[2:], "data")
@@ -110,7 +134,10 @@ def test_a_template_is_filled_with_the_columns_of_the_row(subtests):
     cases = [
         ("{problem}", "Find $x$ in {x}."),
         ("{problem}\nChoices: {choices}", "Find $x$ in {x}.\nChoices: (A) 3 (B) 4"),
-        (DEFAULT_PROMPT, "Find $x$ in {x}.\nChoices:\n(A) 3\n(B) 4\nAnswer with the letter of the right choice."),
+        (
+            DEFAULT_PROMPT,
+            "Find $x$ in {x}.\nChoices:\n(A) 3\n(B) 4\nAnswer with the letter of the right choice.",
+        ),
         ("Hint: {hint}\n{problem}", "Find $x$ in {x}."),  # no line for what is null
         ("{problem} {hint}!", "Find $x$ in {x}. !"),
         ("Answer in \\boxed{{}}.\n\n{problem}", "Answer in \\boxed{}.\n\nFind $x$ in {x}."),
@@ -123,7 +150,8 @@ def test_a_template_is_filled_with_the_columns_of_the_row(subtests):
 
 def test_a_row_without_choices_is_asked_its_problem_alone(subtests):
     cases: Iterable[Any] = product(
-        [DEFAULT_PROMPT, "{problem}\nChoices: {choices}"], [{}, {"choices": None}, {"choices": []}, {"choices": ()}]
+        [DEFAULT_PROMPT, "{problem}\nChoices: {choices}"],
+        [{}, {"choices": None}, {"choices": []}, {"choices": ()}],
     )
     for source, more in cases:
         with subtests.test(f"{source!r:.80} {more!r:.80}"):
@@ -132,7 +160,9 @@ def test_a_row_without_choices_is_asked_its_problem_alone(subtests):
 
 
 def test_choices_after_the_alphabet_are_numbered():
-    lines = template(DEFAULT_PROMPT)({"problem": "?", "choices": list(map(str, range(28)))}).splitlines()
+    lines = template(DEFAULT_PROMPT)(
+        {"problem": "?", "choices": list(map(str, range(28)))}
+    ).splitlines()
     assert lines[27:30] == ["(Z) 25", "(27) 26", "(28) 27"]
 
 
@@ -148,7 +178,10 @@ def test_it_is_known_where_a_template_changes_nothing(subtests):
     for source, without, with_some in cases:
         with subtests.test(f"{source!r:.80}"):
             made = template(source)
-            found = made.asks_the_problem_alone(with_choices=False), made.asks_the_problem_alone(with_choices=True)
+            found = (
+                made.asks_the_problem_alone(with_choices=False),
+                made.asks_the_problem_alone(with_choices=True),
+            )
             assert found == (without, with_some)
 
 
@@ -171,7 +204,9 @@ def test_anything_else_is_one_line(subtests):
         with subtests.test(source):
             with pytest.raises(UserError, match=message) as refused:
                 template(source)
-            assert str(refused.value).startswith("adora_prompt: ") and "\n" not in str(refused.value)
+            assert str(refused.value).startswith("adora_prompt: ") and "\n" not in str(
+                refused.value
+            )
 
 
 def test_a_column_that_is_not_there_is_named_with_the_nearest():

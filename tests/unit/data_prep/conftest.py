@@ -8,5 +8,7 @@ from datasets import disable_progress_bars
 
 @pytest.fixture(autouse=True)
 def _quiet_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path.with_name(f"{tmp_path.name}-cache"))
+    monkeypatch.setattr(
+        "datasets.config.HF_DATASETS_CACHE", tmp_path.with_name(f"{tmp_path.name}-cache")
+    )
     disable_progress_bars()  # writing a table shows one, on the stderr that the tests read

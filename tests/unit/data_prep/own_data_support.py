@@ -16,16 +16,42 @@ from data_prep.cli import main
 from tests.unit.data_prep.data_prep_support import drawing, encoded
 
 PICTURES = [encoded(drawing(number, 60)) for number in range(4)]
-COLUMNS = ("problem=question", "answer=label", "images=image", "choices=options", "id=key", "hint=tip")
-# One image before the text; two at their places; none of the images asked for by name. Text, number, option.
+COLUMNS = (
+    "problem=question",
+    "answer=label",
+    "images=image",
+    "choices=options",
+    "id=key",
+    "hint=tip",
+)
+# One image before the text; two at their places; none of the images asked for by name. Text,
+# number, option.
 ROWS: list[dict[str, Any]] = [
-    {"key": "a", "question": "<image>Which shape?", "label": "rhombus", "image": [0], "options": None, "tip": "look"},
     {
-        "key": "b", "question": "Add <image> to <image>, é.", "label": 12.5, "image": [1, 2], "options": None,
+        "key": "a",
+        "question": "<image>Which shape?",
+        "label": "rhombus",
+        "image": [0],
+        "options": None,
+        "tip": "look",
+    },
+    {
+        "key": "b",
+        "question": "Add <image> to <image>, é.",
+        "label": 12.5,
+        "image": [1, 2],
+        "options": None,
         "tip": None,
     },
-    {"key": "c", "question": "How long?", "label": "B", "image": [3], "options": ["3", "4", "5"], "tip": "<b>&"},
-]  # fmt: skip
+    {
+        "key": "c",
+        "question": "How long?",
+        "label": "B",
+        "image": [3],
+        "options": ["3", "4", "5"],
+        "tip": "<b>&",
+    },
+]
 # What they become: problem, gold, choices, hint, number of images.
 EXPECTED = {
     "mine/train/a": ("Which shape?", "rhombus", None, "look", 1),
@@ -42,7 +68,9 @@ def _pictures(folder: Path) -> list[str]:
 
 
 def with_images(values: list[Any], alone: bool = False) -> list[dict[str, Any]]:
-    """The rows with `values` in place of the numbers of their pictures; `alone`: one of them without a list."""
+    """The rows with `values` in place of the numbers of their pictures; `alone`: one of them
+    without a list.
+    """
     rows = []
     for row in ROWS:
         images = [values[number] for number in row["image"]]
@@ -73,7 +101,9 @@ def table(folder: Path, ending: str, rows: list[dict[str, Any]] | None = None) -
         writer = csv.writer(file, delimiter="," if ending == "csv" else "\t")
         writer.writerow(list(rows[0]))
         for row in rows:
-            cells = [json.dumps(value) if isinstance(value, list) else value for value in row.values()]
+            cells = [
+                json.dumps(value) if isinstance(value, list) else value for value in row.values()
+            ]
             writer.writerow(cells)
     return path
 
@@ -91,7 +121,9 @@ def parquet_hub(folder: Path) -> Path:
     images = [{"bytes": content, "path": None} for content in PICTURES]
     rows = [{**row, "label": str(row["label"])} for row in with_images(images)]
     (folder / "mine" / "data").mkdir(parents=True)
-    Dataset.from_list(rows, features=features).to_parquet(folder / "mine" / "data" / "train-00000-of-00001.parquet")
+    Dataset.from_list(rows, features=features).to_parquet(
+        folder / "mine" / "data" / "train-00000-of-00001.parquet"
+    )
     return folder / "mine"
 
 
@@ -102,14 +134,31 @@ def image_folder(folder: Path) -> Path:
 
 
 FORMATS = {
-    "jsonl": jsonl, "json with data URLs": json_list, "csv": lambda folder: table(folder, "csv"),
-    "tsv": lambda folder: table(folder, "tsv"), "parquet with paths": parquet_paths, "parquet of the hub": parquet_hub,
+    "jsonl": jsonl,
+    "json with data URLs": json_list,
+    "csv": lambda folder: table(folder, "csv"),
+    "tsv": lambda folder: table(folder, "tsv"),
+    "parquet with paths": parquet_paths,
+    "parquet of the hub": parquet_hub,
     "a folder of images with a table": image_folder,
-}  # fmt: skip
+}
 
 
-def convert(source: Path | str, output: Path, *options: str, columns: tuple[str, ...] = COLUMNS) -> int:
-    return main(["convert", "--input", str(source), "--output", str(output), "--columns", *columns, *options])
+def convert(
+    source: Path | str, output: Path, *options: str, columns: tuple[str, ...] = COLUMNS
+) -> int:
+    return main(
+        [
+            "convert",
+            "--input",
+            str(source),
+            "--output",
+            str(output),
+            "--columns",
+            *columns,
+            *options,
+        ]
+    )
 
 
 def kept(output: Path, split: str = "train") -> list[Row]:
@@ -119,6 +168,12 @@ def kept(output: Path, split: str = "train") -> list[Row]:
 def found(output: Path, split: str = "train") -> dict[str, tuple[Any, ...]]:
     """The rows of a prepared folder as in `EXPECTED`."""
     return {
-        row["id"]: (row["problem"], row["answer"], row["choices"], row["hint"] or None, len(row["images"]))
+        row["id"]: (
+            row["problem"],
+            row["answer"],
+            row["choices"],
+            row["hint"] or None,
+            len(row["images"]),
+        )
         for row in stored_rows(output, split)
     }

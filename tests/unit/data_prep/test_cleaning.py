@@ -1,4 +1,6 @@
-"""Rows are cleaned, kept aside with reason and bytes where they are broken, and stand in one split alone."""
+"""Rows are cleaned, kept aside with reason and bytes where they are broken, and stand in one split
+alone.
+"""
 
 import json
 import struct
@@ -10,22 +12,34 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from adora_vl.conversion.leakage import LeakIndex, difference_hash, fingerprint
+from adora_vl.conversion.quarantine import Quarantine
 from adora_vl.data.dataset import read_manifest, stored_rows
 from adora_vl.data.images import MAX_DECODED_PIXELS, UnreadableImageError, clean_image
-from data_prep.leakage import LeakIndex, difference_hash, fingerprint
-from data_prep.quarantine import Quarantine
-from tests.unit.data_prep.data_prep_support import Damage, drawing, encoded, files, prepare, problem_folder, quarantined
+from tests.unit.data_prep.data_prep_support import (
+    Damage,
+    drawing,
+    encoded,
+    files,
+    prepare,
+    problem_folder,
+    quarantined,
+)
 
 
 def _bomb() -> bytes:
     """A PNG of 120,000 x 120,000 pixels in a few hundred bytes, as its header says."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
 
     header = struct.pack(">IIBBBBB", 120_000, 120_000, 8, 2, 0, 0, 0)
     body = zlib.compress(bytes(10_000))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+    )
 
 
 def _flipped(content: bytes) -> bytes:
@@ -46,7 +60,8 @@ def _written(name: str, content: bytes) -> Damage:
     return lambda folder: (folder / name).write_bytes(content)
 
 
-PNG, JPEG = encoded(drawing(3)), encoded(drawing(3), "JPEG")
+PNG = encoded(drawing(3))
+JPEG = encoded(drawing(3), "JPEG")
 # name -> (changed keys of data.json, or its image, or damage to the folder; the reason)
 PICTURES: dict[str, tuple[bytes, str]] = {
     "empty picture": (b"\0", "image_undecodable"),
@@ -64,7 +79,10 @@ PICTURES: dict[str, tuple[bytes, str]] = {
     "three rows of pixels": (encoded(drawing(3).crop((0, 50, 100, 53))), "image_degenerate"),
     "all white": (encoded(Image.new("RGB", (50, 50), "white")), "image_degenerate"),
     "all transparent": (encoded(Image.new("RGBA", (50, 50), (9, 200, 3, 0))), "image_degenerate"),
-    "over 200 times as wide as high": (encoded(Image.linear_gradient("L").resize((900, 4))), "image_shape"),
+    "over 200 times as wide as high": (
+        encoded(Image.linear_gradient("L").resize((900, 4))),
+        "image_shape",
+    ),
 }
 TEXTS: dict[str, tuple[dict[str, Any], str]] = {
     "blank text": ({"problem_text": " \n"}, "no_text"),
@@ -120,7 +138,9 @@ def _broken(root: Path, kind: str, number: int) -> tuple[Path, str]:
 
 
 @pytest.fixture(scope="module")
-def everything_broken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Path], dict[str, str]]:
+def everything_broken(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, Path, dict[str, Path], dict[str, str]]:
     """Raw folders of all kinds and two good rows, and what was prepared of them."""
     root = tmp_path_factory.mktemp("broken")
     folders, reasons = {}, {}
@@ -132,22 +152,34 @@ def everything_broken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
     return root / "raw", root / "out", folders, reasons
 
 
-def test_a_broken_row_is_kept_aside_with_reason_and_bytes(everything_broken: Any, subtests: pytest.Subtests) -> None:
+def test_a_broken_row_is_kept_aside_with_reason_and_bytes(
+    everything_broken: Any, subtests: pytest.Subtests
+) -> None:
     for kind in KINDS:
         with subtests.test(kind):
             _, output, folders, reasons = everything_broken
             row_id = f"geometry3k/train/{folders[kind].name}"
             (line,) = [line for line in quarantined(output) if line["id"] == row_id]
-            assert line["reason"] == reasons[kind] and WORDS.get(kind, "") in line["detail"], line["detail"]
+            assert line["reason"] == reasons[kind] and WORDS.get(kind, "") in line["detail"], line[
+                "detail"
+            ]
             assert line["detail"].startswith(f"{row_id}: ") and "; " in line["detail"]
             assert "object at 0x" not in line["detail"]
             kept = {(output / name).read_bytes() for name in line["files"]}
-            assert kept == {path.read_bytes() for path in folders[kind].iterdir()} or kind == "no data.json"
+            assert (
+                kept == {path.read_bytes() for path in folders[kind].iterdir()}
+                or kind == "no data.json"
+            )
 
 
-def test_good_rows_survive_among_broken_ones_and_everything_is_counted(everything_broken: Any) -> None:
+def test_good_rows_survive_among_broken_ones_and_everything_is_counted(
+    everything_broken: Any,
+) -> None:
     _, output, _, reasons = everything_broken
-    assert [row["id"] for row in stored_rows(output, "train")] == ["geometry3k/train/500", "geometry3k/train/501"]
+    assert [row["id"] for row in stored_rows(output, "train")] == [
+        "geometry3k/train/500",
+        "geometry3k/train/501",
+    ]
     manifest = read_manifest(output)
     assert manifest is not None and manifest["counts"] == {"train": 2}
     assert manifest["quarantined"]["rows"] == len(KINDS) == len(quarantined(output)) >= 25
@@ -156,9 +188,14 @@ def test_good_rows_survive_among_broken_ones_and_everything_is_counted(everythin
     assert set(manifest["files"]) | {"manifest.json"} == set(files(output))
 
 
-def test_broken_rows_give_the_same_bytes_again_and_with_workers(everything_broken: Any, tmp_path: Path) -> None:
+def test_broken_rows_give_the_same_bytes_again_and_with_workers(
+    everything_broken: Any, tmp_path: Path
+) -> None:
     raw, output, _, _ = everything_broken
-    assert prepare("intergps", raw, tmp_path / "again", "--allow-quarantined", "1", "--workers", "4") == 0
+    assert (
+        prepare("intergps", raw, tmp_path / "again", "--allow-quarantined", "1", "--workers", "4")
+        == 0
+    )
     assert files(tmp_path / "again") == files(output)
 
 
@@ -175,7 +212,10 @@ def test_too_many_broken_rows_are_an_error_that_says_where_to_look(tmp_path, cap
     capsys.readouterr()
     assert prepare("intergps", tmp_path / "raw", tmp_path / "out") == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: input: 3 of 70 rows (4.3%) cannot be used") and error.count("\n") == 4
+    assert (
+        error.startswith("error: input: 3 of 70 rows (4.3%) cannot be used")
+        and error.count("\n") == 4
+    )
     assert "error: image_undecodable: 2 rows, the first is geometry3k/train/3: image 0" in error
     assert "error: not_json: 1 row, the first is geometry3k/train/5: " in error
     assert "--allow-quarantined 0.05" in error, "rounded up"
@@ -184,9 +224,14 @@ def test_too_many_broken_rows_are_an_error_that_says_where_to_look(tmp_path, cap
     assert str(report / "quarantine.jsonl") in error and len(quarantined(report)) == 3
     assert all((report / name).is_file() for line in quarantined(report) for name in line["files"])
 
-    assert prepare("intergps", tmp_path / "raw", tmp_path / "out", "--allow-quarantined", "0.05") == 0
+    assert (
+        prepare("intergps", tmp_path / "raw", tmp_path / "out", "--allow-quarantined", "0.05") == 0
+    )
     assert not report.exists(), "the report of the earlier try is out of date"
-    assert len(quarantined(tmp_path / "out")) == 3 and len(list(stored_rows(tmp_path / "out", "train"))) == 67
+    assert (
+        len(quarantined(tmp_path / "out")) == 3
+        and len(list(stored_rows(tmp_path / "out", "train"))) == 67
+    )
     assert "quarantined: 3 rows" in capsys.readouterr().out
 
 
@@ -201,14 +246,18 @@ def test_a_foreign_folder_at_the_place_of_the_report_is_kept(tmp_path, capsys):
 
 def test_no_input_reaches_a_path(tmp_path: Path) -> None:
     """An id such as ../../x is text, and the name of a kept file comes from its content."""
-    from data_prep.problem import RowError
+    from adora_vl.conversion.problem import RowError
 
     tmp_path.joinpath("in").mkdir()
     quarantine = Quarantine(tmp_path / "in")
-    quarantine.add("train", RowError("../../evil", "gold", "wrong", "remedy", originals=[b"../../x", PNG]))
+    quarantine.add(
+        "train", RowError("../../evil", "gold", "wrong", "remedy", originals=[b"../../x", PNG])
+    )
     assert {path.name for path in tmp_path.rglob("*")} >= {"in", "quarantine", "quarantine.jsonl"}
     assert len(list(tmp_path.iterdir())) == 1
-    (line,) = [json.loads(text) for text in (tmp_path / "in" / "quarantine.jsonl").read_text().splitlines()]
+    (line,) = [
+        json.loads(text) for text in (tmp_path / "in" / "quarantine.jsonl").read_text().splitlines()
+    ]
     assert [name.rsplit(".")[-1] for name in line["files"]] == ["bin", "png"]
 
 
@@ -222,10 +271,14 @@ def leaky(tmp_path: Path) -> Path:
     figure = drawing(1, 300)
     problem_folder(raw, "test", 900, encoded(figure), problem_text="Find m \\widehat A B .")
     problem_folder(raw, "val", 800, encoded(drawing(2)))
-    problem_folder(raw, "train", 1, encoded(figure), problem_text="find  m \\widehat A B")  # the very pixels
-    problem_folder(raw, "train", 2, encoded(figure.resize((190, 190)), "JPEG", quality=60))  # seen again by a camera
-    problem_folder(raw, "train", 3, encoded(figure), problem_text="Find the radius.")  # another question
-    problem_folder(raw, "train", 4, encoded(figure.resize((190, 190))), answer="A")  # the same figure, another number
+    # the very pixels
+    problem_folder(raw, "train", 1, encoded(figure), problem_text="find  m \\widehat A B")
+    # seen again by a camera
+    problem_folder(raw, "train", 2, encoded(figure.resize((190, 190)), "JPEG", quality=60))
+    # another question
+    problem_folder(raw, "train", 3, encoded(figure), problem_text="Find the radius.")
+    # the same figure, another number
+    problem_folder(raw, "train", 4, encoded(figure.resize((190, 190))), answer="A")
     problem_folder(raw, "train", 5, encoded(drawing(3)))  # another figure
     problem_folder(raw, "train", 6, encoded(drawing(3)))  # twice in one split is no leak
     problem_folder(raw, "train", 7, encoded(drawing(2)))  # of the other held-out split
@@ -235,7 +288,9 @@ def leaky(tmp_path: Path) -> Path:
 def test_leaks_are_dropped_from_train_and_reported(leaky, tmp_path, capsys):
     assert prepare("intergps", leaky, tmp_path / "out") == 0
     assert _ids(tmp_path / "out", "train") == ["train/3", "train/4", "train/5", "train/6"]
-    assert _ids(tmp_path / "out", "test") == ["test/900"] and _ids(tmp_path / "out", "validation") == ["validation/800"]
+    assert _ids(tmp_path / "out", "test") == ["test/900"] and _ids(
+        tmp_path / "out", "validation"
+    ) == ["validation/800"]
     manifest = read_manifest(tmp_path / "out")
     assert manifest is not None
     also = {"also": "geometry3k/test/900"}
@@ -250,8 +305,14 @@ def test_leaks_are_dropped_from_train_and_reported(leaky, tmp_path, capsys):
     }
     assert "leaks: 3 rows" in capsys.readouterr().out
     lines = quarantined(tmp_path / "out")
-    assert [(line["id"][-1], line["reason"]) for line in lines] == [("1", "leak"), ("2", "leak"), ("7", "leak")]
-    assert encoded(drawing(1, 300)) in {(tmp_path / "out" / name).read_bytes() for name in lines[0]["files"]}
+    assert [(line["id"][-1], line["reason"]) for line in lines] == [
+        ("1", "leak"),
+        ("2", "leak"),
+        ("7", "leak"),
+    ]
+    assert encoded(drawing(1, 300)) in {
+        (tmp_path / "out" / name).read_bytes() for name in lines[0]["files"]
+    }
 
 
 def test_leaks_that_are_kept_are_reported_all_the_same(leaky: Path, tmp_path: Path) -> None:
@@ -261,8 +322,13 @@ def test_leaks_that_are_kept_are_reported_all_the_same(leaky: Path, tmp_path: Pa
     for raw, options, found in ((leaky, ("--keep-leaks",), 3), (tmp_path / "held", (), 1)):
         assert prepare("intergps", raw, tmp_path / "out", "--overwrite", *options) == 0
         manifest = read_manifest(tmp_path / "out")
-        assert manifest is not None and (manifest["leaks"]["found"], manifest["leaks"]["dropped"]) == (found, 0)
-        assert manifest["quarantined"]["rows"] == 0 and sum(manifest["counts"].values()) == (9 if options else 2)
+        assert manifest is not None and (
+            manifest["leaks"]["found"],
+            manifest["leaks"]["dropped"],
+        ) == (found, 0)
+        assert manifest["quarantined"]["rows"] == 0 and sum(manifest["counts"].values()) == (
+            9 if options else 2
+        )
 
 
 def test_the_pixels_alone_count_where_the_golds_differ(tmp_path: Path) -> None:
@@ -279,7 +345,10 @@ def _distance(one: Image.Image, other: Image.Image) -> int:
 
 
 def test_copies_of_the_real_diagrams_are_near_and_others_far(geometry3k_raw: Path) -> None:
-    real = [clean_image(path.read_bytes()) for path in sorted(geometry3k_raw.glob("train/*/img_diagram.png"))]
+    real = [
+        clean_image(path.read_bytes())
+        for path in sorted(geometry3k_raw.glob("train/*/img_diagram.png"))
+    ]
     index = LeakIndex()
     for number, image in enumerate(real):
         index.add("test", str(number), fingerprint("Find x.", "5", [image]))
@@ -287,7 +356,11 @@ def test_copies_of_the_real_diagrams_are_near_and_others_far(geometry3k_raw: Pat
         half = (image.width // 2, image.height // 2)
         margin = Image.new("RGB", (image.width + 40, image.height + 10), "white")
         margin.paste(image, (30, 5))
-        for copy in (image.resize(half), image.convert("P", palette=Image.Palette.ADAPTIVE, colors=16), margin):
+        for copy in (
+            image.resize(half),
+            image.convert("P", palette=Image.Palette.ADAPTIVE, colors=16),
+            margin,
+        ):
             assert index.find("train", fingerprint("find x", "5", [copy])) == (str(number), "near")
     distances = [_distance(a, b) for n, a in enumerate(real) for b in real[:n]]
     assert min(distances) > 50
@@ -297,7 +370,9 @@ def test_the_hash_of_a_drawing_is_of_what_gets_darker_and_not_of_noise() -> None
     """Patches of 4 x 4 pixels, whose grey levels go down by 15, go up by 15, or differ by 3."""
 
     def hash_of(levels: Any) -> int:
-        return difference_hash(Image.fromarray(np.tile(np.repeat(levels, 4), (64, 1)).astype(np.uint8)))
+        return difference_hash(
+            Image.fromarray(np.tile(np.repeat(levels, 4), (64, 1)).astype(np.uint8))
+        )
 
     falling = np.linspace(240, 0, 17)
     assert hash_of(falling) == 2**256 - 1
@@ -311,7 +386,9 @@ def test_one_image_is_not_two() -> None:
     assert index.find("test", fingerprint("Find x.", "5", [drawing(1), drawing(2)])) is None
 
 
-def test_a_bomb_is_refused_before_it_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bomb_is_refused_before_it_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also one below Pillow's own limit of 179 million pixels."""
 
     def decoded(image: Any) -> None:

@@ -1,4 +1,6 @@
-"""`python -m data_prep convert`: equal problems from every format; bad input ends in quarantine or in one line."""
+"""`python -m data_prep convert`: equal problems from every format; bad input ends in quarantine or
+in one line.
+"""
 
 import base64
 import json
@@ -14,18 +16,24 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from adora_vl.conversion.columns import Columns
+from adora_vl.conversion.pictures import FileRoot, PictureError, picture_bytes
+from adora_vl.conversion.pipeline import Cleaned, clean_one
+from adora_vl.conversion.problem import PixelLimits, RowError
+from adora_vl.conversion.records import Context, read_record
+from adora_vl.conversion.tables import held_out
 from adora_vl.data.dataset import read_manifest, stored_rows
 from adora_vl.data.prompts import conversation_with_images, conversations
 from adora_vl.data.rows import problem_with_row
 from data_prep.cli import main
-from data_prep.columns import Columns
-from data_prep.pictures import FileRoot, PictureError, picture_bytes
-from data_prep.pipeline import Cleaned, clean_one
-from data_prep.problem import PixelLimits, RowError
-from data_prep.records import Context, read_record
-from data_prep.tables import held_out
 from tests.conftest import Case
-from tests.unit.data_prep.data_prep_support import drawing, encoded, quarantined, refused, stored_image
+from tests.unit.data_prep.data_prep_support import (
+    drawing,
+    encoded,
+    quarantined,
+    refused,
+    stored_image,
+)
 from tests.unit.data_prep.own_data_support import (
     COLUMNS,
     EXPECTED,
@@ -46,14 +54,22 @@ def test_every_format_gives_the_same_problems(case: Case) -> None:
             assert convert(source, folder / "out") == 0
             assert found(folder / "out") == EXPECTED
             rows = list(stored_rows(folder / "out", "train"))
-            assert [stored_image(row).tobytes() for row in rows] == [drawing(n, 60).tobytes() for n in (0, 1, 3)]
+            assert [stored_image(row).tobytes() for row in rows] == [
+                drawing(n, 60).tobytes() for n in (0, 1, 3)
+            ]
             assert all(problem_with_row(row) is None for row in rows)
             manifest = read_manifest(folder / "out")
-            assert manifest is not None and manifest["counts"] == {"train": 3} and manifest["source"].startswith("own/")
+            assert (
+                manifest is not None
+                and manifest["counts"] == {"train": 3}
+                and manifest["source"].startswith("own/")
+            )
             assert manifest["arguments"]["columns"]["problem"] == "question"
 
 
-def test_files_named_after_splits_are_these_splits_and_a_leak_between_them_is_dropped(tmp_path: Path) -> None:
+def test_files_named_after_splits_are_these_splits_and_a_leak_between_them_is_dropped(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "in"
     rows = with_images([f"../pics/{n}.png" for n in range(4)])
     new = {**rows[0], "key": None, "question": "New?"}
@@ -99,30 +115,58 @@ def test_texts_numbers_and_options_are_golds(case: Case) -> None:
     for answer, choices, gold in cases:
         with case(f"{answer} {choices!r:.80} {gold}") as folder:
             source = jsonl(folder / "in", [{"q": "What?", "a": answer, "c": choices}])
-            assert convert(source, folder / "out", columns=("problem=q", "answer=a", "choices=c")) == 0
+            assert (
+                convert(source, folder / "out", columns=("problem=q", "answer=a", "choices=c")) == 0
+            )
             (row,) = stored_rows(folder / "out", "train")
             assert row["answer"] == gold
 
 
 def test_options_and_images_may_have_a_column_each(tmp_path: Path) -> None:
     rows = [
-        {"q": "1?", "a": "B", "A": "x y", "B": "z", "C": None, "i1": "pics/0.png", "i2": "pics/1.png"},
+        {
+            "q": "1?",
+            "a": "B",
+            "A": "x y",
+            "B": "z",
+            "C": None,
+            "i1": "pics/0.png",
+            "i2": "pics/1.png",
+        },
         {"q": "2?", "a": "A", "A": "u", "B": "v", "C": "w", "i1": "pics/2.png", "i2": None},
     ]
     source = jsonl(tmp_path / "in", rows)
-    assert convert(source, tmp_path / "out", columns=("problem=q", "answer=a", "choices=A,B,C", "images=i1,i2")) == 0
+    assert (
+        convert(
+            source,
+            tmp_path / "out",
+            columns=("problem=q", "answer=a", "choices=A,B,C", "images=i1,i2"),
+        )
+        == 0
+    )
     kept = list(stored_rows(tmp_path / "out", "train"))
-    assert [(row["choices"], len(row["images"])) for row in kept] == [(["x y", "z"], 2), (["u", "v", "w"], 1)]
+    assert [(row["choices"], len(row["images"])) for row in kept] == [
+        (["x y", "z"], 2),
+        (["u", "v", "w"], 1),
+    ]
 
 
 def test_the_place_of_each_image_is_where_the_problem_has_it() -> None:
     user = conversation_with_images("Add <image> to <image>.", 2)[-1]["content"]
-    text, image = (lambda words: {"type": "text", "text": words}), {"type": "image"}
+
+    def text(words):
+        return {"type": "text", "text": words}
+
+    image = {"type": "image"}
     assert user == [text("Add "), image, text(" to "), image, text(".")]
     assert conversation_with_images("Add.", 2)[-1]["content"] == [image, image, text("Add.")]
-    plain, placed = conversations(["a", "b"], [1, 0], "s"), conversations(["a", "<image>b"], [1, 1], "s")
+    plain = conversations(["a", "b"], [1, 0], "s")
+    placed = conversations(["a", "<image>b"], [1, 1], "s")
     assert [messages[-1]["content"] for messages in plain] == ["a", "b"]  # as it was before
-    assert [messages[-1]["content"] for messages in placed] == [[image, text("a")], [image, text("b")]]
+    assert [messages[-1]["content"] for messages in placed] == [
+        [image, text("a")],
+        [image, text("b")],
+    ]
     sound = {"id": "1", "answer": "1", "images": [b"p"], "problem": "See <image>?", "choices": None}
     assert problem_with_row(sound) is None and "2 <image> with 1 image" in str(
         problem_with_row({**sound, "problem": "<image><image>"})
@@ -136,13 +180,18 @@ def test_the_same_command_again_takes_what_is_in_the_file_now(tmp_path: Path) ->
     jsonl(tmp_path / "in", with_images([f"pics/{n}.png" for n in range(4)])[:2])
     assert convert(source, tmp_path / "out") == 0
     assert len(found(tmp_path / "out")) == 2 and json.dumps(found(tmp_path / "out")) != first
-    assert convert(source, tmp_path / "out", columns=COLUMNS[:3]) == 2  # another data set: only with --overwrite
+    assert (
+        convert(source, tmp_path / "out", columns=COLUMNS[:3]) == 2
+    )  # another data set: only with --overwrite
 
 
 def test_a_picture_may_be_bytes_or_base64_without_a_head(tmp_path: Path) -> None:
     long = encoded(drawing(7, 400))
     assert len(base64.b64encode(long)) > 1024
-    rows = [{"q": "?a", "a": "1", "i": [PICTURES[0], PICTURES[1]]}, {"q": "?b", "a": "2", "i": [long]}]
+    rows = [
+        {"q": "?a", "a": "1", "i": [PICTURES[0], PICTURES[1]]},
+        {"q": "?b", "a": "2", "i": [long]},
+    ]
     (tmp_path / "in").mkdir()
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in" / "b.parquet")
     columns = ("problem=q", "answer=a", "images=i")
@@ -157,19 +206,32 @@ def test_a_column_of_the_users_own_is_still_there_after_a_filter(tmp_path: Path)
     rows = list(stored_rows(tmp_path / "all", "train"))
     responses = [rf"\boxed{{{row['answer']}}}" if row["hint"] else r"\boxed{0}" for row in rows]
     lines = [
-        {"pid": row["id"], "question": row["problem"], "answer": row["answer"], "choices": row["choices"],
-         "metadata": {}, "response": response}
+        {
+            "pid": row["id"],
+            "question": row["problem"],
+            "answer": row["answer"],
+            "choices": row["choices"],
+            "metadata": {},
+            "response": response,
+        }
         for row, response in zip(rows, responses, strict=True)
-    ]  # fmt: skip
+    ]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = ["--predictions", str(tmp_path / "answers.jsonl"), "--keep", "0.5:1"]
-    assert main(["filter", "--input", str(tmp_path / "all"), "--output", str(tmp_path / "some"), *words]) == 0
+    assert (
+        main(
+            ["filter", "--input", str(tmp_path / "all"), "--output", str(tmp_path / "some"), *words]
+        )
+        == 0
+    )
     assert found(tmp_path / "some") == {name: row for name, row in EXPECTED.items() if row[3]}
 
 
 def test_a_prepared_folder_that_is_converted_again_keeps_its_ids(tmp_path: Path) -> None:
     assert convert(jsonl(tmp_path / "in"), tmp_path / "once", "--name", "mine") == 0
-    columns = tuple(f"{name}={name}" for name in ("problem", "answer", "images", "choices", "id", "hint"))
+    columns = tuple(
+        f"{name}={name}" for name in ("problem", "answer", "images", "choices", "id", "hint")
+    )
     assert convert(tmp_path / "once", tmp_path / "twice", "--name", "mine", columns=columns) == 0
     assert found(tmp_path / "twice") == found(tmp_path / "once")
 
@@ -186,7 +248,10 @@ def write(folder: Path, form: str, rows: list[dict[str, Any]]) -> Path:
     (folder / "in" / "good.png").write_bytes(PICTURES[1])
     (folder / "in" / "other.png").write_bytes(PICTURES[2])
     (folder / "in" / "broken.png").write_bytes(PICTURES[1][:-20])
-    for name, target in (("link.png", folder / "outside.png"), ("loop.png", folder / "in" / "loop.png")):
+    for name, target in (
+        ("link.png", folder / "outside.png"),
+        ("loop.png", folder / "in" / "loop.png"),
+    ):
         if not (folder / "in" / name).is_symlink():
             (folder / "in" / name).symlink_to(target)
     path = folder / "in" / f"mine.{form}"
@@ -254,8 +319,13 @@ def test_a_bad_row_is_refused_by_its_reason_and_the_others_are_kept(case: Case) 
                 rows.append(row)
             source = write(folder, form, rows)
             assert convert(source, folder / "out", "--allow-quarantined", "1", columns=SHORT) == 0
-            assert [row["id"] for row in stored_rows(folder / "out", "train")] == ["mine/train/good"]
-            said = {name: line["reason"] for name, line in zip(bad, quarantined(folder / "out"), strict=True)}
+            assert [row["id"] for row in stored_rows(folder / "out", "train")] == [
+                "mine/train/good"
+            ]
+            said = {
+                name: line["reason"]
+                for name, line in zip(bad, quarantined(folder / "out"), strict=True)
+            }
             assert said == {name: reason for name, (_, reason) in bad.items()}
             details = [line["detail"] for line in quarantined(folder / "out")]
             assert all("\n" not in line and len(line) < 600 and "; " in line for line in details)
@@ -264,8 +334,14 @@ def test_a_bad_row_is_refused_by_its_reason_and_the_others_are_kept(case: Case) 
 def test_too_many_bad_rows_are_an_error_that_names_the_first(tmp_path, capsys):
     source = write(tmp_path, "jsonl", [GOOD, {**GOOD, "k": "b", "i": "../outside.png"}])
     error = refused(convert(source, tmp_path / "out", columns=SHORT), tmp_path / "out", capsys)
-    assert "1 of 2 rows" in error and "leads out of the input's folder" in error and "--allow-quarantined" in error
-    assert not any((tmp_path / "out.quarantine").rglob("*.png")), "a picture from outside was copied"
+    assert (
+        "1 of 2 rows" in error
+        and "leads out of the input's folder" in error
+        and "--allow-quarantined" in error
+    )
+    assert not any((tmp_path / "out.quarantine").rglob("*.png")), (
+        "a picture from outside was copied"
+    )
 
 
 @pytest.mark.parametrize("form", ["jsonl", "json"])
@@ -301,43 +377,73 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-def test_a_file_that_cannot_be_used_is_one_line(capsys: pytest.CaptureFixture[str], case: Case) -> None:
+def test_a_file_that_cannot_be_used_is_one_line(
+    capsys: pytest.CaptureFixture[str], case: Case
+) -> None:
     for form in ["jsonl", "json", "csv", "parquet"]:
         with case(form) as folder:
             for name, (damage, message) in BAD_FILES.items():
                 source = write(folder / name.replace(" ", "_"), form, [GOOD])
                 damage(source)
-                error = refused(convert(source, folder / "out", columns=SHORT), folder / "out", capsys)
-                assert any(part in error for part in message.split("|")) or message == ".", (name, error)
+                error = refused(
+                    convert(source, folder / "out", columns=SHORT), folder / "out", capsys
+                )
+                assert any(part in error for part in message.split("|")) or message == ".", (
+                    name,
+                    error,
+                )
                 assert len(error) < 2000
 
 
-def test_a_file_of_another_form_says_which_form_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_another_form_says_which_form_it_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, content, said in [
-        ("other.csv", b"q,a\nFind \x81.,5\n", "is not UTF-8 text; save it as UTF-8 (in Excel: as CSV UTF-8)"),
+        (
+            "other.csv",
+            b"q,a\nFind \x81.,5\n",
+            "is not UTF-8 text; save it as UTF-8 (in Excel: as CSV UTF-8)",
+        ),
         ("book.xls", b"\xd0\xcf\x11\xe0", "is none of the known tables"),
-        ("pointer.csv", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "fetch it with git lfs pull"),
+        (
+            "pointer.csv",
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+            "fetch it with git lfs pull",
+        ),
         ("page.jsonl", b"<!DOCTYPE html><p>404</p>", "a saved web page (HTML)"),
         (
             "object.json",
-            json.dumps({"left": [{"q": "?", "a": "5"}], "right": [{"q": "!", "a": "6"}]}, indent=1).encode(),
+            json.dumps(
+                {"left": [{"q": "?", "a": "5"}], "right": [{"q": "!", "a": "6"}]}, indent=1
+            ).encode(),
             "write its rows as a list, [{",
         ),
-        ("utf16.json", '[{"q": "?", "a": "5"}]'.encode("utf-16"), "JSON in UTF-16; save it as UTF-8"),
+        (
+            "utf16.json",
+            '[{"q": "?", "a": "5"}]'.encode("utf-16"),
+            "JSON in UTF-16; save it as UTF-8",
+        ),
     ]:
         (tmp_path / name).write_bytes(content)
         code = convert(tmp_path / name, tmp_path / "out", columns=("problem=q", "answer=a"))
         assert said in refused(code, tmp_path / "out", capsys), name
 
 
-def test_a_column_that_is_not_there_is_named_with_the_nearest(capsys: pytest.CaptureFixture[str], case: Case) -> None:
+def test_a_column_that_is_not_there_is_named_with_the_nearest(
+    capsys: pytest.CaptureFixture[str], case: Case
+) -> None:
     for form in ["jsonl", "json", "csv", "parquet"]:
         with case(form) as folder:
             source = write(folder, form, [{"quesiton": "Find x.", "a": "5"}])
             error = refused(
-                convert(source, folder / "out", columns=("problem=question", "answer=a")), folder / "out", capsys
+                convert(source, folder / "out", columns=("problem=question", "answer=a")),
+                folder / "out",
+                capsys,
             )
-            assert "has no column 'question'; did you mean 'quesiton'?" in error and "quesiton, a" in error
+            assert (
+                "has no column 'question'; did you mean 'quesiton'?" in error
+                and "quesiton, a" in error
+            )
 
 
 def test_very_many_columns_are_read_past(capsys: pytest.CaptureFixture[str], case: Case) -> None:
@@ -351,7 +457,11 @@ def test_very_many_columns_are_read_past(capsys: pytest.CaptureFixture[str], cas
                 source.write_text(",".join(row) + "\n" + ",".join(map(str, row.values())) + "\n")
             assert convert(source, folder / "out", columns=("problem=q", "answer=a")) == 0
             capsys.readouterr()
-            error = refused(convert(source, folder / "no", columns=("problem=q", "answer=b")), folder / "no", capsys)
+            error = refused(
+                convert(source, folder / "no", columns=("problem=q", "answer=b")),
+                folder / "no",
+                capsys,
+            )
             assert "(200002 columns)" in error and len(error) < 1000
 
 
@@ -364,7 +474,9 @@ def test_a_line_with_another_number_of_cells_is_refused_alone(tmp_path: Path) ->
     assert [line["reason"] for line in quarantined(tmp_path / "out")] == ["not_a_row"] * 2
 
 
-def test_a_folder_whose_tables_are_not_clear_is_one_line(capsys: pytest.CaptureFixture[str], case: Case) -> None:
+def test_a_folder_whose_tables_are_not_clear_is_one_line(
+    capsys: pytest.CaptureFixture[str], case: Case
+) -> None:
     for files, message in [
         ([], "has no table"),
         (["a.csv", "b.csv"], "has 2 tables"),
@@ -374,7 +486,9 @@ def test_a_folder_whose_tables_are_not_clear_is_one_line(capsys: pytest.CaptureF
             (folder / "in").mkdir()
             for name in files:
                 (folder / "in" / name).write_text("q,a\nx,1\n")
-            assert message in refused(convert(folder / "in", folder / "out", columns=SHORT[:2]), folder / "out", capsys)
+            assert message in refused(
+                convert(folder / "in", folder / "out", columns=SHORT[:2]), folder / "out", capsys
+            )
             for place in (folder / "none", folder / "in.txt"):
                 (folder / "in.txt").write_text("x")
                 refused(convert(place, folder / "out", columns=SHORT[:2]), folder / "out", capsys)
@@ -384,29 +498,46 @@ def test_a_table_that_is_a_link_out_of_the_folder_is_not_read(tmp_path, capsys):
     (tmp_path / "in").mkdir()
     (tmp_path / "secret.csv").write_text("q,a\nx,1\n")
     (tmp_path / "in" / "train.csv").symlink_to(tmp_path / "secret.csv")
-    error = refused(convert(tmp_path / "in", tmp_path / "out", columns=SHORT[:2]), tmp_path / "out", capsys)
+    error = refused(
+        convert(tmp_path / "in", tmp_path / "out", columns=SHORT[:2]), tmp_path / "out", capsys
+    )
     assert "leads out of" in error
 
 
-UNHURRIED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]  # a busy machine is no failure
+# a busy machine is no failure
+UNHURRIED = [
+    HealthCheck.function_scoped_fixture,
+    HealthCheck.too_slow,
+]
 anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.binary(max_size=20)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.binary(max_size=20)
     | st.text(max_size=20)
     | st.sampled_from(["good.png", "../outside.png", "A", "<image>", "[1]", "\ud800", "9" * 5000]),
-    lambda inside: st.lists(inside, max_size=4) | st.dictionaries(st.text(max_size=5), inside, max_size=3),
+    lambda inside: (
+        st.lists(inside, max_size=4) | st.dictionaries(st.text(max_size=5), inside, max_size=3)
+    ),
     max_leaves=6,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=150, suppress_health_check=UNHURRIED)
-@given(record=st.fixed_dictionaries({}, optional=dict.fromkeys("qaikcx", anything)), texts_only=st.booleans())
+@given(
+    record=st.fixed_dictionaries({}, optional=dict.fromkeys("qaikcx", anything)),
+    texts_only=st.booleans(),
+)
 def test_whatever_a_record_holds_it_is_sound_or_refused(record, texts_only, tmp_path):
     if not (tmp_path / "in").exists():
         write(tmp_path, "jsonl", [GOOD])
     columns = Columns("q", "a", ("i",), ("c",), "k", (("own", "x"),))
     place = FileRoot((tmp_path / "in").resolve(), (tmp_path / "in").resolve())
     context = Context("mine", "train", "mine.jsonl", columns, place, texts_only)
-    outcome = clean_one(lambda: read_record({**GOOD, **record}, "line 1", 0, context), PixelLimits())
+    outcome = clean_one(
+        lambda: read_record({**GOOD, **record}, "line 1", 0, context), PixelLimits()
+    )
     assert isinstance(outcome, Cleaned | RowError)
     if isinstance(outcome, RowError):
         assert outcome.kind and len(str(outcome)) < 2000
@@ -416,7 +547,12 @@ def test_whatever_a_record_holds_it_is_sound_or_refused(record, texts_only, tmp_
 
 
 @settings(max_examples=150, suppress_health_check=UNHURRIED)
-@given(parts=st.lists(st.sampled_from(["..", ".", "in", "a", "link.png", "good.png", "", "~", "/", "etc"]), max_size=6))
+@given(
+    parts=st.lists(
+        st.sampled_from(["..", ".", "in", "a", "link.png", "good.png", "", "~", "/", "etc"]),
+        max_size=6,
+    )
+)
 def test_no_path_leads_out_of_the_folder(parts: list[str], tmp_path: Path) -> None:
     if not (tmp_path / "in").exists():
         write(tmp_path, "jsonl", [GOOD])
@@ -429,7 +565,9 @@ def test_no_path_leads_out_of_the_folder(parts: list[str], tmp_path: Path) -> No
     assert content == encoded(drawing(1, 60)), "another file than the one inside was read"
 
 
-def test_columns_and_options_that_do_not_fit_are_one_line(capsys: pytest.CaptureFixture[str], case: Case) -> None:
+def test_columns_and_options_that_do_not_fit_are_one_line(
+    capsys: pytest.CaptureFixture[str], case: Case
+) -> None:
     cases: list[tuple[list[str], list[str], str]] = [
         (["problem=q"], [], "answer is missing"),
         (["problm=q", "answer=a"], [], "problem is missing; did you mean 'problm'?"),
@@ -437,7 +575,11 @@ def test_columns_and_options_that_do_not_fit_are_one_line(capsys: pytest.Capture
         (["problem=q", "answer="], [], "is not the name of a column"),
         (["problem=q", "answer=a", "answer=b"], [], "answer is given twice"),
         (["problem=q,r", "answer=a"], [], "names 2 columns"),
-        (["problem=q", "answer=a", "prompt=q"], [], "'prompt' cannot be the name of a column of your own"),
+        (
+            ["problem=q", "answer=a", "prompt=q"],
+            [],
+            "'prompt' cannot be the name of a column of your own",
+        ),
         (["problem=q", "answer=a", "a b=q"], [], "cannot be the name of a column of your own"),
         (["problem=q", "answer=a", "source=q"], [], "cannot be the name of a column of your own"),
         ([*SHORT], ["--preset", "geometry3k"], "columns: give --columns, such as problem=question"),

@@ -1,4 +1,6 @@
-"""The filter by pass rate: what it keeps, that it goes on where it was stopped, and what it refuses."""
+"""The filter by pass rate: what it keeps, that it goes on where it was stopped, and what it
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from adora_vl.data.dataset import load_split, read_manifest
+from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerRequest
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
 from data_prep import filter as filtering
 from data_prep.cli import main
 from data_prep.filter import Keep, Tally, filter_dataset, samples_folder, tallies
-from eval.inference.requests import AnswerEngineSettings, AnswerRequest
 
 RATES = [0.0, 0.25, 0.5, 0.75, 1.0, 0.5]  # of the six training rows, with four samples
 
@@ -30,14 +32,18 @@ def data(tmp_path_factory):
 
 
 class Model:
-    """Answers each training row rightly in its share of the samples, and dies after `dies_after` answers."""
+    """Answers each training row rightly in its share of the samples, and dies after `dies_after`
+    answers.
+    """
 
     batch_size = 3
 
     def __init__(self, data: Path, dies_after: int | None = None) -> None:
         rows = load_split(data, "train")
-        self.golds = {row["problem"] + str(row["images"][0].tobytes()): (row["answer"], rate)
-                      for row, rate in zip(rows, RATES, strict=True)}  # fmt: skip
+        self.golds = {
+            row["problem"] + str(row["images"][0].tobytes()): (row["answer"], rate)
+            for row, rate in zip(rows, RATES, strict=True)
+        }
         self.asked: Counter[str] = Counter()
         self.dies_after = dies_after
         self.settings: AnswerEngineSettings | None = None
@@ -51,11 +57,15 @@ class Model:
             raise RuntimeError("killed")
         answers = []
         for request in requests:
-            question = request.messages[-1]["content"][-1]["text"] + str(request.images[0].tobytes())
+            question = request.messages[-1]["content"][-1]["text"] + str(
+                request.images[0].tobytes()
+            )
             gold, rate = self.golds[question]
             right = self.asked[question] < 4 * rate
             self.asked[question] += 1
-            answers.append(Reply(rf"It is \boxed{{{gold}}}" if right else r"\boxed{-1}", 5, "stop", 9))
+            answers.append(
+                Reply(rf"It is \boxed{{{gold}}}" if right else r"\boxed{-1}", 5, "stop", 9)
+            )
         return answers
 
 
@@ -76,15 +86,24 @@ def rows_of(folder, split="train"):
     return load_split(folder, split).to_list()
 
 
-def test_it_keeps_what_is_solved_sometimes_and_copies_the_other_splits(data, model, tmp_path, capsys):
+def test_it_keeps_what_is_solved_sometimes_and_copies_the_other_splits(
+    data, model, tmp_path, capsys
+):
     output = tmp_path / "hard"
     assert run(data, output, "--keep", "0.25:0.75") == 0
     kept = [row for row, rate in zip(rows_of(data), RATES, strict=True) if 0.25 <= rate <= 0.75]
-    assert rows_of(output) == kept and len(kept) == 4, "whole rows, in their order, images byte by byte"
+    assert rows_of(output) == kept and len(kept) == 4, (
+        "whole rows, in their order, images byte by byte"
+    )
     assert rows_of(output, "test") == rows_of(data, "test")
-    assert "6 problems: 4 kept with a pass rate of 0.25:0.75, 1 below and 1 above" in capsys.readouterr().out
+    assert (
+        "6 problems: 4 kept with a pass rate of 0.25:0.75, 1 below and 1 above"
+        in capsys.readouterr().out
+    )
     written = [json.loads(line) for line in (output / "pass_rates.jsonl").read_text().splitlines()]
-    assert [(row["right"], row["answers"]) for row in written] == [(round(4 * rate), 4) for rate in RATES]
+    assert [(row["right"], row["answers"]) for row in written] == [
+        (round(4 * rate), 4) for rate in RATES
+    ]
     manifest = read_manifest(output)
     assert manifest is not None
     assert manifest["filtered"]["never_solved"] == manifest["filtered"]["always_solved"] == 1
@@ -92,7 +111,9 @@ def test_it_keeps_what_is_solved_sometimes_and_copies_the_other_splits(data, mod
     assert main(["inspect", str(output), "--text-only"]) == 0
 
 
-def test_another_keep_asks_nothing_again_and_another_dataset_is_not_replaced(data, model, tmp_path, capsys):
+def test_another_keep_asks_nothing_again_and_another_dataset_is_not_replaced(
+    data, model, tmp_path, capsys
+):
     output = tmp_path / "hard"
     assert run(data, output) == 0 and len(rows_of(output)) == 4  # 0.1:0.9
     assert run(data, output, "--keep", "0:0.5") == 2
@@ -100,7 +121,9 @@ def test_another_keep_asks_nothing_again_and_another_dataset_is_not_replaced(dat
     assert run(data, output, "--keep", "0:0.5", "--overwrite") == 0 and len(rows_of(output)) == 4
     assert run(data, output, "--keep", "0:0", "--overwrite") == 0 and len(rows_of(output)) == 1
     assert run(data, output, "--temperature", "0.7", "--overwrite") == 2
-    assert "temperature: the predictions in" in capsys.readouterr().err, "answers of another model are not mixed in"
+    assert "temperature: the predictions in" in capsys.readouterr().err, (
+        "answers of another model are not mixed in"
+    )
     assert model.asked.total() == 24
 
 
@@ -114,26 +137,40 @@ def test_a_run_that_was_killed_asks_for_the_rest_alone(data, model, tmp_path, mo
     assert run(data, output) == 0 and model.asked.total() == 24
 
 
-def test_questions_are_asked_and_answers_read_as_in_the_training(data, model, tmp_path, monkeypatch, capsys):
-    """With the template and the system prompt of the options, or of the run that the model comes from."""
+def test_questions_are_asked_and_answers_read_as_in_the_training(
+    data, model, tmp_path, monkeypatch, capsys
+):
+    """With the template and the system prompt of the options, or of the run that the model comes
+    from.
+    """
     generate = model.generate
     asked: list[list] = []
 
     def tagged(requests):
-        asked.extend([message["role"], message["content"]] for request in requests for message in request.messages)
+        asked.extend(
+            [message["role"], message["content"]]
+            for request in requests
+            for message in request.messages
+        )
         for request in requests:
             part = request.messages[-1]["content"][-1]
             part["text"] = part["text"].removeprefix("Look: ")
         answers = generate(requests)
-        return [replace(one, text=re.sub(r"\\boxed\{(.*)\}", r"<answer>\1</answer>", one.text)) for one in answers]
+        return [
+            replace(one, text=re.sub(r"\\boxed\{(.*)\}", r"<answer>\1</answer>", one.text))
+            for one in answers
+        ]
 
     monkeypatch.setattr(model, "generate", tagged)
     words = ["--prompt", "Look: {problem}", "--system-prompt", "Put it in <answer> </answer>."]
     assert run(data, tmp_path / "given", *words) == 0
     assert ["system", [{"type": "text", "text": "Put it in <answer> </answer>."}]] in asked or [
-        "system", "Put it in <answer> </answer>."
-    ] in asked  # fmt: skip
-    assert model.asked.total() == 24 and len(rows_of(tmp_path / "given")) == 4, "0.1:0.9, as with boxes"
+        "system",
+        "Put it in <answer> </answer>.",
+    ] in asked
+    assert model.asked.total() == 24 and len(rows_of(tmp_path / "given")) == 4, (
+        "0.1:0.9, as with boxes"
+    )
     manifest = read_manifest(tmp_path / "given")
     assert manifest is not None and manifest["arguments"]["prompt"] == "Look: {problem}"
     assert manifest["arguments"]["system_prompt"] == words[3]
@@ -141,18 +178,26 @@ def test_questions_are_asked_and_answers_read_as_in_the_training(data, model, tm
     assert "prompt: the predictions in" in capsys.readouterr().err, "of another prompt"
     assert run(data, tmp_path / "typo", "--prompt", "{problm}") == 2
     assert "adora_prompt: 'problm' is no column" in capsys.readouterr().err
-    trained = {"adora_prompt": "Look: {problem}", "adora_system_prompt": "Put it in <answer> </answer>."}
-    monkeypatch.setattr("eval.inference.provenance.trained_with", lambda model: trained)
+    trained = {
+        "adora_prompt": "Look: {problem}",
+        "adora_system_prompt": "Put it in <answer> </answer>.",
+    }
+    monkeypatch.setattr("adora_vl.evals.inference.provenance.trained_with", lambda model: trained)
     model.asked.clear()
-    assert run(data, tmp_path / "trained") == 0 and rows_of(tmp_path / "trained") == rows_of(tmp_path / "given")
+    assert run(data, tmp_path / "trained") == 0 and rows_of(tmp_path / "trained") == rows_of(
+        tmp_path / "given"
+    )
 
 
 def test_answers_of_the_evaluation_can_be_used(data, model, tmp_path):
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     assert run(data, first) == 0
     file = samples_folder(first) / "predictions.jsonl"
     fields = json.loads(file.with_name("fingerprint.json").read_text())["fields"]
-    assert fields["prompt"] is None, "there are no choices, so the default template asks the problem alone"
+    assert fields["prompt"] is None, (
+        "there are no choices, so the default template asks the problem alone"
+    )
     assert run(data, second, "--predictions", str(file)) == 0
     assert rows_of(second) == rows_of(first) and model.asked.total() == 24
 
@@ -178,7 +223,9 @@ def test_rates_at_the_edges_by_hand():
     assert 0.0 not in Keep(0.1, 0.9) and 1.0 not in Keep(0.1, 0.9) and 1.0 in Keep(0.0, 1.0)
     assert Tally(3, 8).rate == 0.375
     row = {"pid": "a", "answer": "5", "response": r"\boxed{5}"}
-    assert tallies([row, {**row, "sample": 1, "response": "5"}]) == {"a": Tally(1, 2)}, "as in training: the box counts"
+    assert tallies([row, {**row, "sample": 1, "response": "5"}]) == {"a": Tally(1, 2)}, (
+        "as in training: the box counts"
+    )
 
 
 def test_what_does_not_fit_is_one_line(data, model, capsys, case):
@@ -187,10 +234,22 @@ def test_what_does_not_fit_is_one_line(data, model, capsys, case):
         (["--keep", "0.9:0.1"], "write 0.1:0.9"),
         (["--keep", "0.1:2"], "2"),
         (["--split", "validation"], "has no 'validation'; it has train, test"),
-        (["--keep", "0.3:0.4"], "leaves no row; the pass rates are 0 of 1, 0.25 of 1, 0.5 of 2, 0.75 of 1, 1 of 1"),
-        (["--predictions", "x.jsonl", "--model", "tiny"], "give --model, to sample answers with, or --predictions"),
-        (["--predictions", "x.jsonl", "--prompt", "{problem}"], "prompt: --prompt is for sampling, and --predictions"),
-        (["--predictions", "x.jsonl", "--system-prompt", "Box it."], "--system-prompt is for sampling, and"),
+        (
+            ["--keep", "0.3:0.4"],
+            "leaves no row; the pass rates are 0 of 1, 0.25 of 1, 0.5 of 2, 0.75 of 1, 1 of 1",
+        ),
+        (
+            ["--predictions", "x.jsonl", "--model", "tiny"],
+            "give --model, to sample answers with, or --predictions",
+        ),
+        (
+            ["--predictions", "x.jsonl", "--prompt", "{problem}"],
+            "prompt: --prompt is for sampling, and --predictions",
+        ),
+        (
+            ["--predictions", "x.jsonl", "--system-prompt", "Box it."],
+            "--system-prompt is for sampling, and",
+        ),
         (["--min-pixels", "9000", "--max-pixels", "8000"], "min_pixels: 9000 is over"),
     ]
     for words, message in cases:
@@ -202,5 +261,7 @@ def test_what_does_not_fit_is_one_line(data, model, capsys, case):
 
 def test_the_dataset_itself_and_what_we_did_not_make_are_left_alone(data, model, tmp_path, capsys):
     assert run(data, data) == 2 and "is the dataset to filter" in capsys.readouterr().err
-    assert run(tmp_path, tmp_path / "out") == 2 and "not a folder made by" in capsys.readouterr().err
+    assert (
+        run(tmp_path, tmp_path / "out") == 2 and "not a folder made by" in capsys.readouterr().err
+    )
     assert not model.asked

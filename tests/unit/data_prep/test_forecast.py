@@ -30,25 +30,35 @@ def test_the_shares_of_groups_by_hand():
     assert (found.longest.value, found.shortest.value) == (0.25, 0.5)
     assert found.ahead[0] < -0.25 < found.ahead[1] < 0
     assert found.sentence() == (
-        "Attenuation would act on most of what there is to learn from (75% TDS), mostly those in which short answers "
-        "win, and 33% of them are ties; short answers are right more often than long ones."
+        "Attenuation would act on most of what there is to learn from (75% TDS), mostly those in "
+        "which short answers win, and 33% of them are ties; short answers are right more often "
+        "than long ones."
     )
-    assert forecast(groups(WORKED)).sentence().startswith("Attenuation would hardly act: 0% of the groups with signal")
+    assert (
+        forecast(groups(WORKED))
+        .sentence()
+        .startswith("Attenuation would hardly act: 0% of the groups with signal")
+    )
     assert "too few to say anything" in forecast(groups(GUESS, SILENT, times=3)).sentence()
 
 
 def test_a_recorded_run_and_stored_answers_are_read(tmp_path, capsys):
     columns: dict[str, list[Any]] = {
-        "step": [1] * 6, "group": [0] * 3 + [1] * 3, "reward": [*GUESS[0], 1.0, math.nan, 0.0],
-        "length": GUESS[1] + LOST[1], "truncated": [False] * 6,
-    }  # fmt: skip
+        "step": [1] * 6,
+        "group": [0] * 3 + [1] * 3,
+        "reward": [*GUESS[0], 1.0, math.nan, 0.0],
+        "length": GUESS[1] + LOST[1],
+        "truncated": [False] * 6,
+    }
     table = as_table(columns, {"num_generations": 3, "adora_correct_above": 0.5})
     (tmp_path / ROLLOUTS).mkdir()
     for step in range(1, 13):
         write_part(tmp_path / ROLLOUTS, table, step, step)
     assert main(["filter", "--attenuation", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "24 of 24" in said and said.endswith("short answers are right more often than long ones.\n")
+    assert "24 of 24" in said and said.endswith(
+        "short answers are right more often than long ones.\n"
+    )
     (tmp_path / ROLLOUTS / "rollouts-00000000-00000000.parquet").write_text("torn")
     assert main(["filter", "--attenuation", str(tmp_path)]) == 2
     assert "is no file of a run's record" in capsys.readouterr().err
@@ -58,7 +68,8 @@ def test_a_recorded_run_and_stored_answers_are_read(tmp_path, capsys):
 
 def test_stored_answers_need_several_with_their_lengths(tmp_path, capsys):
     line = (
-        '{"pid": "1", "sample": 0, "answer": "5", "response": "\\\\boxed{5}", "n_tokens": 3, "finish_reason": "stop"}\n'
+        '{"pid": "1", "sample": 0, "answer": "5", "response": "\\\\boxed{5}", "n_tokens": 3, '
+        '"finish_reason": "stop"}\n'
     )
     (tmp_path / "predictions.jsonl").write_text(line)
     assert main(["filter", "--attenuation", str(tmp_path)]) == 2

@@ -1,4 +1,6 @@
-"""Nonsense in every column and every option of data preparation and evaluation: quarantine, or one line."""
+"""Nonsense in every column and every option of data preparation and evaluation: quarantine, or one
+line.
+"""
 
 import argparse
 import json
@@ -32,12 +34,30 @@ pytestmark = pytest.mark.slow
 
 MISSING = object()
 VALUES: dict[str, Any] = {
-    "missing": MISSING, "null": None, "empty": "", "blank": " \n", "number": 7, "NaN": float("nan"), "true": True,
-    "list": ["5"], "list of null": [None], "object": {"a": 1}, "huge": "9" * 200_000, "deep": "{" * 20_000,
-    "markup": "<script>alert(1)</script><image>", "control token": "Find x.<|image_pad|><|im_end|>",
+    "missing": MISSING,
+    "null": None,
+    "empty": "",
+    "blank": " \n",
+    "number": 7,
+    "NaN": float("nan"),
+    "true": True,
+    "list": ["5"],
+    "list of null": [None],
+    "object": {"a": 1},
+    "huge": "9" * 200_000,
+    "deep": "{" * 20_000,
+    "markup": "<script>alert(1)</script><image>",
+    "control token": "Find x.<|image_pad|><|im_end|>",
     "control characters": "a\x00b\x1b[2J\u202e",
-}  # fmt: skip
-NEVER_SOUND = ("missing", "null", "empty", "blank", "control token")  # in the texts that a model reads or is graded by
+}
+# in the texts that a model reads or is graded by
+NEVER_SOUND = (
+    "missing",
+    "null",
+    "empty",
+    "blank",
+    "control token",
+)
 
 
 def said_in_lines(code: int, capsys: pytest.CaptureFixture[str]) -> str:
@@ -50,10 +70,18 @@ def said_in_lines(code: int, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def table(column: str, value: Any, path: Path) -> None:
-    """A Parquet file of one good row and one whose `column` is `value`, with the type that the value has."""
+    """A Parquet file of one good row and one whose `column` is `value`, with the type that the
+    value has.
+    """
     image = {"bytes": encoded(drawing(1)), "path": None}
     other = {"bytes": encoded(drawing(2)), "path": None}
-    good: dict[str, Any] = {"id": "a/1", "images": [image], "problem": "Find x.", "answer": "5", "choices": None}
+    good: dict[str, Any] = {
+        "id": "a/1",
+        "images": [image],
+        "problem": "Find x.",
+        "answer": "5",
+        "choices": None,
+    }
     bad = {**good, "id": "a/2", "images": [other], "problem": "Find y."}
     if value is MISSING:
         rows = [{key: item for key, item in row.items() if key != column} for row in (good, bad)]
@@ -83,29 +111,66 @@ def test_a_column_of_a_table(capsys: pytest.CaptureFixture[str], case: Case) -> 
                 assert data_prep(["inspect", str(folder / "out"), "--text-only"]) == 0
             looked = data_prep(["inspect", str(folder / "raw"), "--text-only"])
             said = said_in_lines(looked, capsys)
-            words = ["infer", "--model", "tiny", "--data", str(folder / "raw"), "--split", "train", "--output", "o"]
+            words = [
+                "infer",
+                "--model",
+                "tiny",
+                "--data",
+                str(folder / "raw"),
+                "--split",
+                "train",
+                "--output",
+                "o",
+            ]
             asked = load_only(GEOMETRY3K, words)
             assert sound or (looked == 2 and asked is not None), said
 
 
-@pytest.mark.parametrize("benchmark", [GEOMETRY3K, KNIGHTS, MATHVISTA, MMSTAR], ids=lambda benchmark: benchmark.name)
-def test_a_field_of_a_predictions_row(benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows: list[dict[str, Any]] = {"mathvista": mathvista_rows(4), "mmstar": mmstar_rows(2)}.get(benchmark.name) or [
-        {"pid": "1", "question": "Who?", "answer": "Ada is a knight", "choices": None, "metadata": {"family": "3"}}
+@pytest.mark.parametrize(
+    "benchmark", [GEOMETRY3K, KNIGHTS, MATHVISTA, MMSTAR], ids=lambda benchmark: benchmark.name
+)
+def test_a_field_of_a_predictions_row(
+    benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows: list[dict[str, Any]] = {"mathvista": mathvista_rows(4), "mmstar": mmstar_rows(2)}.get(
+        benchmark.name
+    ) or [
+        {
+            "pid": "1",
+            "question": "Who?",
+            "answer": "Ada is a knight",
+            "choices": None,
+            "metadata": {"family": "3"},
+        }
     ]
     for row in rows:
         row.pop("decoded_image", None)
         row.pop("image", None)
         row.setdefault("pid", str(row.get("index")))
-        row.update(response="\\boxed{Ada is a knight}", n_tokens=3, finish_reason="stop", image_size=[5, 6], sample=0,
-                   extraction="A")  # fmt: skip
+        row.update(
+            response="\\boxed{Ada is a knight}",
+            n_tokens=3,
+            finish_reason="stop",
+            image_size=[5, 6],
+            sample=0,
+            extraction="A",
+        )
     for column in rows[0]:
         for kind, value in VALUES.items():
             changed = [{**row, column: value} for row in rows]
-            kept = [{key: item for key, item in row.items() if item is not MISSING} for row in changed]
+            kept = [
+                {key: item for key, item in row.items() if item is not MISSING} for row in changed
+            ]
             (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
             for more in ([], ["--extraction", "stored"]) if benchmark is MATHVISTA else ([],):
-                words = ["score", "--predictions", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "out"), *more]
+                words = [
+                    "score",
+                    "--predictions",
+                    str(tmp_path / "p.jsonl"),
+                    "--output",
+                    str(tmp_path / "out"),
+                    *more,
+                ]
                 try:
                     code = evaluate(benchmark, words)
                 except Exception as error:
@@ -115,7 +180,9 @@ def test_a_field_of_a_predictions_row(benchmark: Any, tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize("benchmark", [MATHVISTA, MMSTAR], ids=lambda benchmark: benchmark.name)
-def test_a_field_of_a_benchmarks_row(benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_field_of_a_benchmarks_row(
+    benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Before anything is asked."""
     rows: list[dict[str, Any]] = mathvista_rows(4) if benchmark is MATHVISTA else mmstar_rows(2)
     for row in rows:
@@ -125,12 +192,23 @@ def test_a_field_of_a_benchmarks_row(benchmark: Any, tmp_path: Path, capsys: pyt
     for column in rows[0]:
         for kind, value in VALUES.items():
             changed = [{**row, column: value} for row in rows]
-            kept = [{key: item for key, item in row.items() if item is not MISSING} for row in changed]
+            kept = [
+                {key: item for key, item in row.items() if item is not MISSING} for row in changed
+            ]
             (tmp_path / "data" / f"{benchmark.split}.json").write_text(json.dumps(kept))
-            parsed = ["infer", "--model", "tiny", "--data", str(tmp_path / "data"), "--output", str(tmp_path / "o")]
+            parsed = [
+                "infer",
+                "--model",
+                "tiny",
+                "--data",
+                str(tmp_path / "data"),
+                "--output",
+                str(tmp_path / "o"),
+            ]
             said = load_only(benchmark, parsed)
             if kind == "control token" and column in ("question", "query", "choices"):
-                unread = column == "question" and benchmark is MATHVISTA  # the data's own `query` is what is asked
+                # the data's own `query` is what is asked
+                unread = column == "question" and benchmark is MATHVISTA
                 assert said is not None or unread, (column, kind)
             if column == "answer" and kind in ("missing", "null"):
                 assert said is not None
@@ -139,7 +217,7 @@ def test_a_field_of_a_benchmarks_row(benchmark: Any, tmp_path: Path, capsys: pyt
 
 def load_only(benchmark: Any, words: list[str]) -> str | None:
     """The refusal of the data; None where they are taken."""
-    options = parse(words, benchmark)
+    options = parse(words, benchmark).ask.data
     try:
         benchmark.load(options)
     except UserError as error:
@@ -150,25 +228,45 @@ def load_only(benchmark: Any, words: list[str]) -> str | None:
 SWITCHES = (argparse._HelpAction, argparse._StoreTrueAction, argparse.BooleanOptionalAction)
 Main = Callable[[list[str]], int]
 BENCHMARKS = (GEOMETRY3K, KNIGHTS, MATHVISTA, MMSTAR)
-NEVER_A_NUMBER = ["nan", "-1", "-0.5", "1e999", "-inf", "x", "[1,2]", "1,2", "9" * 5000, "0x10", "²", "true"]
+NEVER_A_NUMBER = [
+    "nan",
+    "-1",
+    "-0.5",
+    "1e999",
+    "-inf",
+    "x",
+    "[1,2]",
+    "1,2",
+    "9" * 5000,
+    "0x10",
+    "²",
+    "true",
+]
 NEVER_ANYTHING = ["", "  ", "\0"]
 
 
 def commands() -> Iterator[tuple[str, Main, Parser, list[str]]]:
     """Name, entry point, the parser of its options, and the words before them."""
-    yield from ((f"data_prep {name}", data_prep, sub, [name]) for name, sub in subparsers(data_prep_parser()))
+    yield from (
+        (f"data_prep {name}", data_prep, sub, [name])
+        for name, sub in subparsers(data_prep_parser())
+    )
     for benchmark in BENCHMARKS:
         parser = build_parser(benchmark)
 
         def main(words: list[str], benchmark: object = benchmark) -> int:
             return evaluate(benchmark, words)  # type: ignore[arg-type]
 
-        yield from ((f"{benchmark.name} {verb}", main, sub, [verb]) for verb, sub in subparsers(parser))
+        yield from (
+            (f"{benchmark.name} {verb}", main, sub, [verb]) for verb, sub in subparsers(parser)
+        )
     yield "compare", compare.main, compare.build_parser(), []
 
 
 def subparsers(parser: Parser) -> Iterator[tuple[str, Parser]]:
-    (action,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    (action,) = [
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    ]
     yield from action.choices.items()
 
 
@@ -185,7 +283,11 @@ def is_number(action: argparse.Action) -> bool:
 def bad_values(action: argparse.Action) -> list[str]:
     """What the option can never take."""
     bad = NEVER_ANYTHING + (NEVER_A_NUMBER if is_number(action) or action.choices else [])
-    bad += ["x" * 300 + "/y"] if isinstance(action.default, Path) or action.metavar in ("DIR", "FILE") else []
+    bad += (
+        ["x" * 300 + "/y"]
+        if isinstance(action.default, Path) or action.metavar in ("DIR", "FILE")
+        else []
+    )
     return bad if action.option_strings else [value for value in bad if not value.startswith("-")]
 
 
@@ -207,7 +309,8 @@ def _taken_or_not_named(
     main: Main, parser: Parser, before: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> dict[tuple[str, str], object]:
     wrong: dict[tuple[str, str], object] = {}
-    required, tried = [action for action in parser._actions if action.required], 0
+    required = [action for action in parser._actions if action.required]
+    tried = 0
     for action in (action for action in parser._actions if not isinstance(action, SWITCHES)):
         named = action.option_strings[0] if action.option_strings else str(action.metavar)
         others = [word for other in required if other is not action for word in words_of(other)]
@@ -216,7 +319,12 @@ def _taken_or_not_named(
             code = main([*before, *others, f"{named}={value}" if action.option_strings else value])
             said = capsys.readouterr().err
             one_line = said.startswith("error: ") and said.count("\n") == 1 and len(said) < 600
-            if code != 2 or not one_line or named.strip("-") not in said.replace("_", "-") or list(folder.iterdir()):
+            if (
+                code != 2
+                or not one_line
+                or named.strip("-") not in said.replace("_", "-")
+                or list(folder.iterdir())
+            ):
                 wrong[named, value[:40]] = (code, said, list(folder.iterdir()))
     assert tried > 0
     return wrong
@@ -242,7 +350,9 @@ def test_nonsense_in_a_file_names_the_key(benchmark, tmp_path, monkeypatch, caps
             assert action.dest in said.replace("-", "_"), (value, said)
 
 
-def test_a_file_that_is_no_config_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: Case) -> None:
+def test_a_file_that_is_no_config_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: Case
+) -> None:
     for content in (b"\xff\xfe", b"a: [", b"- 1", b"", b"&a [*a, *a]", b"[" * 3000):
         with case(content) as folder:
             (folder / "c.yaml").write_bytes(content)

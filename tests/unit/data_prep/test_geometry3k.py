@@ -1,4 +1,6 @@
-"""Geometry3K from its authors' folders and zip files, and from tables: rows as promised, mistakes named."""
+"""Geometry3K from its authors' folders and zip files, and from tables: rows as promised, mistakes
+named.
+"""
 
 import json
 import zipfile
@@ -46,9 +48,15 @@ def test_the_real_problems(geometry3k_raw: Path, tmp_path: Path) -> None:
     assert dataset["id"] == [f"geometry3k/train/{number}" for number in range(11, 17)]
     assert dataset["answer"] == ["80", "13", "9", "48", "5\\sqrt{3}", "10"]
     assert dataset["answer_raw"] == ["D", "B", "A", "B", "C", "B"]
-    assert dataset[0]["problem"] == "In \\odot X, A B = 30, C D = 30, and m \\widehat{C Z} = 40. Find m \\widehat{A B}."
+    assert (
+        dataset[0]["problem"]
+        == "In \\odot X, A B = 30, C D = 30, and m \\widehat{C Z} = 40. Find m \\widehat{A B}."
+    )
     assert dataset[4]["choices"] == ["5", "5 \\sqrt { 2 }", "5 \\sqrt { 3 }", "10"]
-    assert dataset[5]["meta"]["goal"] == "Length" and dataset[5]["meta"]["shapes"] == ["Line", "Triangle"]
+    assert dataset[5]["meta"]["goal"] == "Length" and dataset[5]["meta"]["shapes"] == [
+        "Line",
+        "Triangle",
+    ]
     for row in dataset:
         image = row["images"][0]
         assert image.mode == "RGB"
@@ -57,38 +65,71 @@ def test_the_real_problems(geometry3k_raw: Path, tmp_path: Path) -> None:
 
 
 FACTS = [
-    r"Equals(LengthOf(Line(A, B)), 5\sqrt{2})", "Equals(LengthOf(Line(A, D)), LengthOf(Line(D, B)))",
-    "Equals(MeasureOf(Angle(B, A, C)), 2x+1)", "Equals(MeasureOf(Angle(A, C, B)), MeasureOf(angle 1))",
-    "Equals(MeasureOf(Angle(C, A, D)), MeasureOf(Angle(D, B, C)))", "Equals(MeasureOf(Arc(A, B)), 90)",
-    "Equals(AreaOf(Triangle(A, B, C)), 12)", "Perpendicular(Line(C, D), Line(A, B))",
-    "Parallel(Line(A, C), Line(E, B))", "PointLiesOnLine(D, Line(A, B))",
+    r"Equals(LengthOf(Line(A, B)), 5\sqrt{2})",
+    "Equals(LengthOf(Line(A, D)), LengthOf(Line(D, B)))",
+    "Equals(MeasureOf(Angle(B, A, C)), 2x+1)",
+    "Equals(MeasureOf(Angle(A, C, B)), MeasureOf(angle 1))",
+    "Equals(MeasureOf(Angle(C, A, D)), MeasureOf(Angle(D, B, C)))",
+    "Equals(MeasureOf(Arc(A, B)), 90)",
+    "Equals(AreaOf(Triangle(A, B, C)), 12)",
+    "Perpendicular(Line(C, D), Line(A, B))",
+    "Parallel(Line(A, C), Line(E, B))",
+    "PointLiesOnLine(D, Line(A, B))",
     *(f"PointLiesOnCircle({point}, Circle(O, radius_0_0))" for point in "AB"),
-]  # fmt: skip
-PLACES = {"A": [0, 200], "B": [200, 200], "C": [100, 20], "D": [100, 200], "E": [290, 40], "O": [100, 200]}
+]
+PLACES = {
+    "A": [0, 200],
+    "B": [200, 200],
+    "C": [100, 20],
+    "D": [100, 200],
+    "E": [290, 40],
+    "O": [100, 200],
+}
 FORM: dict[str, Any] = {
-    "lines": ["AB", "BC", "CA", "CD", "EB"], "circles": ["O"], "points": PLACES, "facts": FACTS, "question": ["Find(x)"]
-}  # fmt: skip
+    "lines": ["AB", "BC", "CA", "CD", "EB"],
+    "circles": ["O"],
+    "points": PLACES,
+    "facts": FACTS,
+    "question": ["Find(x)"],
+}
 
 
 def test_every_fact_has_words_and_a_mark_in_the_redrawn_picture() -> None:
-    words, whole = facts_in_words(form_of(FORM), "Find x."), drawn(form_of(FORM))
-    assert words is not None and "A, D and B lie on one line" in words.replace("B, D and A", "A, D and B")
-    assert "Angle BAC = 2x+1 degrees. Angle ACB = angle 1. " in words and words.endswith("AC is parallel to EB.")
+    words = facts_in_words(form_of(FORM), "Find x.")
+    whole = drawn(form_of(FORM))
+    assert words is not None and "A, D and B lie on one line" in words.replace(
+        "B, D and A", "A, D and B"
+    )
+    assert "Angle BAC = 2x+1 degrees. Angle ACB = angle 1. " in words and words.endswith(
+        "AC is parallel to EB."
+    )
     for fact in FACTS:
         less = form_of({**FORM, "facts": [one for one in FACTS if one != fact]})
         assert drawn(less).tobytes() != whole.tobytes() or fact.startswith("PointLies"), fact
         assert facts_in_words(less, "Find x.") != words, fact
     asked = (
-        "Find(AreaOf(Shaded(Shape($))))", "Find(z)", "Find(LengthOf(Line(A, Q)))", "Find(MeasureOf(Angle(2)))", "Find(",
-    )  # fmt: skip
-    for question, text in [(["Find(x)"], "Find the shaded area."), *(([one], "Find it.") for one in asked)]:
+        "Find(AreaOf(Shaded(Shape($))))",
+        "Find(z)",
+        "Find(LengthOf(Line(A, Q)))",
+        "Find(MeasureOf(Angle(2)))",
+        "Find(",
+    )
+    for question, text in [
+        (["Find(x)"], "Find the shaded area."),
+        *(([one], "Find it.") for one in asked),
+    ]:
         assert facts_in_words(form_of({**FORM, "question": question}), text) is None
-    assert facts_in_words(form_of({**FORM, "facts": ["Equals(LengthOf(Line(A, B"]}), "Find x.") is None
+    assert (
+        facts_in_words(form_of({**FORM, "facts": ["Equals(LengthOf(Line(A, B"]}), "Find x.") is None
+    )
     assert not can_be_drawn(form_of({**FORM, "points": {**PLACES, "E": [-1, -1]}}))
 
 
-def test_problems_are_redrawn_from_logic_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    forms, texts = tmp_path / "forms.json", tmp_path / "test.jsonl"
+def test_problems_are_redrawn_from_logic_forms(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forms = tmp_path / "forms.json"
+    texts = tmp_path / "test.jsonl"
     forms.write_text(json.dumps({"2401": FORM, "2402": {**FORM, "points": {}}, "7": FORM}))
     rows = [
         {
@@ -103,9 +144,14 @@ def test_problems_are_redrawn_from_logic_forms(tmp_path: Path, capsys: pytest.Ca
     assert "1 problem of" in capsys.readouterr().out
     for split, number in (("test", 2401), ("train", 7)):
         row = only_row(tmp_path / "out", split)
-        assert (row["id"], row["source"], row["answer"]) == (f"geometry3k/{split}/{number}", "geometry3k, redrawn", "5")
+        assert (row["id"], row["source"], row["answer"]) == (
+            f"geometry3k/{split}/{number}",
+            "geometry3k, redrawn",
+            "5",
+        )
         assert "AB = 5\\sqrt{2}." in row["facts"] and 300 < max(stored_image(row).size) <= 480
-    output, given = tmp_path / "no", ("--texts", str(texts))
+    output = tmp_path / "no"
+    given = ("--texts", str(texts))
     for location, words, said in (
         (forms, (), "texts: missing"),
         (forms, ("--texts", str(forms)), "has no column 'messages'"),
@@ -120,12 +166,19 @@ def test_the_gold_is_the_value_of_the_letter_and_transparency_is_white(tmp_path:
     assert prepare("intergps", tmp_path / "raw", tmp_path / "out") == 0
     row = only_row(tmp_path / "out", "validation")
     assert row["id"] == "geometry3k/validation/2101" and row["split"] == "validation"
-    assert (row["answer"], row["answer_raw"], row["choices"]) == ("5\\sqrt{3}", "B", ["5", "5 \\sqrt { 3 }"])
+    assert (row["answer"], row["answer_raw"], row["choices"]) == (
+        "5\\sqrt{3}",
+        "B",
+        ["5", "5 \\sqrt { 3 }"],
+    )
     assert row["meta"]["shapes"] == ["Circle", "Triangle"]
-    _problem_folder(tmp_path / "points", choices=["C", "D"])  # `D` would be read as the letter of a choice
+    # `D` would be read as the letter of a choice
+    _problem_folder(tmp_path / "points", choices=["C", "D"])
     assert prepare("intergps", tmp_path / "points", tmp_path / "out2") == 0
     assert only_row(tmp_path / "out2")["answer"] == "B"
-    assert stored_image(row).getpixel((2, 2)) == (0, 0, 0) and stored_image(row).getpixel((28, 2)) == (255, 255, 255)
+    assert stored_image(row).getpixel((2, 2)) == (0, 0, 0) and stored_image(row).getpixel(
+        (28, 2)
+    ) == (255, 255, 255)
 
 
 def test_problems_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -142,7 +195,10 @@ def test_pictures_are_upright_and_within_the_pixel_budget(tmp_path: Path) -> Non
     exif[0x0112] = 6  # the camera was turned: the stored 400 x 200 is to be shown as 200 x 400
     drawing(1, 400).resize((400, 200)).save(folder / "img_diagram.png", exif=exif)
     assert prepare("intergps", tmp_path / "raw", tmp_path / "out", "--max-pixels", "20000") == 0
-    assert stored_image(only_row(tmp_path / "out")).size == (84, 196)  # what the model's processor would choose
+    assert stored_image(only_row(tmp_path / "out")).size == (
+        84,
+        196,
+    )  # what the model's processor would choose
 
 
 def test_accents_cover_all_their_letters(subtests: pytest.Subtests) -> None:
@@ -151,8 +207,14 @@ def test_accents_cover_all_their_letters(subtests: pytest.Subtests) -> None:
         ("m \\widehat A B C = 40", "m \\widehat{A B C} = 40"),
         ("\\overline A B \\perp \\overline CD", "\\overline{A B} \\perp \\overline{C D}"),
         ("If \\overline A B Find x", "If \\overline{A B} Find x"),
-        ("\\widehat { A B } and \\angle A B C, A B = 3", "\\widehat{A B} and \\angle A B C, A B = 3"),
-        ("\\overline A' B' \\cong \\overrightarrow C_1 D_1", "\\overline{A' B'} \\cong \\overrightarrow{C_1 D_1}"),
+        (
+            "\\widehat { A B } and \\angle A B C, A B = 3",
+            "\\widehat{A B} and \\angle A B C, A B = 3",
+        ),
+        (
+            "\\overline A' B' \\cong \\overrightarrow C_1 D_1",
+            "\\overline{A' B'} \\cong \\overrightarrow{C_1 D_1}",
+        ),
         ("m \\arc A B = 2 m \\widehat B C D", "m \\widehat{A B} = 2 m \\widehat{B C D}"),
         ("\\overline A B C D is a segment of A B", "\\overline{A B} C D is a segment of A B"),
         ("\\parallelogram A B C D", "parallelogram A B C D"),
@@ -168,53 +230,105 @@ def test_accents_cover_all_their_letters(subtests: pytest.Subtests) -> None:
 
 
 def _hub_rows() -> list[dict[str, Any]]:
-    two = {"images": [picture((8, 8)), picture()], "problem": "<image> <image>\nFind $m \\angle 1$.", "answer": "1,000"}
-    return [{"images": [picture()], "problem": "<image>Find x.", "answer": "\\frac { 39 } { 4 }"}, two]
+    two = {
+        "images": [picture((8, 8)), picture()],
+        "problem": "<image> <image>\nFind $m \\angle 1$.",
+        "answer": "1,000",
+    }
+    return [
+        {"images": [picture()], "problem": "<image>Find x.", "answer": "\\frac { 39 } { 4 }"},
+        two,
+    ]
 
 
 def test_parquet_files_in_the_hubs_format(tmp_path: Path) -> None:
     write_table(tmp_path / "table" / "data", _hub_rows())
-    write_table(tmp_path / "table" / "data", [{**_hub_rows()[0], "problem": "Find y."}], "validation")
+    write_table(
+        tmp_path / "table" / "data", [{**_hub_rows()[0], "problem": "Find y."}], "validation"
+    )
     assert prepare("parquet", tmp_path / "table", tmp_path / "out") == 0
     first, second = stored_rows(tmp_path / "out", "train")
     assert (first["id"], second["id"]) == ("geometry3k/train/0", "geometry3k/train/1")
     assert (first["problem"], second["problem"]) == ("Find x.", "Find $m \\angle 1$.")
     assert (first["answer"], first["answer_raw"]) == ("\\frac{39}{4}", "\\frac { 39 } { 4 }")
     assert (second["answer"], len(second["images"]), second["choices"]) == ("1000", 2, None)
-    assert stored_image(first).mode == "RGB" and stored_image(first).getpixel((28, 2)) == (255, 255, 255)
+    assert stored_image(first).mode == "RGB" and stored_image(first).getpixel((28, 2)) == (
+        255,
+        255,
+        255,
+    )
     assert only_row(tmp_path / "out", "validation")["split"] == "validation"
-    assert not list(Path(f"{tmp_path}-cache").glob("**/*.arrow")), "a second copy of the data stays in the cache"
+    assert not list(Path(f"{tmp_path}-cache").glob("**/*.arrow")), (
+        "a second copy of the data stays in the cache"
+    )
 
 
-def test_a_table_that_is_not_in_the_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table, output = tmp_path / "table", tmp_path / "out"
-    assert "there is no file or folder" in refused(prepare("parquet", table, output), output, capsys)
+def test_a_table_that_is_not_in_the_format_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "table"
+    output = tmp_path / "out"
+    assert "there is no file or folder" in refused(
+        prepare("parquet", table, output), output, capsys
+    )
     table.mkdir()
     (table / "train.parquet").write_text("not Parquet")
     assert "cannot be read" in refused(prepare("parquet", table, output), output, capsys)
-    Dataset.from_list([{"image": "x", "problem": "p", "answer": "1"}]).to_parquet(table / "train.parquet")
+    Dataset.from_list([{"image": "x", "problem": "p", "answer": "1"}]).to_parquet(
+        table / "train.parquet"
+    )
     error = refused(prepare("parquet", table, output), output, capsys)
     assert "has no column 'images'; did you mean 'image'?" in error
-    Dataset.from_list([{"images": ["x"], "problem": "p", "answer": "1"}]).to_parquet(table / "train.parquet")
+    Dataset.from_list([{"images": ["x"], "problem": "p", "answer": "1"}]).to_parquet(
+        table / "train.parquet"
+    )
     assert "where there is no file" in refused(prepare("parquet", table, output), output, capsys)
     (table / "train.parquet").unlink()
     (table / "mine.csv").write_text("images,problem,answer\nx,p,1\n")
     assert "is no Parquet but csv" in refused(prepare("parquet", table, output), output, capsys)
 
 
-def test_the_preset_of_convert_gives_the_same_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_preset_of_convert_gives_the_same_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_table(tmp_path / "table" / "data", _hub_rows())
-    assert prepare("parquet", tmp_path / "table", tmp_path / "one", "--family", "qwen3_vl", "--max-pixels", "2048") == 0
-    words = ["convert", "--preset", "geometry3k", "--input", str(tmp_path / "table"), "--output", str(tmp_path / "two")]
+    assert (
+        prepare(
+            "parquet",
+            tmp_path / "table",
+            tmp_path / "one",
+            "--family",
+            "qwen3_vl",
+            "--max-pixels",
+            "2048",
+        )
+        == 0
+    )
+    words = [
+        "convert",
+        "--preset",
+        "geometry3k",
+        "--input",
+        str(tmp_path / "table"),
+        "--output",
+        str(tmp_path / "two"),
+    ]
     assert main([*words, "--family", "qwen3_vl", "--max-pixels", "2048"]) == 0
-    assert list(stored_rows(tmp_path / "one", "train")) == list(stored_rows(tmp_path / "two", "train"))
+    assert list(stored_rows(tmp_path / "one", "train")) == list(
+        stored_rows(tmp_path / "two", "train")
+    )
     assert main([*words, "--columns", "problem=problem", "answer=answer"]) == 2
-    assert main(["convert", "--columns", "problem=p", "answer=a", "--output", str(tmp_path / "three")]) == 2
+    assert (
+        main(["convert", "--columns", "problem=p", "answer=a", "--output", str(tmp_path / "three")])
+        == 2
+    )
     assert "input: missing" in capsys.readouterr().err and not (tmp_path / "three").exists()
 
 
 def test_the_authors_zip_files(tmp_path: Path) -> None:
-    """With the split's folder inside or without; the same rows as from the folders; damaged members are rows."""
+    """With the split's folder inside or without; the same rows as from the folders; damaged members
+    are rows.
+    """
     for number in range(60):
         problem_folder(tmp_path / "raw", number=number)
     problem_folder(tmp_path / "raw", "val", 100)
@@ -230,7 +344,9 @@ def test_the_authors_zip_files(tmp_path: Path) -> None:
     assert prepare("intergps", tmp_path / "raw", tmp_path / "folders") == 0
     assert prepare("intergps", tmp_path / "zips", tmp_path / "zipped", "--workers", "2") == 0
     for split in ("train", "validation"):
-        assert list(stored_rows(tmp_path / "folders", split)) == list(stored_rows(tmp_path / "zipped", split))
+        assert list(stored_rows(tmp_path / "folders", split)) == list(
+            stored_rows(tmp_path / "zipped", split)
+        )
 
     damaged = bytearray((tmp_path / "zips" / "train.zip").read_bytes())
     with zipfile.ZipFile(tmp_path / "zips" / "train.zip") as archive:
@@ -239,14 +355,18 @@ def test_the_authors_zip_files(tmp_path: Path) -> None:
     (tmp_path / "train.zip").write_bytes(damaged)
     assert prepare("intergps", tmp_path / "train.zip", tmp_path / "out") == 0
     (line,) = quarantined(tmp_path / "out")
-    assert (line["id"], line["reason"]) == ("geometry3k/train/5", "file_missing") and "CRC" in line["detail"]
+    assert (line["id"], line["reason"]) == ("geometry3k/train/5", "file_missing") and "CRC" in line[
+        "detail"
+    ]
 
 
 def test_the_diagram_with_lettered_points(geometry3k_raw: Path, tmp_path: Path) -> None:
     for diagram, name in (("plain", "img_diagram.png"), ("point", "img_diagram_point.png")):
         assert prepare("intergps", geometry3k_raw, tmp_path / diagram, "--diagram", diagram) == 0
         for row, folder in zip(
-            stored_rows(tmp_path / diagram, "train"), sorted(geometry3k_raw.glob("train/*")), strict=True
+            stored_rows(tmp_path / diagram, "train"),
+            sorted(geometry3k_raw.glob("train/*")),
+            strict=True,
         ):
             assert stored_image(row).size == Image.open(folder / name).size
     assert [row["images"] for row in stored_rows(tmp_path / "plain", "train")] != [
@@ -258,11 +378,20 @@ def test_limit_takes_the_first_rows_and_with_a_seed_a_sample(tmp_path: Path) -> 
     for number in range(30):
         problem_folder(tmp_path / "raw", number=number)
     taken = {}
-    for name, options in {"first": (), "a": ("--seed", "1"), "again": ("--seed", "1"), "b": ("--seed", "2")}.items():
+    for name, options in {
+        "first": (),
+        "a": ("--seed", "1"),
+        "again": ("--seed", "1"),
+        "b": ("--seed", "2"),
+    }.items():
         assert prepare("intergps", tmp_path / "raw", tmp_path / name, "--limit", "5", *options) == 0
-        taken[name] = [int(row["id"].rsplit("/")[-1]) for row in stored_rows(tmp_path / name, "train")]
+        taken[name] = [
+            int(row["id"].rsplit("/")[-1]) for row in stored_rows(tmp_path / name, "train")
+        ]
     assert prepare("intergps", tmp_path / "raw", tmp_path / "all") == 0
-    assert prepare("parquet", tmp_path / "all", tmp_path / "table", "--limit", "5", "--seed", "1") == 0
+    assert (
+        prepare("parquet", tmp_path / "all", tmp_path / "table", "--limit", "5", "--seed", "1") == 0
+    )
     sample = [int(row["id"].rsplit("/")[-1]) for row in stored_rows(tmp_path / "table", "train")]
     assert sample == taken["a"], "of a table as of folders"
     assert taken["first"] == [0, 1, 2, 3, 4] and taken["a"] == taken["again"] == sorted(taken["a"])
@@ -273,7 +402,10 @@ def test_wrong_options_are_one_line(capsys: pytest.CaptureFixture[str], case: Ca
     cases = [
         (("--seed", "3"), "seed: 3 has nothing to choose without --limit"),
         (("--max-pixels", "100"), "--max-pixels: '100' is not a whole number from 784 to"),
-        (("--min-pixels", "9000", "--max-pixels", "800"), "min_pixels: 9000 is over max_pixels, 800"),
+        (
+            ("--min-pixels", "9000", "--max-pixels", "800"),
+            "min_pixels: 9000 is over max_pixels, 800",
+        ),
         (("--revision", "main"), "revision: 'main' is for --source hub alone"),
     ]
     for options, expected in cases:
@@ -288,11 +420,17 @@ def test_a_table_may_have_choices_and_ids_of_its_own(tmp_path: Path) -> None:
     problem_folder(tmp_path / "raw", number=12)
     assert prepare("intergps", tmp_path / "raw", tmp_path / "first") == 0
     assert prepare("parquet", tmp_path / "first", tmp_path / "second") == 0
-    first, second = only_row(tmp_path / "first"), only_row(tmp_path / "second")
+    first = only_row(tmp_path / "first")
+    second = only_row(tmp_path / "second")
     for name in ("id", "choices", "problem", "answer", "images"):
         assert first[name] == second[name]
     features = Features({**HUB_FEATURES, "choices": [Value("string")]})
-    row = {"images": [drawing(1)], "problem": "Find x.", "answer": "B", "choices": ["1", "2 \\sqrt { 2 }"]}
+    row = {
+        "images": [drawing(1)],
+        "problem": "Find x.",
+        "answer": "B",
+        "choices": ["1", "2 \\sqrt { 2 }"],
+    }
     write_table(tmp_path / "table", [row], features=features)
     assert prepare("parquet", tmp_path / "table", tmp_path / "third") == 0
     third = only_row(tmp_path / "third")
@@ -300,7 +438,9 @@ def test_a_table_may_have_choices_and_ids_of_its_own(tmp_path: Path) -> None:
 
 
 def _zip(path: Path, folders: list[str], tmp_path: Path) -> None:
-    problem = problem_folder(tmp_path / "one", number=len(list((tmp_path / "one" / "train").glob("*"))) + 1)
+    problem = problem_folder(
+        tmp_path / "one", number=len(list((tmp_path / "one" / "train").glob("*"))) + 1
+    )
     with zipfile.ZipFile(path, "w") as archive:
         for folder in folders:
             for file in problem.iterdir():
@@ -320,7 +460,11 @@ def test_the_splits_of_a_zip_are_those_of_its_folders(case: Case) -> None:
         with case(f"{name} {above!r:.80} {whole}") as folder:
             root = folder / "raw"
             root.mkdir()
-            _zip(root / name, [f"{above}train/1", f"{above}train/2", f"{above}val/3", f"{above}test/4"], folder)
+            _zip(
+                root / name,
+                [f"{above}train/1", f"{above}train/2", f"{above}val/3", f"{above}test/4"],
+                folder,
+            )
             assert sizes(root if whole else root / name) == {"train": 2, "validation": 1, "test": 1}
 
 

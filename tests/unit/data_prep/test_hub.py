@@ -14,7 +14,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from datasets import Dataset, Features, IterableDatasetDict, List, Value, disable_progress_bars, load_dataset
+from datasets import (
+    Dataset,
+    Features,
+    IterableDatasetDict,
+    List,
+    Value,
+    disable_progress_bars,
+    load_dataset,
+)
 from datasets import Image as ImageFeature
 from PIL import Image
 
@@ -23,7 +31,9 @@ from tests.unit.data_prep.data_prep_support import prepare, refused
 from tests.unit.data_prep.own_data_support import EXPECTED, convert, found, parquet_hub
 
 REPOSITORY = Path(__file__).parents[3]
-OLD, NEW = "1" * 40, "2" * 40  # commits
+# commits
+OLD = "1" * 40
+NEW = "2" * 40
 DATASET = "someone/geometry3k"
 
 
@@ -45,7 +55,8 @@ def _hub(commits: dict[str, dict[str, bytes]], asked: list[str]) -> Iterator[str
         def do_GET(self) -> None:
             path = urlsplit(self.path).path
             asked.append(path)
-            api, files = f"/api/datasets/{DATASET}/", f"/datasets/{DATASET}/resolve/"
+            api = f"/api/datasets/{DATASET}/"
+            files = f"/datasets/{DATASET}/resolve/"
             if path.startswith(api):
                 _, revision = path.removeprefix(api).split("/", 1)
                 commit = {"main": list(commits)[-1]}.get(revision, revision)
@@ -63,9 +74,16 @@ def _hub(commits: dict[str, dict[str, bytes]], asked: list[str]) -> Iterator[str
 
         def _api(self, path: str, commit: str) -> None:
             files = commits[commit]
-            reply: Any = {"id": DATASET, "sha": commit, "siblings": [{"rfilename": name} for name in files]}
+            reply: Any = {
+                "id": DATASET,
+                "sha": commit,
+                "siblings": [{"rfilename": name} for name in files],
+            }
             if "/tree/" in path:
-                reply = [{"type": "file", "path": n, "size": len(b), "oid": "0" * 40} for n, b in files.items()]
+                reply = [
+                    {"type": "file", "path": n, "size": len(b), "oid": "0" * 40}
+                    for n, b in files.items()
+                ]
             self._answer(200, json.dumps(reply).encode(), Content_Type="application/json")
 
         def log_message(self, *arguments: Any) -> None:
@@ -81,7 +99,9 @@ def _hub(commits: dict[str, dict[str, bytes]], asked: list[str]) -> Iterator[str
 
 
 def _table(tmp_path: Path, problem: str) -> bytes:
-    features = Features({"images": List(ImageFeature()), "problem": Value("string"), "answer": Value("string")})
+    features = Features(
+        {"images": List(ImageFeature()), "problem": Value("string"), "answer": Value("string")}
+    )
     picture = Image.linear_gradient("L").resize((40, 30))
     disable_progress_bars()
     path = tmp_path / "table.parquet"
@@ -99,15 +119,27 @@ for line in sys.stdin:
 
 
 class _Client:
-    """A process that knows this hub as the hub, and runs one command after the other: starting it takes seconds."""
+    """A process that knows this hub as the hub, and runs one command after the other: starting it
+    takes seconds.
+    """
 
     def __init__(self, endpoint: str, tmp_path: Path) -> None:
         self._tmp_path = tmp_path
-        environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": endpoint,
+            "HF_HOME": str(tmp_path / "hub"),
+            "HF_HUB_OFFLINE": "0",
+        }
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _COMMANDS], cwd=REPOSITORY, env={**environment, "HF_HUB_DISABLE_XET": "1"},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=(tmp_path / "stderr").open("w"), text=True,
-        )  # fmt: skip
+            [sys.executable, "-c", _COMMANDS],
+            cwd=REPOSITORY,
+            env={**environment, "HF_HUB_DISABLE_XET": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(tmp_path / "stderr").open("w"),
+            text=True,
+        )
 
     def prepare(self, output: str, *options: str) -> tuple[int, str]:
         """The exit code and what was said on stderr since the start."""
@@ -133,7 +165,9 @@ def commits(tmp_path: Path) -> dict[str, dict[str, bytes]]:
     }
 
 
-def test_the_manifest_has_the_full_commit_of_what_was_read(tmp_path: Path, commits: dict[str, Any]) -> None:
+def test_the_manifest_has_the_full_commit_of_what_was_read(
+    tmp_path: Path, commits: dict[str, Any]
+) -> None:
     asked: list[str] = []
     with _hub(commits, asked) as endpoint:
         client = _Client(endpoint, tmp_path)
@@ -144,28 +178,42 @@ def test_the_manifest_has_the_full_commit_of_what_was_read(tmp_path: Path, commi
             code, error = client.prepare(output, *options)
             assert code == 0, error
             manifest = read_manifest(tmp_path / output)
-            assert manifest is not None and manifest["revision"] == commit and manifest["input"] == DATASET
+            assert (
+                manifest is not None
+                and manifest["revision"] == commit
+                and manifest["input"] == DATASET
+            )
             (row,) = stored_rows(tmp_path / output, "train")
             assert (row["problem"], row["answer"]) == (problem, "2\\sqrt{221}")
         code, error = client.prepare("wrong", "--revision", "v9")
         assert code == 2 and error.count("error: ") == 1
         assert f"'{DATASET}' at revision 'v9' cannot be loaded" in error.splitlines()[-1]
         assert not (tmp_path / "wrong").exists()
-    assert not [path for path in asked if path.endswith("README.md")], "more than the data was downloaded"
+    assert not [path for path in asked if path.endswith("README.md")], (
+        "more than the data was downloaded"
+    )
 
     code, error = client.prepare("offline", "--revision", OLD)  # the hub is gone by now
     client.close()
     assert code == 0, error
-    assert (tmp_path / "offline" / "manifest.json").read_bytes() == (tmp_path / "pinned" / "manifest.json").read_bytes()
+    assert (tmp_path / "offline" / "manifest.json").read_bytes() == (
+        tmp_path / "pinned" / "manifest.json"
+    ).read_bytes()
 
 
-def test_a_hub_id_is_streamed_at_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_is_streamed_at_one_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = str(parquet_hub(tmp_path) / "data" / "*.parquet")
     asked: list[tuple[Any, ...]] = []
 
-    def load(name: str, subset: str | None, *, revision: str, streaming: bool) -> IterableDatasetDict:
+    def load(
+        name: str, subset: str | None, *, revision: str, streaming: bool
+    ) -> IterableDatasetDict:
         asked.append((name, subset, revision, streaming))
-        stream = load_dataset("parquet", data_files={"train": files, "testmini": files}, streaming=True)
+        stream = load_dataset(
+            "parquet", data_files={"train": files, "testmini": files}, streaming=True
+        )
         assert isinstance(stream, IterableDatasetDict)
         return stream
 
@@ -179,13 +227,21 @@ def test_a_hub_id_is_streamed_at_one_commit(tmp_path: Path, monkeypatch: pytest.
     assert convert("someone/theirs", tmp_path / "out", *options) == 0
     assert asked == [("someone/theirs", "all", "1" * 40, True)]
     manifest = read_manifest(tmp_path / "out")
-    assert manifest is not None and manifest["revision"] == "1" * 40 and found(tmp_path / "out") == EXPECTED
+    assert (
+        manifest is not None
+        and manifest["revision"] == "1" * 40
+        and found(tmp_path / "out") == EXPECTED
+    )
     assert convert("someone/theirs@v1", tmp_path / "few", "--limit", "2", "--name", "mine") == 0
     assert len(found(tmp_path / "few")) == 2 and asked[-1][2] == "1" * 40
     assert convert("someone/theirs", tmp_path / "no", "--splits", "test=test") == 2
 
 
 def test_a_data_set_of_the_hub_without_a_table_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *names, **options: str(tmp_path / "nothing"))
-    error = refused(prepare("hub", "hiyouga/geometry3k", tmp_path / "out"), tmp_path / "out", capsys)
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda *names, **options: str(tmp_path / "nothing")
+    )
+    error = refused(
+        prepare("hub", "hiyouga/geometry3k", tmp_path / "out"), tmp_path / "out", capsys
+    )
     assert "has no Parquet file on the hub" in error

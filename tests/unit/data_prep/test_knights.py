@@ -1,8 +1,9 @@
-"""Knights and knaves, drawn or the reference's: one solution each, splits do not meet, strict rewards."""
+"""Knights and knaves, drawn or the reference's: one solution each, splits do not meet, strict
+rewards.
+"""
 
 import hashlib
 import re
-from argparse import Namespace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from adora_vl.data.dataset import load_split, read_manifest
+from adora_vl.evals.options import DataOptions, ScoreOptions
+from adora_vl.evals.scoring.score import score as score_of
 from adora_vl.rewards.knights import knights_verdict
+from adora_vl.synthetic.knights import NAMES, fitting, generate, holds
 from data_prep.cli import main
-from data_prep.knights import NAMES, fitting, generate, holds
 from eval.knights import BENCHMARK
-from eval.scoring.score import score as score_of
 
 
 def _reading(problem: str) -> tuple[list[str], list[tuple[str, str]]]:
@@ -28,7 +30,8 @@ def _reading(problem: str) -> tuple[list[str], list[tuple[str, str]]]:
 def _holds(words: str, knight: dict[str, bool]) -> bool:
     """What a sentence means, written from English and not from the generator's tables."""
     names = re.findall(r"[A-Z]\w+", words)
-    first, last = knight[names[0]], knight[names[-1]]
+    first = knight[names[0]]
+    last = knight[names[-1]]
     if words.endswith("are both knights"):
         return first and last
     if words.endswith("are both knaves"):
@@ -54,7 +57,11 @@ def test_a_puzzle_read_as_english_has_exactly_the_golds_solution(subtests):
                 for kinds in product((True, False), repeat=people):
                     knight = dict(zip(names, kinds, strict=True))
                     if all(_holds(words, knight) == knight[speaker] for speaker, words in said):
-                        fitting.append(", ".join(f"{n} is a {'knight' if knight[n] else 'knave'}" for n in names))
+                        fitting.append(
+                            ", ".join(
+                                f"{n} is a {'knight' if knight[n] else 'knave'}" for n in names
+                            )
+                        )
                 assert fitting == [row["answer"]]
                 assert knights_verdict(row["meta"]["solution"], row["answer"])[0] == "correct"
                 assert knights_verdict(row["meta"]["slip"], row["answer"])[0] == "wrong"
@@ -62,29 +69,58 @@ def test_a_puzzle_read_as_english_has_exactly_the_golds_solution(subtests):
 
 def test_equal_arguments_give_equal_rows_and_splits_share_no_puzzle():
     assert list(generate(30, seed=4)) == list(generate(30, seed=4))
-    train, test = ({row["problem"] for row in generate(200, split=split, people=(3, 4))} for split in ("train", "test"))
+    train, test = (
+        {row["problem"] for row in generate(200, split=split, people=(3, 4))}
+        for split in ("train", "test")
+    )
     assert len(train) == len(test) == 200 and not train & test
-    in_test = {text: int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) < 2**32 / 4 for text in train | test}
-    assert {text for text in in_test if in_test[text]} == test, "the text alone decides the split, whatever the seed"
+    in_test = {
+        text: int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) < 2**32 / 4
+        for text in train | test
+    }
+    assert {text for text in in_test if in_test[text]} == test, (
+        "the text alone decides the split, whatever the seed"
+    )
     assert {row["meta"]["family"] for row in generate(14)} == {f"{n} people" for n in range(2, 9)}
 
 
 def test_the_benchmark_scores_by_number_of_people(tmp_path):
-    main(["knights", "--output", str(tmp_path / "d"), "--rows", "2", "--test-rows", "4", "--people", "3-4"])
-    problems, _ = BENCHMARK.load(Namespace(data=str(tmp_path / "d"), split="test"))
+    main(
+        [
+            "knights",
+            "--output",
+            str(tmp_path / "d"),
+            "--rows",
+            "2",
+            "--test-rows",
+            "4",
+            "--people",
+            "3-4",
+        ]
+    )
+    options = DataOptions(data=str(tmp_path / "d"), split="test")
+    problems = BENCHMARK.load(options).problems
     assert len(problems) == 4 and not any(problem.n_images for problem in problems)
     gold = [problem.fields["answer"] for problem in problems]
     said = [rf"\boxed{{{gold[0]}}}", "?", rf"\boxed{{{gold[2]}}}", rf"\boxed{{{gold[3]}}}"]
-    rows = [{**problem.fields, "response": text} for problem, text in zip(problems, said, strict=True)]
-    score = score_of(BENCHMARK, rows, Namespace()).score
+    rows = [
+        {**problem.fields, "response": text} for problem, text in zip(problems, said, strict=True)
+    ]
+    score = score_of(BENCHMARK, rows, ScoreOptions()).score
     assert (score["correct"], score["total"]) == (3, 4)
     assert score["groups"]["people"]["4 people"]["accuracy"] == 0.5
     assert score["groups"]["half"]["2 to 5 people (ID)"]["total"] == 4
-    assert [item["verdict"] for item in score["items"]] == ["correct", "unparseable", "correct", "correct"]
+    assert [item["verdict"] for item in score["items"]] == [
+        "correct",
+        "unparseable",
+        "correct",
+        "correct",
+    ]
 
 
 REAL = Path(__file__).parents[4] / "shared" / "data" / "kk"
-KNIGHT, LIAR = ("telling-truth", 0), ("lying", 1)
+KNIGHT = ("telling-truth", 0)
+LIAR = ("lying", 1)
 
 
 def test_a_claim_is_true_of_exactly_these(subtests):
@@ -99,7 +135,9 @@ def test_a_claim_is_true_of_exactly_these(subtests):
     ]
     for claim, true_for in cases:
         with subtests.test(f"{claim!r:.80}"):
-            assert {kinds for kinds in product((True, False), repeat=2) if holds(claim, kinds)} == true_for
+            assert {
+                kinds for kinds in product((True, False), repeat=2) if holds(claim, kinds)
+            } == true_for
 
 
 def test_another_claim_is_refused(subtests):
@@ -134,7 +172,10 @@ def test_rows_become_problems_that_ask_for_a_box_or_for_nothing(tmp_path):
     assert prepare(tmp_path, record()) == 0
     (row,) = load_split(str(tmp_path / "out"), "train")
     assert row["answer"] == "Ada is a knight, Ben is a knave" and row["images"] == []
-    assert row["problem"] == record()["quiz"] + " Put the answer in a box, like \\boxed{Ada is a knight, ...}."
+    assert (
+        row["problem"]
+        == record()["quiz"] + " Put the answer in a box, like \\boxed{Ada is a knight, ...}."
+    )
     assert prepare(tmp_path, record(), words=("--question", "plain", "--overwrite")) == 0
     assert load_split(str(tmp_path / "out"), "train")[0]["problem"] == record()["quiz"]
     assert read_manifest(tmp_path / "out")["source"] == "knights", "which evaluation belongs to it"
@@ -178,10 +219,19 @@ def test_the_same_puzzle_twice_and_other_files_are_refused(tmp_path, capsys):
 def test_options_of_the_other_source_are_refused(capsys, case):
     cases = [
         (["--source", "parquet"], "input: --source parquet needs it"),
-        (["--source", "parquet", "--input", "x", "--rows", "5"], "rows: 5 does not go with --source parquet"),
-        (["--source", "parquet", "--input", "x", "--seed", "0"], "seed: 0 does not go with --source parquet"),
+        (
+            ["--source", "parquet", "--input", "x", "--rows", "5"],
+            "rows: 5 does not go with --source parquet",
+        ),
+        (
+            ["--source", "parquet", "--input", "x", "--seed", "0"],
+            "seed: 0 does not go with --source parquet",
+        ),
         ([], "rows: --source drawn needs it"),
-        (["--rows", "5", "--people", "1-9"], "argument --people: '1' is not a whole number from 2 to 8"),
+        (
+            ["--rows", "5", "--people", "1-9"],
+            "argument --people: '1' is not a whole number from 2 to 8",
+        ),
         (["--rows", "5", "--people", "5-3"], "'5-3' has the larger number first; write 3-5"),
         (["--rows", "5", "--question", "plain"], "question: plain does not go with --source drawn"),
     ]
@@ -191,10 +241,23 @@ def test_options_of_the_other_source_are_refused(capsys, case):
             assert said in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason="ADORA's own puzzles are not beside this checkout (kk in ../shared/data)")
+@pytest.mark.skipif(
+    not REAL.is_dir(),
+    reason="ADORA's own puzzles are not beside this checkout (kk in ../shared/data)",
+)
 def test_the_references_own_puzzles(tmp_path):
-    words = ["knights", "--source", "parquet", "--input", str(REAL), "--output", str(tmp_path / "out")]
+    words = [
+        "knights",
+        "--source",
+        "parquet",
+        "--input",
+        str(REAL),
+        "--output",
+        str(tmp_path / "out"),
+    ]
     assert main(words) == 0
     rows = load_split(str(tmp_path / "out"), "test")
     assert [row["meta"]["family"] for row in rows] == ["3 people"] * 100 + ["7 people"] * 100
-    assert all(knights_verdict(row["meta"]["solution"], row["answer"])[0] == "correct" for row in rows)
+    assert all(
+        knights_verdict(row["meta"]["solution"], row["answer"])[0] == "correct" for row in rows
+    )

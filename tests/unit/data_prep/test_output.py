@@ -1,4 +1,6 @@
-"""An output folder is complete or absent whatever happens, never a stranger's, and what it holds can be counted."""
+"""An output folder is complete or absent whatever happens, never a stranger's, and what it holds
+can be counted.
+"""
 
 import json
 import signal
@@ -13,19 +15,28 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from adora_vl.data.dataset import Row, file_hashes, load_split, read_manifest, split_files, write_split
+from adora_vl.data.dataset import (
+    Row,
+    file_hashes,
+    load_split,
+    read_manifest,
+    split_files,
+    write_split,
+)
+from adora_vl.data.output import complete_or_absent
+from adora_vl.synthetic.generate import generate
+from adora_vl.synthetic.generated import prepare_drawn, synthetic
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main
-from data_prep.generated import prepare_drawn, synthetic
-from data_prep.output import complete_or_absent
 from data_prep.survey import survey
-from data_prep.synthetic.generate import generate
 from tests.conftest import Case
 from tests.unit.data_prep.data_prep_support import files, prepare, problem_folder
 
 
 def _prepare(output: Path, rows: int = 3, *more: str) -> int:
-    return main(["synthetic", "--output", str(output), "--rows", str(rows), "--test-rows", "2", *more])
+    return main(
+        ["synthetic", "--output", str(output), "--rows", str(rows), "--test-rows", "2", *more]
+    )
 
 
 def _fail_at_row(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
@@ -35,7 +46,7 @@ def _fail_at_row(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
                 raise KeyboardInterrupt
             yield row
 
-    monkeypatch.setattr("data_prep.generated.generate", failing_generate)
+    monkeypatch.setattr("adora_vl.synthetic.generated.generate", failing_generate)
 
 
 def test_an_interrupted_preparation_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
@@ -47,7 +58,9 @@ def test_an_interrupted_preparation_leaves_what_was_there_and_nothing_else(tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_file_that_cannot_be_read_is_not_called_an_output_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_not_called_an_output_that_cannot_be_written(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(FileNotFoundError), complete_or_absent(tmp_path / "out"):
         (tmp_path / "in.jsonl").read_bytes()
     assert list(tmp_path.iterdir()) == []
@@ -68,7 +81,17 @@ def test_another_dataset_is_replaced_only_where_that_is_said(tmp_path, capsys):
     others = {
         "rows 3, this one 5": ["synthetic", "--rows", "5", "--test-rows", "2"],
         "seed 0, this one 1": ["synthetic", "--rows", "3", "--test-rows", "2", "--seed", "1"],
-        "size 56, this one 112": ["synthetic", "--rows", "3", "--test-rows", "2", "--level", "2", "--size", "112"],
+        "size 56, this one 112": [
+            "synthetic",
+            "--rows",
+            "3",
+            "--test-rows",
+            "2",
+            "--level",
+            "2",
+            "--size",
+            "112",
+        ],
         "source 'synthetic', this one 'knights'": ["knights", "--rows", "3", "--test-rows", "2"],
     }
     for difference, words in others.items():
@@ -83,7 +106,9 @@ def test_another_dataset_is_replaced_only_where_that_is_said(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_folder_that_is_not_ours_is_refused_and_kept(capsys: pytest.CaptureFixture[str], case: Case) -> None:
+def test_a_folder_that_is_not_ours_is_refused_and_kept(
+    capsys: pytest.CaptureFixture[str], case: Case
+) -> None:
     for manifest in [None, "{", "[]", '{"made_by": "somebody else"}']:
         with case(f"{manifest!r:.80}") as folder:
             output = folder / "out"
@@ -94,7 +119,11 @@ def test_a_folder_that_is_not_ours_is_refused_and_kept(capsys: pytest.CaptureFix
             before = files(output)
             assert _prepare(output) == 2
             error = capsys.readouterr().err
-            assert error.startswith("error: output: ") and error.count("\n") == 1 and str(output) in error
+            assert (
+                error.startswith("error: output: ")
+                and error.count("\n") == 1
+                and str(output) in error
+            )
             assert files(output) == before
             assert [path.name for path in folder.iterdir()] == ["out"]
 
@@ -111,18 +140,27 @@ def test_the_manifest_says_what_is_in_the_folder_and_nothing_of_the_clock(tmp_pa
     manifest = prepare_drawn(tmp_path / "out", synthetic(rows=3, test_rows=2, seed=4))
     assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == manifest
     assert manifest["files"] == file_hashes(tmp_path / "out") and len(manifest["files"]) == 2
-    assert manifest["arguments"] == {"rows": 3, "test_rows": 2, "seed": 4, "size": 56, "families": []}
+    assert manifest["arguments"] == {
+        "rows": 3,
+        "test_rows": 2,
+        "seed": 4,
+        "size": 56,
+        "families": [],
+    }
     keys = "arguments counts files input leaks made_by quarantined revision source versions"
     assert set(manifest) == set(keys.split())
 
 
 def test_rows_are_written_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adora_vl.data.dataset._GROUP_BYTES", 64 * 1000)  # a picture has about 200 bytes
+    # a picture has about 200 bytes
+    monkeypatch.setattr("adora_vl.data.dataset._GROUP_BYTES", 64 * 1000)
     monkeypatch.setattr("adora_vl.data.dataset._GROUP_ROWS", 64)
     assert write_split(generate(100), tmp_path, "train") == 100
     (path,) = split_files(tmp_path)["train"]
     assert pq.ParquetFile(path).num_row_groups == 2
-    assert load_split(tmp_path, "train")["id"] == [f"synthetic/0/train/{index}" for index in range(100)]
+    assert load_split(tmp_path, "train")["id"] == [
+        f"synthetic/0/train/{index}" for index in range(100)
+    ]
 
 
 def test_loading_says_what_is_missing(tmp_path: Path) -> None:
@@ -131,7 +169,10 @@ def test_loading_says_what_is_missing(tmp_path: Path) -> None:
     write_split(generate(1), tmp_path, "train")
     with pytest.raises(UserError, match=r"has no split 'test'.*it has train"):
         load_split(tmp_path, "test")
-    pq.write_table(pa.table({"id": ["1"], "problem": ["p"], "answer": ["1"]}), tmp_path / "data" / "test-0.parquet")
+    pq.write_table(
+        pa.table({"id": ["1"], "problem": ["p"], "answer": ["1"]}),
+        tmp_path / "data" / "test-0.parquet",
+    )
     with pytest.raises(UserError, match="lacks the column 'images'"):
         load_split(tmp_path, "test")
     (train,) = split_files(tmp_path)["train"]
@@ -165,16 +206,25 @@ def _wait_until(condition: object, process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.slow
-def test_kill_9_in_the_middle_leaves_the_old_output_and_the_next_run_clears_up(tmp_path: Path) -> None:
+def test_kill_9_in_the_middle_leaves_the_old_output_and_the_next_run_clears_up(
+    tmp_path: Path,
+) -> None:
     output = tmp_path / "out"
     problem_folder(tmp_path / "raw")
     assert prepare("intergps", tmp_path / "raw", output) == 0
     before = files(output)
-    process = subprocess.Popen(_synthetic(output, 100_000), cwd=REPOSITORY, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        _synthetic(output, 100_000), cwd=REPOSITORY, stderr=subprocess.DEVNULL
+    )
     try:  # until rows are on the disk
-        _wait_until(lambda: any(p.stat().st_size > 4 for p in tmp_path.glob(".out.partial-*/new/data/*")), process)
+        _wait_until(
+            lambda: any(p.stat().st_size > 4 for p in tmp_path.glob(".out.partial-*/new/data/*")),
+            process,
+        )
         (partial,) = _partials(output)
-        assert prepare("intergps", tmp_path / "raw", output) == 0, "another preparation at the same time"
+        assert prepare("intergps", tmp_path / "raw", output) == 0, (
+            "another preparation at the same time"
+        )
         assert partial.is_dir(), "a living process was robbed of its folder"
     finally:
         process.send_signal(signal.SIGKILL)
@@ -190,7 +240,16 @@ def test_kill_9_in_the_middle_leaves_the_old_output_and_the_next_run_clears_up(t
 def test_kill_9_of_a_preparation_ends_its_workers(tmp_path: Path) -> None:
     for number in range(400):
         problem_folder(tmp_path / "raw", number=number)
-    command = [sys.executable, "-m", "data_prep", "geometry3k", "--source", "intergps", "--workers", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "data_prep",
+        "geometry3k",
+        "--source",
+        "intergps",
+        "--workers",
+        "2",
+    ]
     process = subprocess.Popen(
         [*command, "--input", str(tmp_path / "raw"), "--output", str(tmp_path / "out")],
         cwd=REPOSITORY,
@@ -198,7 +257,10 @@ def test_kill_9_of_a_preparation_ends_its_workers(tmp_path: Path) -> None:
         start_new_session=True,  # the workers can be found by it
     )
     try:
-        _wait_until(lambda: any(p.stat().st_size > 4 for p in tmp_path.glob(".out.partial-*/new/data/*")), process)
+        _wait_until(
+            lambda: any(p.stat().st_size > 4 for p in tmp_path.glob(".out.partial-*/new/data/*")),
+            process,
+        )
         assert len(_members(process.pid)) > 2, "there are no workers to be ended"
     finally:
         process.send_signal(signal.SIGKILL)

@@ -1,4 +1,6 @@
-"""Rows as they are in the world: marks of images, boxed answers, conversations, repeats and contradictions."""
+"""Rows as they are in the world: marks of images, boxed answers, conversations, repeats and
+contradictions.
+"""
 
 import base64
 import json
@@ -9,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from adora_vl.conversion.chat import without_instruction
+from adora_vl.conversion.convert import ensure_converted
+from adora_vl.conversion.placeholders import Placed, place_images
 from adora_vl.data.dataset import read_manifest
-from data_prep.chat import without_instruction
 from data_prep.cli import main
-from data_prep.convert import ensure_converted
-from data_prep.placeholders import Placed, place_images
 from tests.conftest import Case
 from tests.unit.data_prep.data_prep_support import drawing, encoded, quarantined, refused
 from tests.unit.data_prep.own_data_support import PICTURES, convert, jsonl, kept, table
@@ -40,7 +42,13 @@ def test_each_mark_of_an_image_is_the_place_of_one(subtests: pytest.Subtests) ->
         ("See <image0>, then <image1>.", 2, "See <image>, then <image>.", (0, 1), False),
         ("See <image1>; in <image1> is x.", 1, "See <image>; in image 1 is x.", (0,), False),
         ("See <image1> only.", 2, "See <image> only.\n<image>", (0, 1), False),
-        ("Is <image1> as <image2> or <image3>?", 1, "Is <image> as image 2 or image 3?", (0,), True),
+        (
+            "Is <image1> as <image2> or <image3>?",
+            1,
+            "Is <image> as image 2 or image 3?",
+            (0,),
+            True,
+        ),
         ("<image2> or <image3>?", 1, "or image 3?", (0,), True),
         ("See <|vision_start|><|image_pad|><|vision_end|>!", 1, "See <image>!", (0,), False),
         ("<image1>", 1, "<image>", (0,), False),
@@ -72,7 +80,10 @@ def test_numbered_images_reach_the_row_in_the_order_of_their_places(tmp_path, ca
     assert convert(source, tmp_path / "out", "--allow-quarantined", "0.5", columns=COLUMNS) == 0
     first, second, third = kept(tmp_path / "out")
     assert [image["bytes"] for image in first["images"]] == [PICTURES[1], PICTURES[0]]
-    assert second["problem"] == "Is <image> as image 2?" and third["choices"] == ["image 2", "image 3"]
+    assert second["problem"] == "Is <image> as image 2?" and third["choices"] == [
+        "image 2",
+        "image 3",
+    ]
     (line,) = quarantined(tmp_path / "out")
     assert line["reason"] == "placeholder" and "<image1> and the row no image" in line["detail"]
     assert "line 7 of mine.jsonl" in line["detail"], "its lines have an empty one between them"
@@ -87,12 +98,16 @@ def test_nothing_in_a_cell_is_no_image_and_no_choices(case: Case) -> None:
     nothing: list[tuple[Any, Any]] = [("", ""), (None, None), ([], []), (" ", " ")]
     for form in ("jsonl", "csv"):
         with case(form) as folder:
-            rows = [{"q": f"What is {n}?", "a": "5", "i": i, "c": c} for n, (i, c) in enumerate(nothing)]
+            rows = [
+                {"q": f"What is {n}?", "a": "5", "i": i, "c": c} for n, (i, c) in enumerate(nothing)
+            ]
             rows.append({"q": "Find x.", "a": "5", "i": "pics/0.png", "c": ""})
             if form == "jsonl":
                 rows.append({"q": "What is 9?", "a": "5"})
             jsonl(folder / "in")  # for its pictures
-            source = jsonl(folder / "in", rows) if form == "jsonl" else table(folder / "in", "csv", rows)
+            source = (
+                jsonl(folder / "in", rows) if form == "jsonl" else table(folder / "in", "csv", rows)
+            )
             assert convert(source, folder / "out", columns=COLUMNS) == 0
             found = kept(folder / "out")
             assert [len(row["images"]) for row in found] == [0, 0, 0, 0, 1, 0][: len(rows)]
@@ -113,34 +128,60 @@ def test_an_answer_that_nobody_can_meet_is_refused_with_what_to_write(tmp_path, 
     source = table(tmp_path / "in", "csv", rows)
     assert convert(source, tmp_path / "out", "--allow-quarantined", "1", columns=COLUMNS[:2]) == 0
     said = capsys.readouterr().out
-    for line, answer, remedy in ((3, "$5", "5 for $5"), (4, "3,5", "write 3.5"), (5, "5'", "number alone")):
+    for line, answer, remedy in (
+        (3, "$5", "5 for $5"),
+        (4, "3,5", "write 3.5"),
+        (5, "5'", "number alone"),
+    ):
         (told,) = [text for text in said.splitlines() if f"line {line} of mine.csv" in text]
         assert repr(answer) in told and remedy in told
 
 
 def test_a_line_is_counted_as_the_file_does(tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text('q,a\n"What\nis 1?",1\n\n"What is 2?",nan\n')
-    assert convert(tmp_path / "mine.csv", tmp_path / "out", "--allow-quarantined", "1", columns=COLUMNS[:2]) == 0
+    assert (
+        convert(
+            tmp_path / "mine.csv", tmp_path / "out", "--allow-quarantined", "1", columns=COLUMNS[:2]
+        )
+        == 0
+    )
     assert "line 5 of mine.csv" in quarantined(tmp_path / "out")[0]["detail"]
-    pq.write_table(pa.Table.from_pylist([{"q": "1?", "a": "1"}, {"q": "2?", "a": "nan"}]), tmp_path / "mine.parquet")
-    (tmp_path / "mine.json").write_text(json.dumps([{"q": "1?", "a": "1"}, {"q": "2?", "a": "nan"}]))
+    pq.write_table(
+        pa.Table.from_pylist([{"q": "1?", "a": "1"}, {"q": "2?", "a": "nan"}]),
+        tmp_path / "mine.parquet",
+    )
+    (tmp_path / "mine.json").write_text(
+        json.dumps([{"q": "1?", "a": "1"}, {"q": "2?", "a": "nan"}])
+    )
     for name, place in (("parquet", "row 2"), ("json", "item 2")):
         output = tmp_path / f"out.{name}"
-        assert convert(tmp_path / f"mine.{name}", output, "--allow-quarantined", "1", columns=COLUMNS[:2]) == 0
+        assert (
+            convert(
+                tmp_path / f"mine.{name}", output, "--allow-quarantined", "1", columns=COLUMNS[:2]
+            )
+            == 0
+        )
         assert f"{place} of mine.{name}" in quarantined(output)[0]["detail"]
 
 
 SAID = "Reason first, in <think> </think> tags. Put the final answer in \\boxed{}."
 
 
-def test_rows_of_other_trainers_are_read_as_they_are(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    """As their own pages have them: verl's examples/data_preprocess/geo3k.py, EasyR1's data set, ms-swift's pages
-    Custom-dataset and GRPO-Multi-Modal-Training, and the set of R1-V that the latter names.
+def test_rows_of_other_trainers_are_read_as_they_are(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As their own pages have them: verl's examples/data_preprocess/geo3k.py, EasyR1's data set,
+    ms-swift's pages Custom-dataset and GRPO-Multi-Modal-Training, and the set of R1-V that the
+    latter names.
     """
-    count = "Output the thinking process in <think> </think> and\n final answer (number) in <answer> </answer> tags."
+    count = (
+        "Output the thinking process in <think> </think> and\n"
+        " final answer (number) in <answer> </answer> tags."
+    )
     first = (
-        "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. The "
-        "reasoning process MUST BE enclosed within <think> </think> tags. The final answer MUST BE put in \\boxed{}."
+        "You FIRST think about the reasoning process as an internal monologue and then provide "
+        "the final answer. The reasoning process MUST BE enclosed within <think> </think> tags. "
+        "The final answer MUST BE put in \\boxed{}."
     )
     geo3k = {"data_source": "hiyouga/geometry3k", "images": ["pics/0.png"], "ability": "math"} | {
         "prompt": [{"role": "user", "content": f"<image>Find x. {first}"}],
@@ -148,20 +189,62 @@ def test_rows_of_other_trainers_are_read_as_they_are(case: Case, capsys: pytest.
         "extra_info": {"split": "train", "index": 0, "answer": "3", "question": "<image>Find x."},
     }
     brief = [{"role": "system", "content": "Be brief."}, *geo3k["prompt"]]
-    asked = {"messages": [{"role": "user", "content": f"How many? {count}"}], "images": ["pics/0.png"]}
+    asked = {
+        "messages": [{"role": "user", "content": f"How many? {count}"}],
+        "images": ["pics/0.png"],
+    }
     system = {"role": "system", "content": "You are a useful and harmless math calculator"}
-    plain, said = {"images": ["pics/0.png"], "answer": "3"}, f"<image>Find x. {SAID}"
-    rows: list[tuple[str, dict[str, Any], str, str, int]] = [  # the problem, the instruction behind it, its images
+    plain = {"images": ["pics/0.png"], "answer": "3"}
+    said = f"<image>Find x. {SAID}"
+    rows: list[
+        tuple[str, dict[str, Any], str, str, int]
+    ] = [  # the problem, the instruction behind it, its images
         ("verl", geo3k, "Find x.", first, 1),
-        ("verl", {**geo3k, "prompt": brief, "images": [{"path": "pics/0.png"}]}, "Find x.", first, 1),
+        (
+            "verl",
+            {**geo3k, "prompt": brief, "images": [{"path": "pics/0.png"}]},
+            "Find x.",
+            first,
+            1,
+        ),
         ("easyr1", {**plain, "problem": "<image>Find x."}, "Find x.", "", 1),
         ("easyr1", {**plain, "prompt": said}, "Find x.", SAID, 1),
         ("swift", {**asked, "solution": "<answer> 3 </answer>"}, "How many?", count, 1),
-        ("swift", {"messages": [system, {"role": "user", "content": "1 + 2?"}], "solution": "3"}, "1 + 2?", "", 0),
-        ("swift", {"query": "Solve the equation x + 2 = 5", "solution": "3"}, "Solve the equation x + 2 = 5", "", 0),
-        ("swift", {"image": "pics/0.png", "problem": "Sides?", "solution": "<answer> 3 </answer>"}, "Sides?", "", 1),
-        ("swift", {"query": "1 + 2?", "solution": "We add. The value is \\(\\boxed{3}\\)."}, "1 + 2?", "", 0),
-        ("swift", {"query": "1 + 2?", "solution": "<think>One, two.</think><answer>3</answer>"}, "1 + 2?", "", 0),
+        (
+            "swift",
+            {"messages": [system, {"role": "user", "content": "1 + 2?"}], "solution": "3"},
+            "1 + 2?",
+            "",
+            0,
+        ),
+        (
+            "swift",
+            {"query": "Solve the equation x + 2 = 5", "solution": "3"},
+            "Solve the equation x + 2 = 5",
+            "",
+            0,
+        ),
+        (
+            "swift",
+            {"image": "pics/0.png", "problem": "Sides?", "solution": "<answer> 3 </answer>"},
+            "Sides?",
+            "",
+            1,
+        ),
+        (
+            "swift",
+            {"query": "1 + 2?", "solution": "We add. The value is \\(\\boxed{3}\\)."},
+            "1 + 2?",
+            "",
+            0,
+        ),
+        (
+            "swift",
+            {"query": "1 + 2?", "solution": "<think>One, two.</think><answer>3</answer>"},
+            "1 + 2?",
+            "",
+            0,
+        ),
     ]
     for form, row, problem, instruction, images in rows:
         with case(f"{form} {row}") as folder:
@@ -171,17 +254,29 @@ def test_rows_of_other_trainers_are_read_as_they_are(case: Case, capsys: pytest.
                 (["--drop-instruction"], problem, "it was taken off"),
             ):
                 capsys.readouterr()
-                assert main([*words, *option, "--output", str(folder / "".join(["out", *option]))]) == 0
+                assert (
+                    main([*words, *option, "--output", str(folder / "".join(["out", *option]))])
+                    == 0
+                )
                 (found,) = kept(folder / "".join(["out", *option]))
-                assert (found["problem"], found["answer"], len(found["images"])) == (whole, "3", images)
+                assert (found["problem"], found["answer"], len(found["images"])) == (
+                    whole,
+                    "3",
+                    images,
+                )
                 assert (noted_as in capsys.readouterr().out) == bool(instruction)
 
 
 def test_pictures_inside_of_a_conversation(case: Case) -> None:
-    """ms-swift and the chat templates put them into the parts of the question, each in a form of its own."""
+    """ms-swift and the chat templates put them into the parts of the question, each in a form of
+    its own.
+    """
     data = "data:image/png;base64," + base64.b64encode(PICTURES[0]).decode()
     for name, part in {
-        "address object": {"type": "image_url", "image_url": {"url": "pics/0.png", "detail": "auto"}},
+        "address object": {
+            "type": "image_url",
+            "image_url": {"url": "pics/0.png", "detail": "auto"},
+        },
         "address": {"type": "image_url", "image_url": "./pics/0.png"},
         "data URL": {"type": "image_url", "image_url": {"url": data}},
         "data URL without a type": {"type": "image", "image": data.replace("/png", "")},
@@ -194,38 +289,95 @@ def test_pictures_inside_of_a_conversation(case: Case) -> None:
         with case(name) as folder:
             part = json.loads(json.dumps(part).replace("FOLDER", str(folder / "in")))
             source = jsonl(folder / "in", [_asked([part, HOW_LONG])])
-            assert main(["convert", "--preset", "swift", "--input", str(source), "--output", str(folder / "out")]) == 0
+            assert (
+                main(
+                    [
+                        "convert",
+                        "--preset",
+                        "swift",
+                        "--input",
+                        str(source),
+                        "--output",
+                        str(folder / "out"),
+                    ]
+                )
+                == 0
+            )
             (row,) = kept(folder / "out")
-            assert row["problem"] == "How long is AB?" and [i["bytes"] for i in row["images"]] == [PICTURES[0]]
+            assert row["problem"] == "How long is AB?" and [i["bytes"] for i in row["images"]] == [
+                PICTURES[0]
+            ]
 
 
-def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else(case: Case) -> None:
+def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else(
+    case: Case,
+) -> None:
     picture = {"type": "image_url", "image_url": {"url": "pics/1.png"}}
-    mark, text = {"type": "image"}, {"type": "text", "text": " or "}
+    mark = {"type": "image"}
+    text = {"type": "text", "text": " or "}
     system = {"role": "system", "content": [{"type": "image", "image": "pics/3.png"}]}
     fine = [
-        (_asked([{"type": "text", "text": "Is "}, picture, text, {"type": "image", "image": "pics/0.png"}]), [1, 0]),
-        (_asked([{"type": "text", "text": "Is "}, mark, text, mark], images=["pics/2.png", "pics/0.png"]), [2, 0]),
+        (
+            _asked(
+                [
+                    {"type": "text", "text": "Is "},
+                    picture,
+                    text,
+                    {"type": "image", "image": "pics/0.png"},
+                ]
+            ),
+            [1, 0],
+        ),
+        (
+            _asked(
+                [{"type": "text", "text": "Is "}, mark, text, mark],
+                images=["pics/2.png", "pics/0.png"],
+            ),
+            [2, 0],
+        ),
         (_asked([{"type": "text", "text": "Is "}, picture, text, picture], system), [1, 1]),
     ]
     for row, pictures in fine:
         with case(str(row)) as folder:
-            words = ["--preset", "swift", "--input", str(jsonl(folder / "in", [row])), "--output", str(folder / "out")]
+            words = [
+                "--preset",
+                "swift",
+                "--input",
+                str(jsonl(folder / "in", [row])),
+                "--output",
+                str(folder / "out"),
+            ]
             assert main(["convert", *words]) == 0
             (found,) = kept(folder / "out")
             assert found["problem"] == "Is <image> or <image>"
-            assert [image["bytes"] for image in found["images"]] == [PICTURES[number] for number in pictures]
+            assert [image["bytes"] for image in found["images"]] == [
+                PICTURES[number] for number in pictures
+            ]
     for address, reason, said in [
-        ("https://example.org/a.png", "not_a_file", "nothing is downloaded; put the picture itself into line 3"),
-        ("file:///etc/hostname", "path_outside", "'file:///etc/hostname', which leads out of the input's folder"),
+        (
+            "https://example.org/a.png",
+            "not_a_file",
+            "nothing is downloaded; put the picture itself into line 3",
+        ),
+        (
+            "file:///etc/hostname",
+            "path_outside",
+            "'file:///etc/hostname', which leads out of the input's folder",
+        ),
         ("file://../outside.png", "path_outside", "leads out of the input's folder"),
         ("file://pics/9.png", "file_missing", "no file"),
         (None, "no_image", "image 1 is null; put the picture, or its path, into line 3"),
-        ("twice", "field_type", "pictures in the conversation and beside it; leave them out of one of the two in"),
+        (
+            "twice",
+            "field_type",
+            "pictures in the conversation and beside it; leave them out of one of the two in",
+        ),
     ]:
         with case(str(address)) as folder:
             both = {"images": ["pics/0.png"]} if address == "twice" else {}
-            row = _asked([picture, text, {"type": "image_url", "image_url": {"url": address}}], **both)
+            row = _asked(
+                [picture, text, {"type": "image_url", "image_url": {"url": address}}], **both
+            )
             source = jsonl(folder / "in", [{"query": "1 + 1?", "solution": "2"}, row])
             words = ["--preset", "swift", "--input", str(source), "--allow-quarantined", "0.5"]
             assert main(["convert", *words, "--output", str(folder / "out")]) == 0
@@ -233,8 +385,12 @@ def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else
             assert line["reason"] == reason and said in line["detail"], line
 
 
-def test_a_picture_in_a_conversation_that_changes_makes_the_data_set_of_a_config_anew(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "in", [_asked([{"type": "image", "image": "file://pics/0.png"}, HOW_LONG])])
+def test_a_picture_in_a_conversation_that_changes_makes_the_data_set_of_a_config_anew(
+    tmp_path: Path,
+) -> None:
+    source = jsonl(
+        tmp_path / "in", [_asked([{"type": "image", "image": "file://pics/0.png"}, HOW_LONG])]
+    )
     columns = {"problem": "messages", "answer": "solution"}
     folder = ensure_converted(str(source), columns, tmp_path / "cache")
     (tmp_path / "in" / "pics" / "0.png").write_bytes(encoded(drawing(7, 64)))
@@ -242,28 +398,73 @@ def test_a_picture_in_a_conversation_that_changes_makes_the_data_set_of_a_config
     assert [image["bytes"] for image in kept(folder)[0]["images"]] == [encoded(drawing(7, 64))]
 
 
-def _asked(content: list[dict[str, Any]], *before: dict[str, Any], **columns: Any) -> dict[str, Any]:
+def _asked(
+    content: list[dict[str, Any]], *before: dict[str, Any], **columns: Any
+) -> dict[str, Any]:
     return {"messages": [*before, {"role": "user", "content": content}], "solution": "3", **columns}
 
 
-COUNTED: dict[str, tuple[str, list[tuple[str, str, int]]]] = {  # by what is noted: its line, and how often of one row
-    "percent": ("50 is wrong for 50%", [
-        ("What share is shaded?", "50%", 1), ("What share is shaded?", r"50\%", 1), ("What share is shaded?", "50", 0),
-        ("What percent is shaded?", "50%", 0), ("How many % are shaded?", "50%", 0),
-    ]),
-    "words": ("the number alone is wrong for them", [  # a text, so that the number would be wrong at every step
-        *(("How long?", answer, 1) for answer in ("3 pens", "The answer is 5")),
-        *(("How long?", answer, 0) for answer in ("#### 5", "10 km/h", "5 cm", "x = 5", "3x + 1", "12:30")),
-        *(("How long?", answer, 0) for answer in ("rhombus", "AD and BE", r"\angle 2 and \angle 6")),
-    ]),
-    "no_answer": ("it is taken as a text", [
-        *(("Which figure is it?", answer, 1) for answer in ("N/A", "null", "None", "?", "-")),
-        *(("Which figure is it?", answer, 0) for answer in ("no", "nonagon")),
-    ]),
-}  # fmt: skip
+COUNTED: dict[
+    str, tuple[str, list[tuple[str, str, int]]]
+] = {  # by what is noted: its line, and how often of one row
+    "percent": (
+        "50 is wrong for 50%",
+        [
+            ("What share is shaded?", "50%", 1),
+            ("What share is shaded?", r"50\%", 1),
+            ("What share is shaded?", "50", 0),
+            ("What percent is shaded?", "50%", 0),
+            ("How many % are shaded?", "50%", 0),
+        ],
+    ),
+    "words": (
+        "the number alone is wrong for them",
+        [  # a text, so that the number would be wrong at every step
+            ("How long?", "3 pens", 1),
+            *(
+                ("How long?", answer, 0)
+                for answer in ("#### 5", "10 km/h", "5 cm", "x = 5", "3x + 1", "12:30")
+            ),
+            *(
+                ("How long?", answer, 0)
+                for answer in ("rhombus", "AD and BE", r"\angle 2 and \angle 6")
+            ),
+        ],
+    ),
+    "stated": (
+        "what stands behind its last `Answer:`",
+        [
+            *(
+                ("How long?", answer, 1)
+                for answer in ("The answer is 5", "We add, so it is 5.\nAnswer: 5", "答案：5")
+            ),
+            *(("How long?", answer, 0) for answer in ("5", "#### 5", r"so \boxed{5}")),
+        ],
+    ),
+    "options_in_text": (
+        "--keep-options-in-text leaves them there",
+        [
+            ("Which? A: 4 B: 5 C: 6", "B", 1),
+            ("Which?\nOptions:\n(A) 4\n(B) 5", "5", 1),
+            ("Which?\nA. 4\nB. 5\nAnswer with the letter.", "B. 5", 1),
+            ("Which? A: 4 B: 5 C: 6", "7", 0),
+            ("A: (0, 0), B: (3, 4). How long is AB?", "5", 0),
+            ("Triangle ABC has a right angle at B. How long?", "B", 0),
+        ],
+    ),
+    "no_answer": (
+        "it is taken as a text",
+        [
+            *(("Which figure is it?", answer, 1) for answer in ("N/A", "null", "None", "?", "-")),
+            *(("Which figure is it?", answer, 0) for answer in ("no", "nonagon")),
+        ],
+    ),
+}
 
 
-def test_an_answer_graded_otherwise_than_meant_is_counted(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_graded_otherwise_than_meant_is_counted(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, (said, rows) in COUNTED.items():
         for problem, answer, counted in rows:
             with case(f"{problem} {answer}") as folder:
@@ -278,9 +479,14 @@ def test_an_answer_graded_otherwise_than_meant_is_counted(case: Case, capsys: py
         assert "words" not in noted(folder / "out"), "its letter is an answer"
 
 
-def test_a_column_inside_another_is_named_with_a_dot(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_column_inside_another_is_named_with_a_dot(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [
-        {"m": [{"from": "human", "value": f"What is {n}?"}, {"from": "gpt", "value": "?"}], "r": {"g": {"t": n}}}
+        {
+            "m": [{"from": "human", "value": f"What is {n}?"}, {"from": "gpt", "value": "?"}],
+            "r": {"g": {"t": n}},
+        }
         for n in range(3)
     ]
     for form in ("jsonl", "parquet", "csv"):
@@ -290,11 +496,17 @@ def test_a_column_inside_another_is_named_with_a_dot(case: Case, capsys: pytest.
             if form == "parquet":
                 pq.write_table(pa.Table.from_pylist(rows), source)
             elif form == "csv":
-                table(folder / "in", form, [{name: json.dumps(value) for name, value in row.items()} for row in rows])
+                table(
+                    folder / "in",
+                    form,
+                    [{name: json.dumps(value) for name, value in row.items()} for row in rows],
+                )
             else:
                 jsonl(folder / "in", rows)
             assert convert(source, folder / "out", columns=("problem=m", "answer=r.g.t")) == 0
-            assert [row["problem"] for row in kept(folder / "out")] == [f"What is {n}?" for n in range(3)]
+            assert [row["problem"] for row in kept(folder / "out")] == [
+                f"What is {n}?" for n in range(3)
+            ]
             assert [row["answer"] for row in kept(folder / "out")] == ["0", "1", "2"]
             capsys.readouterr()
             code = convert(source, folder / "no", columns=("problem=m", "answer=s.g"))
@@ -303,17 +515,24 @@ def test_a_column_inside_another_is_named_with_a_dot(case: Case, capsys: pytest.
             assert "'r.x' is missing" in refused(code, folder / "no", capsys)
 
 
-def test_a_conversation_of_several_questions_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_conversation_of_several_questions_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     turns = [{"role": role, "content": "What?"} for role in ("user", "assistant", "user")]
     source = jsonl(tmp_path / "in", [{"q": turns, "a": "5"}])
     code = convert(source, tmp_path / "out", columns=COLUMNS[:2])
-    assert "make it a text, or a conversation with one question, in line 1" in refused(code, tmp_path / "out", capsys)
+    assert "make it a text, or a conversation with one question, in line 1" in refused(
+        code, tmp_path / "out", capsys
+    )
 
 
 def test_an_instruction_is_the_last_sentences_on_how_to_answer(subtests: pytest.Subtests) -> None:
     for problem, rest in [
         (f"Find x. {SAID}", "Find x."),
-        ('How many?\nLet\'s think step by step and output the final answer after "####".', "How many?"),
+        (
+            'How many?\nLet\'s think step by step and output the final answer after "####".',
+            "How many?",
+        ),
         ("Find x.\n\nFirst output the thinking process in <think> </think> tags.", "Find x."),
         ("Find the final answer.", None),
         (SAID, None),  # nothing before it
@@ -338,11 +557,20 @@ def test_contradicting_rows_are_left_out_by_name_and_repeats_are_counted(tmp_pat
     ]
     source = jsonl(tmp_path / "in", rows)
     assert convert(source, tmp_path / "out", "--allow-quarantined", "0.5", columns=COLUMNS) == 0
-    assert [row["id"] for row in kept(tmp_path / "out")] == [f"mine/train/{n}" for n in range(3, 11)]
-    assert noted(tmp_path / "out")["repeats"] == 3  # one of them is left out with those that contradict it
+    assert [row["id"] for row in kept(tmp_path / "out")] == [
+        f"mine/train/{n}" for n in range(3, 11)
+    ]
+    assert (
+        noted(tmp_path / "out")["repeats"] == 3
+    )  # one of them is left out with those that contradict it
     lines = quarantined(tmp_path / "out")
-    assert [(line["id"], line["reason"]) for line in lines] == [(f"mine/train/{n}", "contradiction") for n in range(3)]
-    assert "those of line 1 of mine.jsonl (mine/train/0), where the answer is '5' and not '6'" in lines[2]["detail"]
+    assert [(line["id"], line["reason"]) for line in lines] == [
+        (f"mine/train/{n}", "contradiction") for n in range(3)
+    ]
+    assert (
+        "those of line 1 of mine.jsonl (mine/train/0), where the answer is '5' and not '6'"
+        in lines[2]["detail"]
+    )
     manifest = read_manifest(tmp_path / "out")
     assert manifest is not None and manifest["counts"] == {"train": 8}
     assert not (tmp_path / "out" / "again").exists()
@@ -354,18 +582,27 @@ def test_a_test_share_is_of_questions_so_that_no_row_is_lost(tmp_path: Path) -> 
     for n in range(10):
         (tmp_path / "in" / f"{n}.png").write_bytes(encoded(drawing(n, 60)))
         rows.append({"q": "Find x.", "a": str(n), "i": f"{n}.png; 0.png"})
-        rows.append({"q": [{"role": "user", "content": "find x"}], "a": str(n), "i": [f"{n}.png", "0.png"]})
+        rows.append(
+            {"q": [{"role": "user", "content": "find x"}], "a": str(n), "i": [f"{n}.png", "0.png"]}
+        )
     source = jsonl(tmp_path / "in", rows)
     assert convert(source, tmp_path / "out", "--test-share", "0.2", columns=COLUMNS[:3]) == 0
-    held, left = kept(tmp_path / "out", "test"), kept(tmp_path / "out")
-    assert (len(held), len(left)) == (4, 16) and not {row["answer"] for row in held} & {row["answer"] for row in left}
+    held = kept(tmp_path / "out", "test")
+    left = kept(tmp_path / "out")
+    assert (len(held), len(left)) == (4, 16) and not {row["answer"] for row in held} & {
+        row["answer"] for row in left
+    }
 
 
-def test_a_file_called_test_may_be_named_another_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_called_test_may_be_named_another_split(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [{"q": f"What is {n}?", "a": n} for n in range(10)]
     source = jsonl(tmp_path / "in", rows).rename(tmp_path / "in" / "test.jsonl")
     said = refused(
-        convert(source, tmp_path / "out", "--test-share", "0.2", columns=COLUMNS[:2]), tmp_path / "out", capsys
+        convert(source, tmp_path / "out", "--test-share", "0.2", columns=COLUMNS[:2]),
+        tmp_path / "out",
+        capsys,
     )
     assert "test.jsonl is the split test by its name" in said and "--split-name train" in said
     options = ("--test-share", "0.2", "--split-name", "train")

@@ -1,4 +1,6 @@
-"""What `inspect` tells a person: the right numbers as text, and a page on which nothing of the data can run."""
+"""What `inspect` tells a person: the right numbers as text, and a page on which nothing of the data
+can run.
+"""
 
 import re
 from pathlib import Path
@@ -8,9 +10,9 @@ import pytest
 from PIL import Image
 
 from adora_vl.data.dataset import stored_rows, write_manifest, write_split
+from adora_vl.synthetic.generate import generate
 from data_prep.cli import main
 from data_prep.survey import survey
-from data_prep.synthetic.generate import generate
 from tests.support.browser import Browser, Tags, assert_that_it_runs
 from tests.unit.data_prep.data_prep_support import encoded, prepare, problem_folder
 
@@ -31,20 +33,30 @@ def _dataset(folder: Path, problem: str = "Find x.", rows: int = 6, **changed: A
     made = [{**row, "problem": problem, **changed} for row in generate(rows, size=112, choices=2)]
     write_split(made, folder, "train")
     write_manifest(
-        folder, {"source": "synthetic", "input": problem, "revision": None, "arguments": {}}, {"train": rows}
+        folder,
+        {"source": "synthetic", "input": problem, "revision": None, "arguments": {}},
+        {"train": rows},
     )
     return folder
 
 
 def test_the_real_rows_are_counted_and_measured(geometry3k_raw, tmp_path, capsys):
-    """Tokens by hand: 250 x 251 -> 9 x 9, 336 x 257 -> 12 x 9, 282 x 150 -> 10 x 5, 628 x 453 -> 22 x 16, ..."""
+    """Tokens by hand: 250 x 251 -> 9 x 9, 336 x 257 -> 12 x 9, 282 x 150 -> 10 x 5, 628 x 453 -> 22
+    x 16, ...
+    """
     assert prepare("intergps", geometry3k_raw, tmp_path / "out") == 0
     assert main(["inspect", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
     for line in (
-        ["Circle", "2"], ["Parallelogram", "1"], ["integer", "5"], ["radical", "1"], ["min", "50"], ["median", "98"],
-        ["p95", "352"], ["max", "352"],
-    ):  # fmt: skip
+        ["Circle", "2"],
+        ["Parallelogram", "1"],
+        ["integer", "5"],
+        ["radical", "1"],
+        ["min", "50"],
+        ["median", "98"],
+        ["p95", "352"],
+        ["max", "352"],
+    ):
         assert line in _table(shown), line
     tokens = [9 * 9, 12 * 9, 10 * 5, 22 * 16, 8 * 11, 20 * 14]
     assert list(survey(tmp_path / "out").splits["train"].tokens) == tokens
@@ -52,7 +64,9 @@ def test_the_real_rows_are_counted_and_measured(geometry3k_raw, tmp_path, capsys
     assert (tmp_path / "out.html").is_file()
 
 
-def test_longest_problems_in_tokens_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_longest_problems_in_tokens_of_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from adora_vl.models.load import PRETRAINED
 
     _dataset(tmp_path / "data", "Find the measure of a base angle.")
@@ -66,20 +80,35 @@ def test_longest_problems_in_tokens_of_a_model(tmp_path: Path, capsys: pytest.Ca
     assert error.startswith("error: model: ") and error.count("\n") == 1
 
 
-def test_a_row_cannot_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_cannot_command_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _dataset(tmp_path / "data", "Find \x1b[31mx\x1b]0;owned\x07\u202e.")
     assert main(["inspect", str(tmp_path / "data"), "--text-only"]) == 0
     shown = capsys.readouterr().out
-    assert "\x1b" not in shown and "\x07" not in shown and "\u202e" not in shown and "Find  [31mx" in shown
+    assert (
+        "\x1b" not in shown
+        and "\x07" not in shown
+        and "\u202e" not in shown
+        and "Find  [31mx" in shown
+    )
 
 
 @pytest.fixture
 def attacked(tmp_path: Path) -> Path:
     """A page of rows that attack in every text that they have."""
     row: dict[str, Any] = {
-        "answer": ATTACK, "answer_raw": ATTACK, "choices": [ATTACK, "5"], "id": ATTACK, "source": ATTACK,
-    }  # fmt: skip
-    meta = dict.fromkeys(("kind", "solution", "slip"), "") | {"goal": ATTACK, "shapes": [ATTACK], "family": ATTACK}
+        "answer": ATTACK,
+        "answer_raw": ATTACK,
+        "choices": [ATTACK, "5"],
+        "id": ATTACK,
+        "source": ATTACK,
+    }
+    meta = dict.fromkeys(("kind", "solution", "slip"), "") | {
+        "goal": ATTACK,
+        "shapes": [ATTACK],
+        "family": ATTACK,
+    }
     _dataset(tmp_path / "data", ATTACK, **row, meta=meta)
     assert main(["inspect", str(tmp_path / "data"), "--html", str(tmp_path / "page.html")]) == 0
     return tmp_path / "page.html"
@@ -87,7 +116,10 @@ def attacked(tmp_path: Path) -> Path:
 
 def test_the_page_is_self_contained_and_holds_texts_as_text(attacked: Path) -> None:
     page = Tags(attacked.read_text())
-    known = "html head meta title style body h1 h2 h3 nav a div figure figcaption img article p ol li dl dt dd pre"
+    known = (
+        "html head meta title style body h1 h2 h3 nav a div figure figcaption img article p ol "
+        "li dl dt dd pre"
+    )
     assert {tag for tag, _ in page.tags} <= set(known.split())
     for _, attributes in page.tags:
         assert not [name for name in attributes if name.startswith("on")]
@@ -98,14 +130,20 @@ def test_the_page_is_self_contained_and_holds_texts_as_text(attacked: Path) -> N
 
 
 def test_nothing_runs_in_a_real_browser(attacked: Path, browser: Browser, tmp_path: Path) -> None:
-    """A page that would run it says so in its title; without escaping and policy the same rows do exactly that."""
+    """A page that would run it says so in its title; without escaping and policy the same rows do
+    exactly that.
+    """
     assert_that_it_runs(ATTACK, browser, tmp_path)
     browser.open(attacked)
     rendered = browser.page.content()
     assert browser.js("document.title") == "data: 6 rows" and "owned</title>" not in rendered
-    assert rendered.count("<article>") == 6 and "<script" not in rendered and "<iframe" not in rendered
+    assert (
+        rendered.count("<article>") == 6 and "<script" not in rendered and "<iframe" not in rendered
+    )
     assert browser.errors == []
-    assert [url for url in browser.requests if not url.startswith(("data:", "file:", "about:"))] == []
+    assert [
+        url for url in browser.requests if not url.startswith(("data:", "file:", "about:"))
+    ] == []
 
 
 def test_the_policy_alone_stops_what_would_not_be_escaped(attacked: Path, browser: Browser) -> None:
@@ -137,26 +175,50 @@ def test_a_strangers_page_is_not_overwritten(tmp_path, capsys, monkeypatch):
     error = capsys.readouterr().err
     assert "data.html' is not a page of ours" in error and error.count("\n") == 1
     assert (tmp_path / "data.html").read_text() == "<h1>my thesis</h1>"
-    monkeypatch.setattr("data_prep.cli.survey", None)  # no row is read before the page's place is known
+    # no row is read before the page's place is known
+    monkeypatch.setattr("data_prep.cli.survey", None)
     assert main(["inspect", str(tmp_path / "data")]) == 2
-    assert main(["inspect", str(tmp_path / "data"), "--html", str(tmp_path / "data.html" / "below.html")]) == 2
-    assert main(["inspect", str(tmp_path / "data"), "--html", str(tmp_path / "no" / "folder.html")]) == 2
+    assert (
+        main(
+            [
+                "inspect",
+                str(tmp_path / "data"),
+                "--html",
+                str(tmp_path / "data.html" / "below.html"),
+            ]
+        )
+        == 2
+    )
+    assert (
+        main(["inspect", str(tmp_path / "data"), "--html", str(tmp_path / "no" / "folder.html")])
+        == 2
+    )
 
 
 def test_the_page_tells_what_was_left_out(tmp_path: Path) -> None:
     for number in range(3):
         problem_folder(tmp_path / "raw", number=number)
     problem_folder(tmp_path / "raw", number=3, answer="Z")
-    assert prepare("intergps", tmp_path / "raw", tmp_path / "out", "--allow-quarantined", "0.5") == 0
+    assert (
+        prepare("intergps", tmp_path / "raw", tmp_path / "out", "--allow-quarantined", "0.5") == 0
+    )
     assert main(["inspect", str(tmp_path / "out")]) == 0
     page = (tmp_path / "out.html").read_text()
     assert "quarantined: 1 row (letter_without_choice 1)" in page
-    assert page.count("<li class=right>5 \\sqrt { 3 }</li>") == 3 == len(list(stored_rows(tmp_path / "out", "train")))
+    assert (
+        page.count("<li class=right>5 \\sqrt { 3 }</li>")
+        == 3
+        == len(list(stored_rows(tmp_path / "out", "train")))
+    )
 
 
-def test_inspect_leaves_out_what_no_row_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_leaves_out_what_no_row_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["inspect", str(_dataset(tmp_path / "drawn"))]) == 0
-    assert {"goal", "shape", "image size (longest side)"} <= set(capsys.readouterr().out.splitlines())
+    assert {"goal", "shape", "image size (longest side)"} <= set(
+        capsys.readouterr().out.splitlines()
+    )
     nothing = dict.fromkeys(next(iter(generate(1, size=112, choices=2)))["meta"])
     assert main(["inspect", str(_dataset(tmp_path / "text", images=[], meta=nothing))]) == 0
     shown = capsys.readouterr().out
@@ -165,7 +227,9 @@ def test_inspect_leaves_out_what_no_row_has(tmp_path: Path, capsys: pytest.Captu
         assert title not in shown, title
 
 
-def test_inspect_of_something_else_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_of_something_else_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         assert main(["inspect", str(folder)]) == 2
         error = capsys.readouterr().err
@@ -180,7 +244,11 @@ def test_inspect_counts_every_split(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["inspect", str(tmp_path / "out")]) == 0
     table = [line.split() for line in capsys.readouterr().out.splitlines()]
     for line in (
-        ["train", "test"], ["rows", "5", "3"], ["synthetic", "5", "3"], ["Angle", "5", "3"], ["integer", "5", "3"],
+        ["train", "test"],
+        ["rows", "5", "3"],
+        ["synthetic", "5", "3"],
+        ["Angle", "5", "3"],
+        ["integer", "5", "3"],
         ["up", "to", "56", "px", "5", "3"],
-    ):  # fmt: skip
+    ):
         assert line in table

@@ -1,4 +1,6 @@
-"""Drawn problems: equal bytes for equal arguments, no diagram in two splits, answers that the picture determines."""
+"""Drawn problems: equal bytes for equal arguments, no diagram in two splits, answers that the
+picture determines.
+"""
 
 import hashlib
 import io
@@ -17,18 +19,19 @@ from adora_vl.data.dataset import Row, read_manifest, stored_rows
 from adora_vl.data.images import diagram_hash
 from adora_vl.rewards import canonical_gold, grade, verify_gold
 from adora_vl.rewards.answer import plain
+from adora_vl.synthetic import generated as prepare
+from adora_vl.synthetic import knights
+from adora_vl.synthetic.drawing import STYLES, Canvas, Point
+from adora_vl.synthetic.families import FAMILIES, LETTERED
+from adora_vl.synthetic.generate import KNOWN, LEVELS, generate, split_of
+from adora_vl.synthetic.generated import ensure_drawn, prepare_drawn, synthetic
 from adora_vl.utils.errors import UserError
-from data_prep import generated as prepare
-from data_prep import knights
 from data_prep.cli import main
-from data_prep.generated import ensure_drawn, prepare_drawn, synthetic
-from data_prep.synthetic.drawing import STYLES, Canvas, Point
-from data_prep.synthetic.families import FAMILIES, LETTERED
-from data_prep.synthetic.generate import KNOWN, LEVELS, generate, split_of
 from tests.conftest import Case
 from tests.unit.data_prep.data_prep_support import files
 
-ROWS, TEST_ROWS = 100, 40
+ROWS = 100
+TEST_ROWS = 40
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +55,11 @@ def test_the_same_arguments_give_the_samefiles(prepared: Path, tmp_path: Path) -
     assert files(prepared) == files(tmp_path / "again")
 
 
-def test_no_diagram_stands_in_both_splits_even_across_seeds_and_arguments(prepared: Path, tmp_path: Path) -> None:
-    train, held_out = _diagrams(prepared, "train"), _diagrams(prepared, "test")
+def test_no_diagram_stands_in_both_splits_even_across_seeds_and_arguments(
+    prepared: Path, tmp_path: Path
+) -> None:
+    train = _diagrams(prepared, "train")
+    held_out = _diagrams(prepared, "test")
     for seed in (1, 2):
         output = tmp_path / str(seed)
         prepare_drawn(output, synthetic(rows=ROWS, test_rows=TEST_ROWS + seed, seed=seed))
@@ -68,11 +74,15 @@ def test_every_row_is_sound(prepared: Path) -> None:
     assert len({row["id"] for row in rows}) == ROWS + TEST_ROWS
     assert {row["meta"]["family"] for row in rows} == set(FAMILIES)
     for row in rows:
-        assert verify_gold(row["answer"]) is None and row["answer"] == canonical_gold(row["answer_raw"]), row["id"]
+        assert verify_gold(row["answer"]) is None and row["answer"] == canonical_gold(
+            row["answer_raw"]
+        ), row["id"]
         assert grade(row["meta"]["solution"], row["answer"]).verdict == "correct", row["id"]
         image = Image.open(io.BytesIO(row["images"][0]["bytes"]))
         assert (image.mode, image.size) == ("RGB", (56, 56)) and "<image>" not in row["problem"]
-        assert split_of(image) == row["split"], "no seed or size can put a held-out diagram into training"
+        assert split_of(image) == row["split"], (
+            "no seed or size can put a held-out diagram into training"
+        )
 
 
 def test_workings_of_one_answer_differ_in_length_by_wording() -> None:
@@ -82,13 +92,18 @@ def test_workings_of_one_answer_differ_in_length_by_wording() -> None:
         meta = row["meta"]
         for name in ("solution", "slip"):
             digits_alike = re.sub(r"\d+", "0", meta[name])
-            words.setdefault((meta["family"], meta["kind"], name), set()).add(len(digits_alike.split()))
+            words.setdefault((meta["family"], meta["kind"], name), set()).add(
+                len(digits_alike.split())
+            )
     assert len(words) == 14 and all(len(lengths) >= 2 for lengths in words.values()), words
 
 
-def test_a_polygon_stands_on_a_side_with_a_dot_at_each_corner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_polygon_stands_on_a_side_with_a_dot_at_each_corner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """So that a model of the tiny one's size can count its sides."""
-    pictures, dots = _watched(monkeypatch), list[Point]()
+    pictures = _watched(monkeypatch)
+    dots = list[Point]()
     monkeypatch.setattr(Canvas, "dot", lambda self, centre: dots.append(centre))
     for number in range(20):
         dots.clear()
@@ -99,10 +114,15 @@ def test_a_polygon_stands_on_a_side_with_a_dot_at_each_corner(monkeypatch: pytes
         assert abs(v - y) <= math.tan(math.radians(4.01)) * abs(u - x)
 
 
-def test_wrong_arguments_end_with_code_2_one_line_and_no_output(capsys: pytest.CaptureFixture[str], case: Case) -> None:
+def test_wrong_arguments_end_with_code_2_one_line_and_no_output(
+    capsys: pytest.CaptureFixture[str], case: Case
+) -> None:
     cases = [
         ({"--families": "circel"}, "did you mean 'circle'?"),
-        ({"--families": "triangle_angle"}, "size: 56 is too small for the letters of 'triangle_angle'"),
+        (
+            {"--families": "triangle_angle"},
+            "size: 56 is too small for the letters of 'triangle_angle'",
+        ),
         ({"--level": "2"}, "size: 56 is too small for the numbers of level 2"),
         ({"--level": "4"}, "--level: '4' is not a whole number from 1 to 3"),
         ({"--styles": "blod"}, "unknown style 'blod'; did you mean 'bold'?"),
@@ -111,7 +131,9 @@ def test_wrong_arguments_end_with_code_2_one_line_and_no_output(capsys: pytest.C
     for changed, expected in cases:
         with case(f"{changed!r:.80}") as folder:
             options = {"--output": str(folder / "out"), "--rows": "4", **changed}
-            assert main(["synthetic", *[word for option in options.items() for word in option]]) == 2
+            assert (
+                main(["synthetic", *[word for option in options.items() for word in option]]) == 2
+            )
             error = capsys.readouterr().err
             assert error.startswith("error: ") and error.count("\n") == 1 and expected in error
             assert not list(folder.iterdir())
@@ -134,12 +156,13 @@ def test_what_is_drawn_is_made_only_where_something_is_missing_or_another(tmp_pa
     manifest = read_manifest(folder)
     assert manifest is not None and manifest["counts"] == {"train": 5, "test": 2}
     other = ensured(rows=5)
-    monkeypatch.setattr("data_prep.generated.SYNTHETIC_REVISION", "another")
+    monkeypatch.setattr("adora_vl.synthetic.generated.SYNTHETIC_REVISION", "another")
     assert ensured(rows=5) != other, "of older drawing code"
 
 
-# What the revisions stand for. Where this test fails, equal arguments give other rows than before. If so intended, the
-# revision in data_prep/generated.py has to change too, so that no run resumes on data that changed under it.
+# What the revisions stand for. Where this test fails, equal arguments give other rows than before.
+# If so intended, the revision in adora_vl/synthetic/generated.py has to change too, so that no run
+# resumes on data that changed under it.
 _ROWS_OF = {
     prepare.SYNTHETIC_REVISION: "02b6374e669f8045b791dbca52d34f0204cd0a220b642bc1436b3c7495f32235",
     prepare.KNIGHTS_REVISION: "9577b2e7929d3d0b5131ddfa636eaa6dd0d44b594e340ac1a3bda7828f089798",
@@ -147,7 +170,10 @@ _ROWS_OF = {
 
 
 def test_a_revision_stands_for_the_same_rows() -> None:
-    drawn = [*generate(200, split="train", seed=1, size=56), *generate(50, split="test", size=112, level=2, choices=4)]
+    drawn = [
+        *generate(200, split="train", seed=1, size=56),
+        *generate(50, split="test", size=112, level=2, choices=4),
+    ]
     found = {
         prepare.SYNTHETIC_REVISION: _digest(drawn),
         prepare.KNIGHTS_REVISION: _digest(knights.generate(100, split="test", seed=1)),
@@ -156,10 +182,15 @@ def test_a_revision_stands_for_the_same_rows() -> None:
 
 
 def _digest(rows: Iterable[Any]) -> str:
-    """Of texts and pixels. Pillow draws alike on every processor; another Pillow may not, so the pins decide."""
+    """Of texts and pixels.
+
+    Pillow draws alike on every processor; another Pillow may not, so the pins decide.
+    """
     seen = hashlib.sha256()
     for row in rows:
-        seen.update(repr([row[key] for key in ("id", "problem", "answer", "choices", "meta")]).encode())
+        seen.update(
+            repr([row[key] for key in ("id", "problem", "answer", "choices", "meta")]).encode()
+        )
         for image in row["images"]:
             seen.update(image.tobytes())
     return seen.hexdigest()
@@ -168,20 +199,36 @@ def _digest(rows: Iterable[Any]) -> str:
 def test_what_is_drawn_never_replaces_another_dataset(tmp_path: Path) -> None:
     prepare_drawn(tmp_path / "data", synthetic(rows=2, test_rows=0))
     manifest = tmp_path / "data" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"source": "synthetic"', '"source": "geometry3k/hub"'))
+    manifest.write_text(
+        manifest.read_text().replace('"source": "synthetic"', '"source": "geometry3k/hub"')
+    )
     with pytest.raises(UserError, match="holds 'geometry3k/hub', not synthetic data"):
         ensure_drawn(tmp_path / "data", synthetic(rows=2, test_rows=0))
 
 
 def test_the_rows_that_the_shipped_tiny_model_learned_from_never_change() -> None:
     """A change here means `make tiny-model`."""
-    assert _digest(generate(10, seed=1000)) == "7aa6d9d3d9289cc165e85378fc043423056cb59e5cae9faee469e7848b2fbad7"
+    assert (
+        _digest(generate(10, seed=1000))
+        == "7aa6d9d3d9289cc165e85378fc043423056cb59e5cae9faee469e7848b2fbad7"
+    )
 
 
-def test_lettered_problems_have_golds_that_verify_and_choices_of_which_one_is_right(subtests: pytest.Subtests) -> None:
+def test_lettered_problems_have_golds_that_verify_and_choices_of_which_one_is_right(
+    subtests: pytest.Subtests,
+) -> None:
     for level in LEVELS:
         with subtests.test(f"{level}"):
-            rows = list(generate(25, size=168, families=tuple(LETTERED), level=level, choices=4, styles=tuple(STYLES)))
+            rows = list(
+                generate(
+                    25,
+                    size=168,
+                    families=tuple(LETTERED),
+                    level=level,
+                    choices=4,
+                    styles=tuple(STYLES),
+                )
+            )
             letters = set()
             for row in rows:
                 assert verify_gold(row["answer"], row["choices"]) is None, row
@@ -189,7 +236,9 @@ def test_lettered_problems_have_golds_that_verify_and_choices_of_which_one_is_ri
                 assert len(row["choices"]) == 4
                 boxes = [f"\\boxed{{{choice}}}" for choice in row["choices"]]
                 right = [grade(box, row["answer"]).verdict == "correct" for box in boxes]
-                assert right.count(True) == 1 and right.index(True) == "ABCD".index(row["answer_raw"])
+                assert right.count(True) == 1 and right.index(True) == "ABCD".index(
+                    row["answer_raw"]
+                )
                 letters.add(row["answer_raw"])
                 assert split_of(row["images"][0]) == "train"
             assert letters == set("ABCD")
@@ -205,11 +254,34 @@ def test_styles_change_the_picture_and_nothing_else() -> None:
 
 
 def test_families_levels_styles_and_choices_from_the_command_line(tmp_path: Path) -> None:
-    command = ["synthetic", "--output", str(tmp_path / "out"), "--rows", "4", "--test-rows", "2", "--size", "224"]
-    command += ["--families", "triangle_angle, circle", "--level", "3", "--styles", "board,pencil", "--choices", "4"]
+    command = [
+        "synthetic",
+        "--output",
+        str(tmp_path / "out"),
+        "--rows",
+        "4",
+        "--test-rows",
+        "2",
+        "--size",
+        "224",
+    ]
+    command += [
+        "--families",
+        "triangle_angle, circle",
+        "--level",
+        "3",
+        "--styles",
+        "board,pencil",
+        "--choices",
+        "4",
+    ]
     assert main([*command, "--seed", "3"]) == 0
     rows = _rows(tmp_path / "out")
-    assert [row["meta"]["family"] for row in rows[:3]] == ["triangle_angle", "circle", "triangle_angle"]
+    assert [row["meta"]["family"] for row in rows[:3]] == [
+        "triangle_angle",
+        "circle",
+        "triangle_angle",
+    ]
     assert Image.open(io.BytesIO(rows[0]["images"][0]["bytes"])).size == (224, 224)
     assert all(len(row["choices"]) == 4 and row["answer_raw"] in "ABCD" for row in rows)
     manifest = read_manifest(tmp_path / "out")
@@ -218,7 +290,9 @@ def test_families_levels_styles_and_choices_from_the_command_line(tmp_path: Path
 
 
 class _Drawn:
-    """What one picture shows, as told by the drawing calls that made it: labels with places, and right angles."""
+    """What one picture shows, as told by the drawing calls that made it: labels with places, and
+    right angles.
+    """
 
     def __init__(self) -> None:
         self.labels: list[tuple[str, Point]] = []
@@ -237,7 +311,9 @@ class _Drawn:
     def at_side(self, ends: str) -> str:
         """The value that stands nearest to the middle between two letters."""
         (x, y), (u, v) = (self.points()[letter] for letter in ends)
-        return min(self._others(), key=lambda label: math.dist(label[1], ((x + u) / 2, (y + v) / 2)))[0]
+        return min(
+            self._others(), key=lambda label: math.dist(label[1], ((x + u) / 2, (y + v) / 2))
+        )[0]
 
     def at_corner(self, letter: str) -> str:
         """The value that stands nearest to a letter."""
@@ -250,7 +326,9 @@ class _Drawn:
 def _watched(monkeypatch: pytest.MonkeyPatch) -> list[_Drawn]:
     """The pictures from now on, in the order in which they are begun."""
     pictures: list[_Drawn] = []
-    start, label, line = Canvas.__init__, Canvas.label, Canvas.line
+    start = Canvas.__init__
+    label = Canvas.label
+    line = Canvas.line
 
     def begun(self: Canvas, *arguments: Any) -> None:
         self.drawn = _Drawn()  # type: ignore[attr-defined]
@@ -283,7 +361,8 @@ def _solved_for_x(text: str, value: float) -> float:
 
 def _recomputed(family: str, question: str, drawn: _Drawn) -> float:
     """The answer from the question and what is drawn alone, by other formulas where there are any."""
-    numbers, asked_x = drawn.numbers(), "x" in question
+    numbers = drawn.numbers()
+    asked_x = "x" in question
     if family == "isosceles":
         return 90 - numbers[0] / 2
     if family == "polygon":
@@ -300,7 +379,9 @@ def _recomputed(family: str, question: str, drawn: _Drawn) -> float:
     if family == "right_triangle_side":
         if asked_x:  # x at A C is opposite of the angle at B, the right angle is at C
             angle = math.radians(int(drawn.at_corner("B").rstrip("°")))
-            return int(drawn.at_side("AB")) * (math.sin(angle) if drawn.at_side("AC") == "x" else math.cos(angle))
+            return int(drawn.at_side("AB")) * (
+                math.sin(angle) if drawn.at_side("AC") == "x" else math.cos(angle)
+            )
         if question == "Find A B.":
             return math.hypot(int(drawn.at_side("AC")), int(drawn.at_side("BC")))
         return math.sqrt(int(drawn.at_side("AB")) ** 2 - int(drawn.at_side("AC")) ** 2)
@@ -323,7 +404,8 @@ def _recomputed(family: str, question: str, drawn: _Drawn) -> float:
         bc = ab / ae * ed
         return _solved_for_x(drawn.at_side("BC"), bc) if asked_x else bc
     assert family == "parallelogram_side"
-    left, right = drawn.at_side("AB"), drawn.at_side("CD")
+    left = drawn.at_side("AB")
+    right = drawn.at_side("CD")
     if right.isdigit():
         return _solved_for_x(left, int(right))
     at_0 = [-_solved_for_x(text, 0) * _factor(text) for text in (left, right)]
@@ -337,19 +419,30 @@ def _factor(text: str) -> int:
 
 
 def test_the_picture_with_the_question_determines_the_answer(monkeypatch, subtests):
-    """Every number that is needed is drawn, or stands in the question, apart from the others and inside."""
+    """Every number that is needed is drawn, or stands in the question, apart from the others and
+    inside.
+    """
     pictures = _watched(monkeypatch)
     for family, level in product(KNOWN.keys() - {"corners"}, LEVELS):  # that one is no figure
         with subtests.test(f"{family}, level {level}"):
             answers: dict[tuple[str, str], str] = {}
             for number in range(8):
-                problem = KNOWN[family](random.Random(f"{family}{level}{number}"), 224, level, STYLES["plain"])
+                problem = KNOWN[family](
+                    random.Random(f"{family}{level}{number}"), 224, level, STYLES["plain"]
+                )
                 written = plain(problem.answer).real
                 assert written is not None
                 found = _recomputed(family, problem.question, pictures[-1])
-                assert math.isclose(float(written.value), found, rel_tol=1e-9), (problem.question, pictures[-1].labels)
+                assert math.isclose(float(written.value), found, rel_tol=1e-9), (
+                    problem.question,
+                    pictures[-1].labels,
+                )
                 key = (diagram_hash(problem.image), problem.question)
                 assert answers.setdefault(key, problem.answer) == problem.answer
                 places = [place for _, place in pictures[-1].labels]
                 assert all(0.01 < x < 0.99 and 0.01 < y < 0.99 for x, y in places)
-                assert all(math.dist(one, other) > 0.05 for n, one in enumerate(places) for other in places[:n])
+                assert all(
+                    math.dist(one, other) > 0.05
+                    for n, one in enumerate(places)
+                    for other in places[:n]
+                )

@@ -2,9 +2,11 @@
 
 import base64
 import csv
+import io
 import json
 import subprocess
 import sys
+import tarfile
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,17 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 from PIL import Image
 
-from data_prep import formats
+from adora_vl.conversion import formats
+from adora_vl.conversion.convert import ensure_converted
 from data_prep.cli import main
-from data_prep.convert import ensure_converted
 from tests.conftest import Case
-from tests.unit.data_prep.data_prep_support import drawing, encoded, quarantined, refused, stored_image
+from tests.unit.data_prep.data_prep_support import (
+    drawing,
+    encoded,
+    quarantined,
+    refused,
+    stored_image,
+)
 from tests.unit.data_prep.own_data_support import PICTURES, convert, jsonl, kept
 
 COLUMNS = ("problem=Frage", "answer=Lösung", "images=Bild")
@@ -51,7 +59,9 @@ def workbook(folder: Path, rows: list[list[Any]]) -> Path:
     return folder / "t.xlsx"
 
 
-def test_a_table_of_german_excel_is_read_as_it_was_saved(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_of_german_excel_is_read_as_it_was_saved(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
     forms: dict[str, Any] = {
         "with semicolons": lambda folder: german_csv(folder, "utf-8-sig"),
         "in the encoding of Windows (cp1252)": lambda folder: german_csv(folder, "cp1252"),
@@ -65,16 +75,24 @@ def test_a_table_of_german_excel_is_read_as_it_was_saved(case: Case, capsys: pyt
             assert convert(source, folder / "out", "--decimal-comma", columns=COLUMNS) == 0
             rows = kept(folder / "out")
             assert [(row["problem"], row["answer"], len(row["images"])) for row in rows] == [
-                ("Wie groß ist der Winkel?", r"48.5^\circ", 1), ("Fläche in cm²?", "1234.5", 2),
-            ]  # fmt: skip
+                ("Wie groß ist der Winkel?", r"48.5^\circ", 1),
+                ("Fläche in cm²?", "1234.5", 2),
+            ]
             assert said.strip() in capsys.readouterr().out
-            columns = {"problem": "Frage", "answer": "Lösung", "images": "Bild", "decimal_comma": True}
+            columns = {
+                "problem": "Frage",
+                "answer": "Lösung",
+                "images": "Bild",
+                "decimal_comma": True,
+            }
             found = kept(ensure_converted(str(source), columns, folder / "cache"))
             assert [row["answer"] for row in found] == [row["answer"] for row in rows]
 
 
 def test_a_cell_of_excel_has_the_value_that_is_shown(tmp_path: Path) -> None:
-    source = workbook(tmp_path, [[f"q{n}?", value, None] for n, value in enumerate([0.1 + 0.2, 7, 0.5, "3/4"])])
+    source = workbook(
+        tmp_path, [[f"q{n}?", value, None] for n, value in enumerate([0.1 + 0.2, 7, 0.5, "3/4"])]
+    )
     book = openpyxl.load_workbook(source)
     book["Aufgaben"]["B4"].number_format = "0%"
     book.save(source)
@@ -84,18 +102,30 @@ def test_a_cell_of_excel_has_the_value_that_is_shown(tmp_path: Path) -> None:
 
 def test_decimal_commas_are_read_only_where_they_are_meant(case: Case) -> None:
     for answer, gold in [
-        ("52,5", "52.5"), ("52{,}5 cm", "52.5cm"), ("3,5; 4,5", "3.5,4.5"), ("(2,5; 3)", "(2.5,3)"), ("(2,3)", "(2,3)"),
-        (r"\frac{1,5}{2}", r"\frac{1.5}{2}"), ("1.234.567", "1234567"), ("0.5", "0.5"), ("1.234", None), (52.5, "52.5"),
-    ]:  # fmt: skip
+        ("52,5", "52.5"),
+        ("52{,}5 cm", "52.5cm"),
+        ("3,5; 4,5", "3.5,4.5"),
+        ("(2,5; 3)", "(2.5,3)"),
+        ("(2,3)", "(2,3)"),
+        (r"\frac{1,5}{2}", r"\frac{1.5}{2}"),
+        ("1.234.567", "1234567"),
+        ("0.5", "0.5"),
+        ("1.234", None),
+        (52.5, "52.5"),
+    ]:
         with case(answer) as folder:
             source = jsonl(folder / "in", [{"q": "?", "a": answer}, {"q": "1 + 1?", "a": 2}])
             words = ("--decimal-comma", "--allow-quarantined", "0.5")
             assert convert(source, folder / "out", *words, columns=("problem=q", "answer=a")) == 0
-            assert [row["answer"].replace(" ", "") for row in kept(folder / "out")] == ([gold] if gold else []) + ["2"]
+            assert [row["answer"].replace(" ", "") for row in kept(folder / "out")] == (
+                [gold] if gold else []
+            ) + ["2"]
 
 
 def test_a_class_is_its_name_and_an_index_is_refused_until_it_is_said_to_be_one(case: Case) -> None:
-    features = Features({"q": Value("string"), "a": ClassLabel(names=["3", "1", "x"]), "c": List(Value("string"))})
+    features = Features(
+        {"q": Value("string"), "a": ClassLabel(names=["3", "1", "x"]), "c": List(Value("string"))}
+    )
     rows = [{"q": f"{n}?", "a": n, "c": ["3", "1", "2", "0"]} for n in range(3)]
     data = Dataset.from_list(rows, features=features)
     for form in ("parquet", "save_to_disk", "card"):
@@ -107,18 +137,33 @@ def test_a_class_is_its_name_and_an_index_is_refused_until_it_is_said_to_be_one(
                 data.to_parquet(source / "train.parquet")
             else:
                 source.mkdir()
-                names = "\n".join(f"          '{n}': '{name}'" for n, name in enumerate(["3", "1", "x"]))
+                names = "\n".join(
+                    f"          '{n}': '{name}'" for n, name in enumerate(["3", "1", "x"])
+                )
                 label = f"  - name: a\n    dtype:\n      class_label:\n        names:\n{names}"
-                (source / "README.md").write_text(f"---\ndataset_info:\n  features:\n{label}\n---\n")
+                (source / "README.md").write_text(
+                    f"---\ndataset_info:\n  features:\n{label}\n---\n"
+                )
                 (source / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-            assert convert(source, folder / "out", "--keep-leaks", columns=("problem=q", "answer=a")) == 0
+            assert (
+                convert(source, folder / "out", "--keep-leaks", columns=("problem=q", "answer=a"))
+                == 0
+            )
             assert [row["answer"] for row in kept(folder / "out")] == ["3", "1", "x"]
-    for said, golds in {"": [], "value": ["0", "1", "2"], "index": ["3", "1", "2"], "index-from-1": ["3", "1"]}.items():
+    for said, golds in {
+        "": [],
+        "value": ["0", "1", "2"],
+        "index": ["3", "1", "2"],
+        "index-from-1": ["3", "1"],
+    }.items():
         with case(f"answer is {said}") as folder:
             words = ["--answer-is", said] if said else []
             source = jsonl(folder / "in", [*rows, {"q": "Which?", "a": "A", "c": ["A. x", "B. y"]}])
             columns = ("problem=q", "answer=a", "choices=c")
-            assert convert(source, folder / "out", "--allow-quarantined", "1", *words, columns=columns) == 0
+            assert (
+                convert(source, folder / "out", "--allow-quarantined", "1", *words, columns=columns)
+                == 0
+            )
             assert [row["answer"] for row in kept(folder / "out")] == [*golds, "x"]
             told = quarantined(folder / "out") if len(golds) < 3 else []
             assert said or all("--answer-is value, index" in line["detail"] for line in told)
@@ -126,14 +171,30 @@ def test_a_class_is_its_name_and_an_index_is_refused_until_it_is_said_to_be_one(
 
 def test_a_reference_answer_is_read_or_refused_but_never_a_text_of_signs(tmp_path: Path) -> None:
     golds: dict[str, str | None] = {
-        r"5$\sqrt{2}$": r"5\sqrt{2}", r"45${}^\circ$": r"45^\circ", r"$$\number{36}$$": "36",
+        r"5$\sqrt{2}$": r"5\sqrt{2}",
+        r"45${}^\circ$": r"45^\circ",
+        r"$$\number{36}$$": "36",
         r"$$72\mathrm \pi$$": r"72\pi",
-        "20º": r"20^\circ", "We add.\n#### 7": "7", r"$$3$$ $$8$$": None, r"4 \sqrt": None, "#N/A": None, "約12": None,
-        "Würfel": "Würfel", "AB∥CD": "AB∥CD", "$5": None,
-    }  # fmt: skip
+        "20º": r"20^\circ",
+        "We add.\n#### 7": "7",
+        r"$$3$$ $$8$$": None,
+        r"4 \sqrt": None,
+        "#N/A": None,
+        "約12": None,
+        "Würfel": "Würfel",
+        "AB∥CD": r"AB\parallel CD",
+        "$5": None,
+    }
     source = jsonl(tmp_path / "in", [{"q": f"{n}?", "a": gold} for n, gold in enumerate(golds)])
-    assert convert(source, tmp_path / "out", "--allow-quarantined", "1", columns=("problem=q", "answer=a")) == 0
-    assert [row["answer"] for row in kept(tmp_path / "out")] == [gold for gold in golds.values() if gold]
+    assert (
+        convert(
+            source, tmp_path / "out", "--allow-quarantined", "1", columns=("problem=q", "answer=a")
+        )
+        == 0
+    )
+    assert [row["answer"] for row in kept(tmp_path / "out")] == [
+        gold for gold in golds.values() if gold
+    ]
     reasons = [line["reason"] for line in quarantined(tmp_path / "out")]
     assert reasons == ["gold_signs"] * 4 + ["gold_currency"]
 
@@ -141,22 +202,41 @@ def test_a_reference_answer_is_read_or_refused_but_never_a_text_of_signs(tmp_pat
 def test_rows_of_one_json_text_are_found(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "_PIECE", 5)  # so that a list is read in pieces that end anywhere
     rows = [{"q": f"{n}?", "a": n, "more": ["]", {"é": []}]} for n in range(3)]
-    for content in (rows, {"data": rows, "version": 1}, {str(n): row for n, row in enumerate(rows)}):
+    for content in (
+        rows,
+        {"data": rows, "version": 1},
+        {str(n): row for n, row in enumerate(rows)},
+    ):
         for indent in (None, 1):
             with case(f"{content} {indent}") as folder:
                 text = json.dumps(content, indent=indent, ensure_ascii=False)
                 (folder / "t.json").write_text(text)
-                assert convert(folder / "t.json", folder / "out", columns=("problem=q", "answer=a")) == 0
+                assert (
+                    convert(folder / "t.json", folder / "out", columns=("problem=q", "answer=a"))
+                    == 0
+                )
                 assert [row["answer"] for row in kept(folder / "out")] == ["0", "1", "2"]
                 for broken in (text[:-1], text[:-9], f"{text}]", text.replace(",", ";")):
                     (folder / "t.json").write_text(broken)
-                    assert convert(folder / "t.json", folder / "bad", columns=("problem=q", "answer=a")) == 2
+                    assert (
+                        convert(
+                            folder / "t.json", folder / "bad", columns=("problem=q", "answer=a")
+                        )
+                        == 2
+                    )
                     assert not (folder / "bad").exists()
 
 
-def test_a_picture_is_found_under_another_spelling_of_its_path_and_never_outside(case: Case) -> None:
+def test_a_picture_is_found_under_another_spelling_of_its_path_and_never_outside(
+    case: Case,
+) -> None:
     name = unicodedata.normalize("NFD", "Dreieck ä.png")
-    for path in ("Fotos\\Dreieck ä.png", "fotos/DREIECK Ä.PNG", "Fotos/Dreieck%20a%CC%88.png", "./Fotos/Dreieck ä.png"):
+    for path in (
+        "Fotos\\Dreieck ä.png",
+        "fotos/DREIECK Ä.PNG",
+        "Fotos/Dreieck%20a%CC%88.png",
+        "./Fotos/Dreieck ä.png",
+    ):
         with case(path) as folder:
             (folder / "in" / "Fotos").mkdir(parents=True)
             (folder / "in" / "Fotos" / name).write_bytes(PICTURES[0])
@@ -168,9 +248,17 @@ def test_a_picture_is_found_under_another_spelling_of_its_path_and_never_outside
             assert convert(source, folder / "out", "--allow-quarantined", "1", columns=columns) == 0
             assert [row["images"][0]["bytes"] for row in kept(folder / "out")] == [PICTURES[0]]
             outside, missing = quarantined(folder / "out")
-            assert outside["reason"] == "file_missing" and f"--image-dir {folder / 'in' / 'Fotos'}" in missing["detail"]
+            assert (
+                outside["reason"] == "file_missing"
+                and f"--image-dir {folder / 'in' / 'Fotos'}" in missing["detail"]
+            )
             words = ("--image-dir", str(folder / "in" / "Fotos"), "--allow-quarantined", "1")
-            assert convert(source, folder / "dir", *words, columns=("problem=q", "answer=a", "images=i")) == 0
+            assert (
+                convert(
+                    source, folder / "dir", *words, columns=("problem=q", "answer=a", "images=i")
+                )
+                == 0
+            )
             assert [row["problem"] for row in kept(folder / "dir")] == ["."]
 
 
@@ -181,25 +269,45 @@ def test_what_stands_in_the_place_of_a_picture_is_named(tmp_path: Path) -> None:
     )
     small = base64.b64encode(encoded(drawing(1, 24))).decode()
     assert len(small) < 1024
-    broken = {"lfs_pointer": b"version https://git-lfs.github.com/spec/v1\n", "html": b"\n<!doctype html><p>404",
-              "heic": heic.read_bytes()[:60]}  # fmt: skip
+    broken = {
+        "lfs_pointer": b"version https://git-lfs.github.com/spec/v1\n",
+        "html": b"\n<!doctype html><p>404",
+        "heic": heic.read_bytes()[:60],
+    }
     for word, content in broken.items():
         (tmp_path / "in" / f"{word}.png").write_bytes(content)
     images = ["a.heic", small, *(f"{word}.png" for word in broken)]
-    source = jsonl(tmp_path / "in", [{"q": f"{n}?", "a": n, "i": image} for n, image in enumerate(images)])
+    source = jsonl(
+        tmp_path / "in", [{"q": f"{n}?", "a": n, "i": image} for n, image in enumerate(images)]
+    )
     words = ("--allow-quarantined", "1")
-    assert convert(source, tmp_path / "out", *words, columns=("problem=q", "answer=a", "images=i")) == 0
+    assert (
+        convert(source, tmp_path / "out", *words, columns=("problem=q", "answer=a", "images=i"))
+        == 0
+    )
     assert [stored_image(row).size for row in kept(tmp_path / "out")] == [(64, 64), (24, 24)]
-    assert [line["reason"] for line in quarantined(tmp_path / "out")] == [f"image_{word}" for word in broken]
+    assert [line["reason"] for line in quarantined(tmp_path / "out")] == [
+        f"image_{word}" for word in broken
+    ]
 
 
-def test_all_faults_of_a_table_are_said_in_one_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"q": f"{n}?", "a": "3,5", "i": f"{n}.png"} for n in range(3)] + [{"q": "4?", "a": None, "i": "pics/0.png"}]
+def test_all_faults_of_a_table_are_said_in_one_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"q": f"{n}?", "a": "3,5", "i": f"{n}.png"} for n in range(3)] + [
+        {"q": "4?", "a": None, "i": "pics/0.png"}
+    ]
     source = jsonl(tmp_path / "in", rows)
     said = refused(
-        convert(source, tmp_path / "out", columns=("problem=q", "answer=a", "images=i")), tmp_path / "out", capsys
+        convert(source, tmp_path / "out", columns=("problem=q", "answer=a", "images=i")),
+        tmp_path / "out",
+        capsys,
     )
-    for kind in ("file_missing: 3 rows, the first is mine/train/0", "gold_decimal_comma: 3 rows", "field_type: 1 row"):
+    for kind in (
+        "file_missing: 3 rows, the first is mine/train/0",
+        "gold_decimal_comma: 3 rows",
+        "field_type: 1 row",
+    ):
         assert f"error: {kind}" in said
     assert "--decimal-comma" in said
     code = convert(source, tmp_path / "out", columns=("problem=p", "answer=b"))
@@ -208,7 +316,8 @@ def test_all_faults_of_a_table_are_said_in_one_pass(tmp_path: Path, capsys: pyte
 
 @pytest.mark.slow
 def test_photographs_excel_and_a_conversation_each_train_after_one_convert(tmp_path: Path) -> None:
-    photos, names = pictures(tmp_path / "in"), [f"IMG_{n}.jpg" for n in range(30)]
+    photos = pictures(tmp_path / "in")
+    names = [f"IMG_{n}.jpg" for n in range(30)]
     for n, name in enumerate(names):
         tags = Image.Exif()
         tags[271] = "Phone"
@@ -221,12 +330,99 @@ def test_photographs_excel_and_a_conversation_each_train_after_one_convert(tmp_p
     talk = ["--input", str(photos / "mine.jsonl"), "--preset", "llamafactory"]
     for name, words in {"excel": excel, "talk": talk}.items():
         assert main(["convert", *words, "--output", str(tmp_path / name)]) == 0
-        assert {row["images"][0]["bytes"][:2] for row in kept(tmp_path / name)} == {b"\xff\xd8"}, "as small as before"
+        assert {row["images"][0]["bytes"][:2] for row in kept(tmp_path / name)} == {b"\xff\xd8"}, (
+            "as small as before"
+        )
     keys = {
-        "config": "configs/train/smoke_cpu.yaml", "dataset_name": tmp_path / "excel", "output_dir": tmp_path / "run",
-        "use_vllm": "false", "max_steps": "1", "per_device_train_batch_size": "4", "num_generations": "4",
-        "max_completion_length": "8", "eval_strategy": "no", "report_to": "none",
-    }  # fmt: skip
+        "config": "configs/train/smoke_cpu.yaml",
+        "dataset_name": tmp_path / "excel",
+        "output_dir": tmp_path / "run",
+        "use_vllm": "false",
+        "max_steps": "1",
+        "per_device_train_batch_size": "4",
+        "num_generations": "4",
+        "max_completion_length": "8",
+        "eval_strategy": "no",
+        "report_to": "none",
+    }
     words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-    done = subprocess.run([sys.executable, "-m", "adora_vl.train", *words], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "adora_vl.train", *words], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_shard_of_webdataset_is_a_table(tmp_path: Path) -> None:
+    shard = tmp_path / "shard-000.tar"
+    with tarfile.open(shard, "w") as tar:
+        for number, gold in enumerate(("50", "65", "72")):
+            row = json.dumps({"question": f"Angle {number}?", "answer": gold}).encode()
+            for ending, content in (("png", PICTURES[number]), ("json", row), ("mp3", b"?")):
+                member = tarfile.TarInfo(f"train/{number:03}.{ending}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+        member = tarfile.TarInfo("train/003.json")
+        member.size = 1
+        tar.addfile(member, io.BytesIO(b"{"))
+    columns = ("problem=json.question", "answer=json.answer", "images=png", "id=__key__")
+    options = ("--allow-quarantined", "0.5")
+    assert convert(shard, tmp_path / "out", *options, columns=columns) == 0
+    rows = kept(tmp_path / "out")
+    assert [row["answer"] for row in rows] == ["50", "65", "72"]
+    assert [row["id"].rpartition("train/")[2] for row in rows] == ["000", "001", "002"]
+    assert [line["reason"] for line in quarantined(tmp_path / "out")] == ["not_json"]
+
+
+def test_a_path_of_another_machine_leads_to_the_longest_end_that_is_there(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for before in ("/mnt/data/geo/", "D:\\data\\geo\\", "file:///mnt/geo/"):
+        with case(before) as folder:
+            rows = [{"q": f"{n}?", "a": n, "i": f"{before}images/{n}.png"} for n in range(2)]
+            source = jsonl(folder / "in", rows)
+            columns = ("problem=q", "answer=a", "images=i")
+            assert convert(source, folder / "told", columns=columns) != 0
+            assert "--image-dir" in capsys.readouterr().err
+            for number in range(2):  # the shorter end is there too, and holds another picture
+                (folder / "there" / "images").mkdir(parents=True, exist_ok=True)
+                (folder / "there" / f"{number}.png").write_bytes(PICTURES[3])
+                place = folder / "there" / "images" / f"{number}.png"
+                place.write_bytes(PICTURES[number])
+            options = ("--image-dir", str(folder / "there"))
+            assert convert(source, folder / "out", *options, columns=columns) == 0
+            found = [row["images"][0]["bytes"] for row in kept(folder / "out")]
+            assert found == PICTURES[:2]
+
+
+def test_a_sentence_is_no_reference_answer_unless_texts_are_meant(tmp_path: Path) -> None:
+    golds = ["The two lines are parallel to each other", "isosceles right triangle", "Yes"]
+    source = jsonl(tmp_path / "in", [{"q": f"{n}?", "a": gold} for n, gold in enumerate(golds)])
+    columns = ("problem=q", "answer=a")
+    assert convert(source, tmp_path / "o", "--allow-quarantined", "0.5", columns=columns) == 0
+    assert [row["answer"] for row in kept(tmp_path / "o")] == golds[1:]
+    assert [line["reason"] for line in quarantined(tmp_path / "o")] == ["gold_sentence"]
+    assert convert(source, tmp_path / "texts", "--text-answers", columns=columns) == 0
+    assert [row["answer"] for row in kept(tmp_path / "texts")] == golds
+
+
+def test_options_stay_in_the_text_where_that_is_asked_for(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "in", [{"q": "Which?\nChoices:\nA: 4\nB: 5", "a": "B"}])
+    columns = ("problem=q", "answer=a")
+    assert convert(source, tmp_path / "out", columns=columns) == 0
+    assert convert(source, tmp_path / "left", "--keep-options-in-text", columns=columns) == 0
+    found = [kept(tmp_path / name)[0] for name in ("out", "left")]
+    assert [(row["problem"], row["choices"]) for row in found] == [
+        ("Which?", ["4", "5"]),
+        ("Which?\nChoices:\nA: 4\nB: 5", None),
+    ]
+
+
+def test_a_draft_is_no_answer_and_boxes_in_a_row_are_several(tmp_path: Path) -> None:
+    golds = {
+        r"<think>\boxed{4}?</think> so \boxed{5}": "5",
+        r"\boxed{4}, no: \boxed{5}": "5",
+        r"\boxed{4} and \boxed{5}": "4, 5",
+    }
+    source = jsonl(tmp_path / "in", [{"q": f"{n}?", "a": gold} for n, gold in enumerate(golds)])
+    assert convert(source, tmp_path / "out", columns=("problem=q", "answer=a")) == 0
+    assert [row["answer"] for row in kept(tmp_path / "out")] == list(golds.values())

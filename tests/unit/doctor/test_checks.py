@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from adora_vl.builtin.tiny_vl import build_config
-from adora_vl.config.reading import read
+from adora_vl.config.command import read
 from adora_vl.doctor import __main__ as command
 from adora_vl.doctor import checks as versions
 from adora_vl.doctor.checks import (
@@ -26,7 +26,14 @@ from adora_vl.doctor.checks import (
     check_writable,
     ranges,
 )
-from adora_vl.doctor.engine import FEATURES, Examination, changed, check_features, choose_parameter, examine
+from adora_vl.doctor.engine import (
+    FEATURES,
+    Examination,
+    changed,
+    check_features,
+    choose_parameter,
+    examine,
+)
 from adora_vl.models.families import freeze
 from adora_vl.models.load import PRETRAINED
 from adora_vl.rewards import reward_functions
@@ -40,7 +47,9 @@ IMAGE = 12
 
 
 def test_the_installed_stack_is_healthy():
-    assert is_healthy([*check_libraries(), *check_parts(use_vllm=True, use_peft=True, use_deepspeed=True)])
+    assert is_healthy(
+        [*check_libraries(), *check_parts(use_vllm=True, use_peft=True, use_deepspeed=True)]
+    )
     assert check_torchvision().status is Status.PASSED
 
 
@@ -69,10 +78,26 @@ def test_either_build_of_vllm_is_looked_at():
 def test_builds_that_do_not_suit_the_machine(subtests):
     cases: list[Any] = [
         ({"use_cpu": True, "gpus": 0, "cuda": None, "vllm_is_cpu_build": True}, Status.PASSED, ""),
-        ({"use_cpu": False, "gpus": 1, "cuda": "13.0", "vllm_is_cpu_build": False}, Status.PASSED, ""),
-        ({"use_cpu": False, "gpus": 0, "cuda": "13.0", "vllm_is_cpu_build": False}, Status.FAILED, "nvidia-smi"),
-        ({"use_cpu": False, "gpus": 0, "cuda": None, "vllm_is_cpu_build": False}, Status.FAILED, "CUDA build"),
-        ({"use_cpu": False, "gpus": 1, "cuda": "13.0", "vllm_is_cpu_build": True}, Status.FAILED, "adora-vl[gpu]"),
+        (
+            {"use_cpu": False, "gpus": 1, "cuda": "13.0", "vllm_is_cpu_build": False},
+            Status.PASSED,
+            "",
+        ),
+        (
+            {"use_cpu": False, "gpus": 0, "cuda": "13.0", "vllm_is_cpu_build": False},
+            Status.FAILED,
+            "nvidia-smi",
+        ),
+        (
+            {"use_cpu": False, "gpus": 0, "cuda": None, "vllm_is_cpu_build": False},
+            Status.FAILED,
+            "CUDA build",
+        ),
+        (
+            {"use_cpu": False, "gpus": 1, "cuda": "13.0", "vllm_is_cpu_build": True},
+            Status.FAILED,
+            "adora-vl[gpu]",
+        ),
     ]
     for facts, status, remedy in cases:
         with subtests.test(f"{facts!r:.80}"):
@@ -106,11 +131,15 @@ def test_what_a_run_compiles_with(subtests, tmp_path, monkeypatch):
     for missing, deepspeed, triton, status, remedy in cases:
         with subtests.test(f"{missing} {deepspeed} {triton}"):
             found = {name: f"/bin/{name}" for name in every if name not in missing}
-            check = check_compilers(deepspeed=deepspeed, triton=triton, find=found.get, include=str(tmp_path))
+            check = check_compilers(
+                deepspeed=deepspeed, triton=triton, find=found.get, include=str(tmp_path)
+            )
             assert check.status is status and remedy in check.remedy
     places = {name: f"/bin/{name}" for name in every}
     monkeypatch.setenv("CC", "mycc -m64")
-    on_a_card = check_compilers(deepspeed=False, triton=True, find=places.get, include=str(tmp_path))
+    on_a_card = check_compilers(
+        deepspeed=False, triton=True, find=places.get, include=str(tmp_path)
+    )
     assert "/bin/mycc" in on_a_card.detail and "gcc" not in on_a_card.detail
     headers.unlink()
     without = check_compilers(deepspeed=False, triton=True, find=places.get, include=str(tmp_path))
@@ -148,7 +177,8 @@ def test_golds_that_can_be_graded_and_broken_ones(subtests):
 
 def test_a_grader_that_accepts_anything(monkeypatch):
     monkeypatch.setattr(
-        "adora_vl.doctor.checks.grade", lambda *_, **__: SimpleNamespace(verdict="correct", reason="same_number")
+        "adora_vl.doctor.checks.grade",
+        lambda *_, **__: SimpleNamespace(verdict="correct", reason="same_number"),
     )
     check = check_golds([row("60")])
     assert check.status is Status.FAILED and "918273.645 is accepted" in check.detail
@@ -181,12 +211,17 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 def test_a_disk_without_room(tmp_path):
     assert check_room(tmp_path / "run", 10**6, 10**5, 2).status is Status.PASSED
     check = check_room(tmp_path / "run", 10**18, 10**5, 2)
-    assert check.status is Status.FAILED and "save_total_limit" in check.remedy and "2 checkpoints" in check.detail
+    assert (
+        check.status is Status.FAILED
+        and "save_total_limit" in check.remedy
+        and "2 checkpoints" in check.detail
+    )
 
 
 def prompts(*ids: list[int], grids: list[list[int]] | None = None) -> Prompts:
     grid = torch.tensor(grids or [[1, 4, 4]] * len(ids))
-    names, images = [f"row {n}" for n in range(len(ids))], [[None]] * len(ids)
+    names = [f"row {n}" for n in range(len(ids))]
+    images = [[None]] * len(ids)
     return Prompts([], list(ids), images, {"image_grid_thw": grid}, names)
 
 
@@ -194,27 +229,42 @@ def test_image_tokens_and_features():
     assert check_features(prompts([1, *[IMAGE] * 4, 2]), IMAGE, merge=2).status is Status.PASSED
     check = check_features(prompts([1, *[IMAGE] * 4, 2], [1, IMAGE, 2]), IMAGE, merge=2)
     assert check.status is Status.FAILED and check.name == FEATURES
-    assert "row 1: 1 image tokens in the prompt, 4 features" in check.detail and "max_pixels" in check.remedy
+    assert (
+        "row 1: 1 image tokens in the prompt, 4 features" in check.detail
+        and "max_pixels" in check.remedy
+    )
 
 
 def test_without_a_colocated_engine_only_the_prompts_are_looked_at(subtests):
     for settings, why in [({"use_vllm": False}, "samples itself"), ({"use_vllm": True}, "server")]:
         with subtests.test(f"{settings!r:.80}"):
             trainer = SimpleNamespace(
-                vllm_mode="server", model=Small(), ref_model=None,
-                processing_class=SimpleNamespace(image_token_id=IMAGE), **settings,
-            )  # fmt: skip
+                vllm_mode="server",
+                model=Small(),
+                ref_model=None,
+                processing_class=SimpleNamespace(image_token_id=IMAGE),
+                **settings,
+            )
             checks = examine(Examination(trainer, prompts([1, *[IMAGE] * 4, 2])), merge=2)
-            assert [check.status for check in checks] == [*[Status.PASSED] * 2, *[Status.SKIPPED] * 8]
+            assert [check.status for check in checks] == [
+                *[Status.PASSED] * 2,
+                *[Status.SKIPPED] * 8,
+            ]
             assert all(why in check.detail for check in checks[2:])
 
 
 def test_after_an_error_the_rest_is_skipped_and_not_hidden(monkeypatch):
     trainer = SimpleNamespace(
-        use_vllm=True, vllm_mode="colocate", model=Small(), ref_model=None,
-        processing_class=SimpleNamespace(image_token_id=IMAGE), vllm_generation=SimpleNamespace(model_runner="V1"),
-    )  # fmt: skip
-    monkeypatch.setattr(Examination, "cold", lambda self: [passed(PROMPTS, "2"), passed(COLD, "1e-06")])
+        use_vllm=True,
+        vllm_mode="colocate",
+        model=Small(),
+        ref_model=None,
+        processing_class=SimpleNamespace(image_token_id=IMAGE),
+        vllm_generation=SimpleNamespace(model_runner="V1"),
+    )
+    monkeypatch.setattr(
+        Examination, "cold", lambda self: [passed(PROMPTS, "2"), passed(COLD, "1e-06")]
+    )
     monkeypatch.setattr(Examination, "distant", lambda self: passed(DISTANT, "1e-06"))
 
     def broken(self: Examination, *, vision: bool) -> Check:
@@ -222,7 +272,11 @@ def test_after_an_error_the_rest_is_skipped_and_not_hidden(monkeypatch):
 
     monkeypatch.setattr(Examination, "after_change", broken)
     checks = examine(Examination(trainer, prompts([1, *[IMAGE] * 4, 2])), merge=2)
-    assert [check.status for check in checks[5:]] == [Status.PASSED, Status.FAILED, *[Status.SKIPPED] * 3]
+    assert [check.status for check in checks[5:]] == [
+        Status.PASSED,
+        Status.FAILED,
+        *[Status.SKIPPED] * 3,
+    ]
     assert "Encoder cache miss" in checks[6].detail and checks[6].remedy
 
 
@@ -242,7 +296,9 @@ def test_the_engine_is_put_to_sleep_before_it_is_compared(monkeypatch):
         monkeypatch.setattr(Examination, "drift", drift)
         check = Examination(SimpleNamespace(vllm_generation=generation), prompts([1])).after_sleep()
         assert asked == [2, "sleep"] and generation._llm_weights_sleeping
-        assert check.status is status and (status is Status.PASSED or "vllm_enable_sleep_mode: false" in check.remedy)
+        assert check.status is status and (
+            status is Status.PASSED or "vllm_enable_sleep_mode: false" in check.remedy
+        )
 
 
 class Small(torch.nn.Module):
@@ -275,8 +331,14 @@ def test_a_changed_weight_comes_back_to_the_bit():
 
 
 def test_what_sees_is_changed_where_its_embeddings_come_from(subtests):
-    """Not in Qwen3-VL's deepstack mergers: ten times their weight moved no answer of a fresh model by 0.1 nats."""
-    for kind, last in [("qwen2_5_vl", "mlp.2"), ("qwen3_vl", "linear_fc2"), ("qwen3_5", "linear_fc2")]:
+    """Not in Qwen3-VL's deepstack mergers: ten times their weight moved no answer of a fresh model
+    by 0.1 nats.
+    """
+    for kind, last in [
+        ("qwen2_5_vl", "mlp.2"),
+        ("qwen3_vl", "linear_fc2"),
+        ("qwen3_5", "linear_fc2"),
+    ]:
         with subtests.test(kind):
             config = build_config(AutoTokenizer.from_pretrained(PRETRAINED), kind)
             with torch.device("meta"):
@@ -290,7 +352,9 @@ def test_what_sees_is_changed_where_its_embeddings_come_from(subtests):
 
 
 def test_the_table_has_the_remedy_below_the_failure():
-    lines = table([passed("a", "good"), failed("bb", "bad", "mend it"), skipped("c", "no sleep mode")]).splitlines()
+    lines = table(
+        [passed("a", "good"), failed("bb", "bad", "mend it"), skipped("c", "no sleep mode")]
+    ).splitlines()
     assert lines[0].split() == ["ok", "a", "good"] and lines[1].split()[0] == "FAIL"
     assert lines[2].strip() == "-> mend it" and lines[-1] == "1 passed, 1 skipped, 1 failed"
     with pytest.raises(AssertionError, match="without a remedy"):
@@ -300,13 +364,22 @@ def test_the_table_has_the_remedy_below_the_failure():
 def test_exit_codes_and_json(monkeypatch, tmp_path, capsys):
     for checks, code in (([passed("a", "b")], 0), ([failed("a", "b", "c")], 1)):
         monkeypatch.setattr(command, "diagnose", lambda words, checks=checks: checks)
-        assert command.main(["--model_name_or_path", "tiny", "--json", str(tmp_path / "d.json")]) == code
+        assert (
+            command.main(["--model_name_or_path", "tiny", "--json", str(tmp_path / "d.json")])
+            == code
+        )
         assert json.loads((tmp_path / "d.json").read_text())[0]["status"] == checks[0].status
         assert f"{'1 failed' if code else '1 passed'}" in capsys.readouterr().out
 
 
 def test_a_version_out_of_range_ends_the_examination_before_anything_is_loaded(monkeypatch):
-    monkeypatch.setattr(versions, "installed", lambda name: "9.9" if name == "trl" else installed(name))
-    monkeypatch.setattr("adora_vl.prepare.prepare", lambda *_, **__: pytest.fail("prepared all the same"))
-    checks = command.diagnose(read(["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny"]))
+    monkeypatch.setattr(
+        versions, "installed", lambda name: "9.9" if name == "trl" else installed(name)
+    )
+    monkeypatch.setattr(
+        "adora_vl.prepare.prepare", lambda *_, **__: pytest.fail("prepared all the same")
+    )
+    checks = command.diagnose(
+        read(["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny"])
+    )
     assert [check.name for check in checks if check.status is Status.FAILED] == ["version of trl"]

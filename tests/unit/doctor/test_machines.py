@@ -1,4 +1,6 @@
-"""One machine and several: what is found on it, what is refused before a start, and what the ranks compare."""
+"""One machine and several: what is found on it, what is refused before a start, and what the ranks
+compare.
+"""
 
 import contextlib
 import json
@@ -21,7 +23,7 @@ from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_simple_launcher_cmd_env
 
-from adora_vl.builtin import assets
+from adora_vl.builtin import builtin_data
 from adora_vl.builtin.tiny_text import TextStart
 from adora_vl.checkpoint import fingerprint as ranks
 from adora_vl.checkpoint import store
@@ -29,8 +31,14 @@ from adora_vl.checkpoint.fingerprint import Seen, check_ranks, leave_token, prob
 from adora_vl.checkpoint.store import facts_of, publish
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.config.checks import check_machines
+from adora_vl.config.run_context import (
+    DryRunOptions,
+    RunContext,
+    Sharding,
+    from_environment,
+    from_file,
+)
 from adora_vl.config.schema import parse
-from adora_vl.config.where import DryRunOptions, Sharding, Where, from_environment, from_file
 from adora_vl.train import main
 from adora_vl.training.guards import errors_with_step
 from adora_vl.utils.errors import RunError, UserError, lost_contact
@@ -42,7 +50,7 @@ CONFIGS = REPOSITORY / "configs"
 NODES = CONFIGS / "accelerate" / "zero3_nodes.yaml"
 
 
-# ------------------------------------------------------------------------------------- the accelerate config
+# ---------------------------------------------------------------------------- the accelerate config
 
 
 def test_a_run_says_that_accelerate_has_started_one_process_in_place_of_two():
@@ -55,10 +63,18 @@ def test_a_run_says_that_accelerate_has_started_one_process_in_place_of_two():
         return fewer_than_asked(environment)
 
     with mock.patch.dict(os.environ):
-        for name in [one for one in os.environ if one == "MASTER_ADDR" or one.endswith(("WORLD_SIZE", "RANK"))]:
+        for name in [
+            one
+            for one in os.environ
+            if one == "MASTER_ADDR" or one.endswith(("WORLD_SIZE", "RANK"))
+        ]:
             del os.environ[name]  # what a trainer of another test has left
-        assert told() == "" == fewer_than_asked({}) == fewer_than_asked({"MASTER_ADDR": "127.0.0.1"})
-        assert told("--num_processes", "2").startswith("accelerate was asked for several processes and has started one")
+        assert (
+            told() == "" == fewer_than_asked({}) == fewer_than_asked({"MASTER_ADDR": "127.0.0.1"})
+        )
+        assert told("--num_processes", "2").startswith(
+            "accelerate was asked for several processes and has started one"
+        )
 
 
 def test_each_machine_has_as_many_processes_as_in_the_file(subtests):
@@ -75,9 +91,21 @@ def test_each_machine_has_as_many_processes_as_in_the_file(subtests):
 
 def test_what_several_machines_could_not_start_from_is_refused(case):
     cases = [
-        ("main_process_port: 29500", "main_process_port: 0", "main_process_port: 0, which becomes another port on"),
-        ("deepspeed_multinode_launcher: standard", "deepspeed_multinode_launcher: pdsh", "needs pdsh and a hostfile"),
-        ("distributed_type: DEEPSPEED", "distributed_type: FSDP", "asks for FSDP; its memory is not predicted"),
+        (
+            "main_process_port: 29500",
+            "main_process_port: 0",
+            "main_process_port: 0, which becomes another port on",
+        ),
+        (
+            "deepspeed_multinode_launcher: standard",
+            "deepspeed_multinode_launcher: pdsh",
+            "needs pdsh and a hostfile",
+        ),
+        (
+            "distributed_type: DEEPSPEED",
+            "distributed_type: FSDP",
+            "asks for FSDP; its memory is not predicted",
+        ),
     ]
     for before, after, message in cases:
         with case(before) as folder:
@@ -95,7 +123,7 @@ def test_machines_are_known_from_what_the_launcher_tells(monkeypatch):
     assert from_environment(environment) == Sharding(16, 2, machines=4)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UserError, match="FSDP"):
-        Where.of_dry_run(DryRunOptions(), here=True)
+        RunContext.of_dry_run(DryRunOptions(), here=True)
 
 
 ONE_MACHINE = ["--num_machines", "2", "--num_processes", "16", "--main_process_port", "29500"]
@@ -103,28 +131,45 @@ ONE_MACHINE += ["--deepspeed_multinode_launcher", "standard"]
 
 
 def test_accelerate_itself_reads_the_config_as_it_is_meant(subtests):
-    """One launcher a machine through torch, with a fixed meeting point: no pdsh, no hostfile. With the options of the
-    scripts in `setup/`, a config of one machine serves as well.
+    """One launcher a machine through torch, with a fixed meeting point: no pdsh, no hostfile.
+
+    With the options of the scripts in `setup/`, a config of one machine serves as well.
     """
     for file, more in (("zero3_nodes", []), ("zero3_offload", ONE_MACHINE)):
         with subtests.test(file):
-            words = ["--config_file", str(CONFIGS / "accelerate" / f"{file}.yaml"), *more, "--machine_rank", "1"]
+            words = [
+                "--config_file",
+                str(CONFIGS / "accelerate" / f"{file}.yaml"),
+                *more,
+                "--machine_rank",
+                "1",
+            ]
             words += ["--main_process_ip", "10.0.0.1", "-m", "adora_vl.train"]
             args, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(words))
             args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
             command, _ = prepare_deepspeed_cmd_env(args)
             assert command is None, "a command would be DeepSpeed's launcher"
             assert (args.nnodes, args.nproc_per_node, args.node_rank) == ("2", "8", 1)
-            meets_at = (args.master_addr, args.master_port) if args.same_network else args.rdzv_endpoint.split(":")
+            meets_at = (
+                (args.master_addr, args.master_port)
+                if args.same_network
+                else args.rdzv_endpoint.split(":")
+            )
             assert (*meets_at, args.rdzv_backend) == ("10.0.0.1", "29500", "static")
             assert args.shutdown_timeout == 3600
 
 
-# ------------------------------------------------------------------------------------------- the dry run
+# -------------------------------------------------------------------------------------- the dry run
 
 
 def test_a_dry_run_for_four_machines(capsys):
-    words = ["--config", str(CONFIGS / "train" / "adora_7b_geo3k.yaml"), "--dry-run", "--card-gib", "80"]
+    words = [
+        "--config",
+        str(CONFIGS / "train" / "adora_7b_geo3k.yaml"),
+        "--dry-run",
+        "--card-gib",
+        "80",
+    ]
     offload = CONFIGS / "accelerate" / "zero3_offload.yaml"
     assert main([*words, "--accelerate-config", str(offload), "--machines", "4"]) == 0
     said = capsys.readouterr().out
@@ -139,9 +184,14 @@ def config_with(*words):
 
 
 def test_an_engine_lies_on_one_machine_and_one_machine_saves():
-    config = config_with("--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_tensor_parallel_size", "4")
+    config = config_with(
+        "--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_tensor_parallel_size", "4"
+    )
     check_machines(config, processes=16, machines=4)
-    with pytest.raises(UserError, match="vllm_tensor_parallel_size: 4 does not divide the 2 processes of one machine"):
+    with pytest.raises(
+        UserError,
+        match="vllm_tensor_parallel_size: 4 does not divide the 2 processes of one machine",
+    ):
         check_machines(config, processes=8, machines=4)
     config = config_with("--save_on_each_node", "true")
     check_machines(config, processes=2, machines=1)
@@ -149,7 +199,7 @@ def test_an_engine_lies_on_one_machine_and_one_machine_saves():
         check_machines(config, processes=2, machines=2)
 
 
-# --------------------------------------------------------------------------------- what the ranks compare
+# --------------------------------------------------------------------------- what the ranks compare
 
 
 @pytest.fixture
@@ -167,11 +217,14 @@ def test_ranks_that_share_the_folder_go_on_and_leave_nothing_in_it(tmp_path, alo
 
 def test_a_rank_with_another_disk_is_refused(tmp_path, alone):
     """Also where that disk has such a file from a start of its own."""
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours = tmp_path / "ours"
+    theirs = tmp_path / "theirs"
     ours.mkdir(), theirs.mkdir()
     token = leave_token(ours)
     leave_token(theirs)
-    with pytest.raises(UserError, match="is not the folder that rank 0 has on .*a disk that they share"):
+    with pytest.raises(
+        UserError, match="is not the folder that rank 0 has on .*a disk that they share"
+    ):
         check_ranks(theirs, token, {}, {}, patience_s=0)
 
 
@@ -188,26 +241,34 @@ def test_a_machine_that_was_started_with_other_arguments_is_named(tmp_path, alon
     token = leave_token(tmp_path)
     named = rf"on {socket.gethostname()} \(rank 0\) the run .* beta: 0 -> 1 \(and 1 more\)"
     with pytest.raises(UserError, match=named):
-        check_ranks(tmp_path, token, {"seed": "1", "beta": "0"}, {"seed": "2", "beta": "1"}, patience_s=0)
+        check_ranks(
+            tmp_path, token, {"seed": "1", "beta": "0"}, {"seed": "2", "beta": "1"}, patience_s=0
+        )
 
 
 def test_the_first_rank_that_differs_is_named():
-    fine, other = Seen("one", True, []), Seen("two", True, ["dataset: a -> b"])
+    fine = Seen("one", True, [])
+    other = Seen("two", True, ["dataset: a -> b"])
     assert problem_among([fine, fine], Path("out")) is None
     problem = problem_among([fine, other], Path("out"))
     assert "on two (rank 1) the run is not the one of rank 0: dataset: a -> b;" in problem
     problem = problem_among([fine, fine, Seen("two", False, [])], Path("out"))
-    assert problem.startswith("output_dir: 'out' on two (rank 2) is not the folder that rank 0 has on one;")
+    assert problem.startswith(
+        "output_dir: 'out' on two (rank 2) is not the folder that rank 0 has on one;"
+    )
 
 
-# ---------------------------------------------------------------------------------------- a shared disk
+# ------------------------------------------------------------------------------------ a shared disk
 
 
 def test_machines_that_share_the_cache_build_a_model_once(tmp_path, monkeypatch):
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
-    built, meet, inside, plan = [], threading.Barrier(2), threading.Barrier(2), asdict(TextStart())
+    built = []
+    meet = threading.Barrier(2)
+    inside = threading.Barrier(2)
+    plan = asdict(TextStart())
 
-    def build(folder: Path) -> None:
+    def build(folder: Path, *_: Any) -> None:
         built.append(folder)
         with contextlib.suppress(threading.BrokenBarrierError):
             inside.wait(0.5)  # for the other one, who must not come
@@ -217,9 +278,9 @@ def test_machines_that_share_the_cache_build_a_model_once(tmp_path, monkeypatch)
 
     def ask() -> None:
         meet.wait()
-        assets.resolve_model("tiny_text")
+        builtin_data.resolve_model("tiny_text")
 
-    monkeypatch.setitem(assets.BUILDERS, "tiny_text", (build, TextStart()))
+    monkeypatch.setattr(builtin_data, "build_start", build)
     threads = [threading.Thread(target=ask) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -241,13 +302,13 @@ def test_a_small_model_of_an_older_plan_is_built_again(tmp_path, monkeypatch, su
             if facts is not None:
                 (folder / "build.json").write_text(json.dumps(facts))
 
-            def build(folder: Path, built: list[Path] = built) -> None:
+            def build(folder: Path, *_: Any, built: list[Path] = built) -> None:
                 built.append(folder)
                 (folder / "build.json").write_text(json.dumps({"plan": plan}))
 
-            monkeypatch.setitem(assets.BUILDERS, "tiny_text", (build, TextStart()))
+            monkeypatch.setattr(builtin_data, "build_start", build)
             for _ in range(2):
-                assert assets.resolve_model("tiny_text") == str(folder)
+                assert builtin_data.resolve_model("tiny_text") == str(folder)
             assert built == [folder], "once, and not again"
 
 
@@ -285,11 +346,17 @@ def test_a_checkpoint_without_the_part_of_a_machine_never_gets_its_name(tmp_path
     assert not (tmp_path / "checkpoint-3").exists()
 
 
-# ------------------------------------------------------------------------------------- a machine that is lost
+# --------------------------------------------------------------------------- a machine that is lost
 
 GLOO = "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.77.0.2]:39113"
-RESET = "[/gloo/transport/tcp/pair.cc:537] Read error [10.77.0.2]:62169: Connection reset by peer. This is typically"
-NCCL = "NCCL error in: ProcessGroupNCCL.cpp:77: remote process exited or there was a network error, NCCL version 2"
+RESET = (
+    "[/gloo/transport/tcp/pair.cc:537] Read error [10.77.0.2]:62169: Connection reset by peer. "
+    "This is typically"
+)
+NCCL = (
+    "NCCL error in: ProcessGroupNCCL.cpp:77: remote process exited or there was a network error, "
+    "NCCL version 2"
+)
 
 
 def test_the_loss_of_a_machine_is_said_in_one_line(monkeypatch, capsys, tmp_path, subtests):
@@ -299,22 +366,33 @@ def test_the_loss_of_a_machine_is_said_in_one_line(monkeypatch, capsys, tmp_path
             def lose(*_: object, words: str = words) -> Any:
                 raise RuntimeError(f"{words}\nframe #0: c10d::ProcessGroup")
 
-            lost = pytest.raises(RunError, match="step 4: another process has ended, or its machine cannot be reached")
-            with lost, errors_with_step(lambda: 3, lambda: "the same command goes on from checkpoint-3"):
+            lost = pytest.raises(
+                RunError,
+                match="step 4: another process has ended, or its machine cannot be reached",
+            )
+            with (
+                lost,
+                errors_with_step(lambda: 3, lambda: "the same command goes on from checkpoint-3"),
+            ):
                 lose()
             writer = CheckpointWriter(tmp_path / str(number), None, Accelerator(cpu=True))
-            with pytest.raises(RunError, match="checkpoint-3 could not be written .*cannot be reached") as caught:
+            with pytest.raises(
+                RunError, match="checkpoint-3 could not be written .*cannot be reached"
+            ) as caught:
                 writer.write(3, lose)
             assert len(str(caught.value).splitlines()) == 1
             monkeypatch.setattr("adora_vl.train.train", lose)
             assert main(["--config", "configs/train/smoke_cpu.yaml"]) == 1
             last = capsys.readouterr().err.splitlines()[-1]
-            assert last.startswith("error: outside the training: another process has ended") and words in last
+            assert (
+                last.startswith("error: outside the training: another process has ended")
+                and words in last
+            )
     assert not lost_contact(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not lost_contact(ValueError("Connection closed by peer"))
 
 
-# ------------------------------------------------------------------------------------------ the scripts
+# -------------------------------------------------------------------------------------- the scripts
 
 
 def stub(folder: Path, name: str, text: str) -> None:
@@ -322,12 +400,19 @@ def stub(folder: Path, name: str, text: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def script(name: str, *words: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def script(
+    name: str, *words: str, folder: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
     path = f"{folder}:{os.environ['PATH']}"
     return subprocess.run(
-        ["bash", str(REPOSITORY / "setup" / name), *words], cwd=folder, env={"PATH": path, **environment},
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        ["bash", str(REPOSITORY / "setup" / name), *words],
+        cwd=folder,
+        env={"PATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def launched(host: str, port: int) -> str:
@@ -339,22 +424,40 @@ def launched(host: str, port: int) -> str:
     )
 
 
-SLURM = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "12345", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8"}
+SLURM = {
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_JOB_ID": "12345",
+    "SLURM_NNODES": "2",
+    "SLURM_GPUS_ON_NODE": "8",
+}
 
 
 @pytest.fixture
 def slurm(tmp_path):
     """Slurm's commands: a task a node, one after the other, and a note of what is queued again."""
-    stub(tmp_path, "scontrol", 'case $1 in show) echo n1; echo n2 ;; requeue) echo "$2" >requeued ;; esac')
+    stub(
+        tmp_path,
+        "scontrol",
+        'case $1 in show) echo n1; echo n2 ;; requeue) echo "$2" >requeued ;; esac',
+    )
     each = 'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@" || code=$?; done'
     stub(tmp_path, "srun", f"shift 2; {each}; exit ${{code:-0}}")
     return tmp_path
 
 
 def test_a_slurm_job_starts_each_node_and_queues_itself_again_when_it_was_stopped(slurm):
-    stub(slurm, "launch", 'printf "%s|" "$@"; echo; mkdir -p out; echo {} >out/stopped.json; exit 1')
+    stub(
+        slurm, "launch", 'printf "%s|" "$@"; echo; mkdir -p out; echo {} >out/stopped.json; exit 1'
+    )
     words = ["--config", "a b.yaml", "--output_dir", "out"]
-    done = script("slurm/train.sbatch", *words, folder=slurm, SLURM_SUBMIT_DIR=str(slurm), LAUNCH="./launch", **SLURM)
+    done = script(
+        "slurm/train.sbatch",
+        *words,
+        folder=slurm,
+        SLURM_SUBMIT_DIR=str(slurm),
+        LAUNCH="./launch",
+        **SLURM,
+    )
     first, second, *_ = done.stdout.splitlines()
     assert first == launched("n1", 22345)
     assert second == first.replace("--machine_rank|0", "--machine_rank|1")
@@ -366,8 +469,14 @@ def test_both_scripts_divide_the_cores_among_the_processes_of_a_machine(slurm):
     stub(slurm, "launch", "echo threads $OMP_NUM_THREADS")
     omp = "OMP_NUM_THREADS"
     given = {"SLURM_SUBMIT_DIR": str(slurm), "LAUNCH": "./launch", **SLURM}
-    for name, cores, threads in (("SLURM_CPUS_ON_NODE", "96", 12), ("SLURM_CPUS_ON_NODE", "4", 1), (omp, "5", 5)):
-        done = script("slurm/train.sbatch", "--output_dir", "out", folder=slurm, **given, **{name: cores})
+    for name, cores, threads in (
+        ("SLURM_CPUS_ON_NODE", "96", 12),
+        ("SLURM_CPUS_ON_NODE", "4", 1),
+        (omp, "5", 5),
+    ):
+        done = script(
+            "slurm/train.sbatch", "--output_dir", "out", folder=slurm, **given, **{name: cores}
+        )
         assert done.stdout.split() == ["threads", str(threads)] * 2, done.stderr
     stub(slurm, "ssh", 'shift 3; eval "$*"')
     stub(slurm, "nproc", "echo 64")
@@ -391,7 +500,9 @@ def test_a_slurm_job_that_fails_is_not_queued_again(slurm):
 
 def test_port_0_is_refused_for_machines_that_meet_over_ssh(tmp_path):
     done = script("ssh/train.sh", "--output_dir", "out", folder=tmp_path, HOSTS="one two", PORT="0")
-    assert done.returncode == 2 and done.stderr.startswith("error: PORT: 0 is no port for several machines")
+    assert done.returncode == 2 and done.stderr.startswith(
+        "error: PORT: 0 is no port for several machines"
+    )
 
 
 @pytest.fixture
@@ -403,12 +514,20 @@ def ssh(tmp_path):
 
 def test_over_ssh_each_machine_gets_its_rank_and_what_the_processes_need(ssh):
     stub(ssh, "launch", 'printf "%s|" "$HOST" "$NCCL_SOCKET_IFNAME" "$@"; echo')
-    environment = {"HOSTS": "one two", "LAUNCH": "./launch", "ENVIRONMENT": "NCCL_SOCKET_IFNAME=eth1"}
-    done = script("ssh/train.sh", "--config", "a b.yaml", "--output_dir", "out", folder=ssh, **environment)
+    environment = {
+        "HOSTS": "one two",
+        "LAUNCH": "./launch",
+        "ENVIRONMENT": "NCCL_SOCKET_IFNAME=eth1",
+    }
+    done = script(
+        "ssh/train.sh", "--config", "a b.yaml", "--output_dir", "out", folder=ssh, **environment
+    )
     first, second = sorted(done.stdout.splitlines())
     assert done.returncode == 0, done.stderr
     assert first == "one: one|eth1|" + launched("one", 29500)
-    assert second == first.replace("one: one", "two: two").replace("--machine_rank|0", "--machine_rank|1")
+    assert second == first.replace("one: one", "two: two").replace(
+        "--machine_rank|0", "--machine_rank|1"
+    )
 
 
 def test_over_ssh_a_machine_that_fails_ends_the_others(ssh):
@@ -416,23 +535,32 @@ def test_over_ssh_a_machine_that_fails_ends_the_others(ssh):
     stub(ssh, "launch", 'if [ "$HOST" = two ]; then exit 3; fi; sleep 55 & wait')
     environment = {"HOSTS": "one two", "LAUNCH": "./launch", "GRACE": "0"}
     done = script("ssh/train.sh", "--output_dir", "out", folder=ssh, **environment)
-    assert done.returncode == 3 and "two ended with 3; the others have 0 seconds to end" in done.stderr
+    assert (
+        done.returncode == 3 and "two ended with 3; the others have 0 seconds to end" in done.stderr
+    )
 
 
 def test_over_ssh_a_stopped_run_ends_with_75(ssh):
     stub(ssh, "launch", "mkdir -p out; touch out/stopped.json; exit 1")
-    done = script("ssh/train.sh", "--output_dir", "out", folder=ssh, HOSTS="one two", LAUNCH="./launch")
+    done = script(
+        "ssh/train.sh", "--output_dir", "out", folder=ssh, HOSTS="one two", LAUNCH="./launch"
+    )
     assert done.returncode == 75
 
 
 def test_over_ssh_a_stop_in_the_first_moment_is_not_lost(ssh):
     """The launcher has not left its number yet when the script is told to stop."""
     stub(ssh, "launch", "exec sleep 300")
-    stub(ssh, "ssh", 'shift 2; case "$2" in *launch*) touch starting; sleep 1 ;; esac; exec bash -c "$2"')
+    stub(
+        ssh,
+        "ssh",
+        'shift 2; case "$2" in *launch*) touch starting; sleep 1 ;; esac; exec bash -c "$2"',
+    )
     script = subprocess.Popen(
-        ["bash", str(REPOSITORY / "setup" / "ssh" / "train.sh"), "--output_dir", "out"], cwd=ssh,
+        ["bash", str(REPOSITORY / "setup" / "ssh" / "train.sh"), "--output_dir", "out"],
+        cwd=ssh,
         env={"PATH": f"{ssh}:{os.environ['PATH']}", "HOSTS": "one", "LAUNCH": "./launch"},
-    )  # fmt: skip
+    )
     while not (ssh / "starting").exists():
         assert script.poll() is None
         time.sleep(0.02)
@@ -440,11 +568,15 @@ def test_over_ssh_a_stop_in_the_first_moment_is_not_lost(ssh):
     assert script.wait(100) == 128 + signal.SIGTERM
 
 
-# -------------------------------------------------------------------------------------- one machine's programs
+# --------------------------------------------------------------------------- one machine's programs
 
 
-def test_programs_of_an_environment_that_was_not_activated_are_found(monkeypatch, tmp_path, subtests):
-    """DeepSpeed asks for `ninja` by name, as this child process does for a program beside the interpreter."""
+def test_programs_of_an_environment_that_was_not_activated_are_found(
+    monkeypatch, tmp_path, subtests
+):
+    """DeepSpeed asks for `ninja` by name, as this child process does for a program beside the
+    interpreter.
+    """
     (tmp_path / "bin").mkdir()
     stub(tmp_path / "bin", "ninja", "echo own ninja")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
@@ -453,14 +585,22 @@ def test_programs_of_an_environment_that_was_not_activated_are_found(monkeypatch
             monkeypatch.delenv("PATH") if path is None else monkeypatch.setenv("PATH", path)
             for _ in range(2):  # the engine's environment may be prepared more than once
                 put_own_programs_on_path()
-            assert subprocess.run(["ninja"], capture_output=True, text=True, check=True).stdout == "own ninja\n"
+            assert (
+                subprocess.run(["ninja"], capture_output=True, text=True, check=True).stdout
+                == "own ninja\n"
+            )
             assert os.environ["PATH"].split(os.pathsep).count(str(tmp_path / "bin")) == 1
 
 
 def test_a_single_process_takes_the_first_gpu_that_the_user_shows_it(monkeypatch, subtests):
     cases = [
-        (None, "1", "0"), ("3", "1", "3"), ("2,3", "1", "2"), ("", "1", ""), ("2,3", "2", "2,3"), (None, "4", None),
-    ]  # fmt: skip
+        (None, "1", "0"),
+        ("3", "1", "3"),
+        ("2,3", "1", "2"),
+        ("", "1", ""),
+        ("2,3", "2", "2,3"),
+        (None, "4", None),
+    ]
     for visible, processes, taken in cases:
         with subtests.test(f"{visible} {processes}"):
             monkeypatch.setenv("WORLD_SIZE", processes)
@@ -484,7 +624,8 @@ def test_a_port_is_free_and_no_connection_will_be_given_it(monkeypatch):
     with socket.socket() as taken, socket.socket() as other:
         taken.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))
-        used, free = taken.getsockname()[1], other.getsockname()[1]
+        used = taken.getsockname()[1]
+        free = other.getsockname()[1]
         other.close()
         monkeypatch.setattr(random.SystemRandom, "sample", lambda self, ports, count: [used, free])
         assert free_port() == free

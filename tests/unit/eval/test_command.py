@@ -1,11 +1,12 @@
-"""The command line: options, the YAML file under them, and one line with exit code 2 for the user's mistakes."""
+"""The command line: options, the YAML file under them, and one line with exit code 2 for the user's
+mistakes.
+"""
 
 import json
 import os
 import re
 import shutil
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -16,53 +17,73 @@ from adora_vl.builtin import WarmStart
 from adora_vl.builtin.tiny_vl import build_tiny_model
 from adora_vl.data.dataset import write_split
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
+from adora_vl.evals import asking
+from adora_vl.evals.inference.chat import ChatProcessor
+from adora_vl.evals.inference.predictions import PredictionLog, read_predictions
 from adora_vl.models.load import PRETRAINED
+from adora_vl.synthetic.generate import generate
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
-from data_prep.synthetic.generate import generate
-from eval import command
 from eval.command import main, parse
 from eval.geometry3k import BENCHMARK as GEOMETRY3K
-from eval.inference.chat import ChatProcessor
-from eval.inference.predictions import PredictionLog, read_predictions
 from eval.mmstar import BENCHMARK as MMSTAR
-from eval.records import Benchmark
 
 NEEDED = ["--model", "M", "--data", "D", "--output", "O"]
 
 
-def options_of(words: list[str], benchmark: Benchmark = GEOMETRY3K) -> Namespace:
-    return parse(words, benchmark)
-
-
 def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_path):
     config = tmp_path / "c.yaml"
-    config.write_text("model: from/file\nmax_tokens: 7\nlimit: 3\nsystem_prompt: null\nrounding: true\nseed: 5\n")
-    options = options_of(["run", "--limit", "4", "--config", str(config), "--data", "D", "--output", "O"])
-    assert (options.model, options.max_tokens, options.limit, options.seed) == ("from/file", 7, 4, 5)
-    assert options.system_prompt is None
-    assert options.rounding is True
-    assert options_of(["run", "--config", str(config), "--no-rounding", *NEEDED]).rounding is False
-    assert not hasattr(options_of(["infer", "--config", str(config), *NEEDED]), "rounding"), "one file serves both"
+    config.write_text(
+        "model: from/file\nmax_tokens: 7\nlimit: 3\nsystem_prompt: null\nrounding: true\nseed: 5\n"
+    )
+    words = ["run", "--limit", "4", "--config", str(config), "--data", "D", "--output", "O"]
+    command: Any = parse(words, GEOMETRY3K)
+    asked = command.ask
+    assert asked.model == "from/file"
+    assert asked.max_tokens == 7
+    assert asked.limit == 4
+    assert asked.seed == 5
+    assert asked.system_prompt is None
+    assert command.score.rounding is True
+    words = ["run", "--config", str(config), "--no-rounding", *NEEDED]
+    command = parse(words, GEOMETRY3K)
+    assert command.score.rounding is False
+    command = parse(["infer", "--config", str(config), *NEEDED], GEOMETRY3K)
+    assert command.score is None, "one file serves both"
 
 
 def test_defaults_are_greedy_and_the_trainings_prompt():
-    options = options_of(["infer", *NEEDED])
-    assert (options.temperature, options.system_prompt, options.dtype) == (0.0, SYSTEM_PROMPT, "auto")
-    assert (options.limit, options.min_pixels, options.max_pixels) == (None, None, None)
-    assert options_of(["infer", *NEEDED, "--system-prompt", "none"]).system_prompt is None
+    asked = parse(["infer", *NEEDED], GEOMETRY3K).ask
+    assert asked.temperature == 0.0
+    assert asked.system_prompt == SYSTEM_PROMPT
+    assert asked.dtype == "auto"
+    assert (asked.limit, asked.min_pixels, asked.max_pixels) == (None, None, None)
+    without = parse(["infer", *NEEDED, "--system-prompt", "none"], GEOMETRY3K)
+    assert without.ask.system_prompt is None
 
 
 def test_the_users_mistakes_are_one_line_and_exit_code_2(capsys, monkeypatch, case):
     cases = [
         ([], "required"),
         (["run", "--model", "M", "--data", "D"], "--output is missing"),
-        (["run", *NEEDED, "--max-tokens", "0"], "--max-tokens: '0' is not a whole number from 1 to 1048576"),
-        (["run", *NEEDED, "--temperature", "nan"], "--temperature: 'nan' is not 0 or a number from 0.01 to 100"),
+        (
+            ["run", *NEEDED, "--max-tokens", "0"],
+            "--max-tokens: '0' is not a whole number from 1 to 1048576",
+        ),
+        (
+            ["run", *NEEDED, "--temperature", "nan"],
+            "--temperature: 'nan' is not 0 or a number from 0.01 to 100",
+        ),
         (["run", *NEEDED, "--max_tokens", "9"], "unrecognized arguments: --max_tokens 9"),
         (["run", *NEEDED, "--engine", "sglang"], "'sglang'"),
-        (["run", *NEEDED, "--model", "./missing"], "model: './missing' is neither a folder here nor a hub id"),
-        (["run", *NEEDED, "--model", "missing"], "model: 'missing' is neither a folder here nor a hub id"),
+        (
+            ["run", *NEEDED, "--model", "./missing"],
+            "model: './missing' is neither a folder here nor a hub id",
+        ),
+        (
+            ["run", *NEEDED, "--model", "missing"],
+            "model: 'missing' is neither a folder here nor a hub id",
+        ),
         # It has the form of a hub id, but `tests` is a folder.
         (["run", *NEEDED, "--model", "tests/missing"], "model: 'tests/missing' is neither"),
         (["run", *NEEDED, "--model", "tests"], "the folder 'tests' has no config.json"),
@@ -90,8 +111,10 @@ def test_no_image_is_a_switch_in_a_file_and_on_the_command_line(case):
     for value, blind in [("true", True), ("false", False)]:
         with case(value) as folder:
             (folder / "c.yaml").write_text(f"no_image: {value}\n")
-            assert options_of(["run", *NEEDED, "--config", str(folder / "c.yaml")], MMSTAR).no_image is blind
-            assert options_of(["run", *NEEDED, "--no-image"], MMSTAR).no_image is True
+            command: Any = parse(["run", *NEEDED, "--config", str(folder / "c.yaml")], MMSTAR)
+            assert command.ask.data.no_image is blind
+            command = parse(["run", *NEEDED, "--no-image"], MMSTAR)
+            assert command.ask.data.no_image is True
 
 
 @pytest.fixture(scope="module")
@@ -102,20 +125,42 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refusal(
-    data: Path, model: str, output: Path, capsys: pytest.CaptureFixture[str], engine: str = "transformers"
+    data: Path,
+    model: str,
+    output: Path,
+    capsys: pytest.CaptureFixture[str],
+    engine: str = "transformers",
 ) -> str:
-    words = ["run", "--model", model, "--data", str(data), "--output", str(output), "--engine", engine]
+    words = [
+        "run",
+        "--model",
+        model,
+        "--data",
+        str(data),
+        "--output",
+        str(output),
+        "--engine",
+        engine,
+    ]
     capsys.readouterr()
     assert main(GEOMETRY3K, words) == 2
     return capsys.readouterr().err
 
 
 def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(data, case, capsys):
-    """Libraries raise errors of many kinds for it. What they take in spite of it is none of ours."""
+    """Libraries raise errors of many kinds for it.
+
+    What they take in spite of it is none of ours.
+    """
     files = ("config.json", "tokenizer.json", "model.safetensors")
-    cases: list[tuple[str, int | tuple[str, Any] | None]] = [(file, size) for file in files for size in (None, 0, 700)]
+    cases: list[tuple[str, int | tuple[str, Any] | None]] = [
+        (file, size) for file in files for size in (None, 0, 700)
+    ]
     cases += [
-        ("processor_config.json", ("image_processor", {"image_mean": "x", "patch_size": {}, "size": []})),
+        (
+            "processor_config.json",
+            ("image_processor", {"image_mean": "x", "patch_size": {}, "size": []}),
+        ),
         ("processor_config.json", ("image_processor", ["no", "mapping"])),
         ("tokenizer_config.json", ("eos_token", {"content": 7})),
         ("tokenizer_config.json", ("extra_special_tokens", 5)),
@@ -137,7 +182,9 @@ def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(data, case, cap
 
 
 def test_a_model_that_vllm_would_run_otherwise(data, case, capsys):
-    """Without the key vLLM places images otherwise than Transformers, and nothing else would show it."""
+    """Without the key vLLM places images otherwise than Transformers, and nothing else would show
+    it.
+    """
     lacks = "has no mrope_interleaved in the rope_parameters"
     for kind, why in (("qwen3_vl", lacks), ("qwen3_5", "use --engine transformers")):
         with case(kind) as folder:
@@ -148,16 +195,23 @@ def test_a_model_that_vllm_would_run_otherwise(data, case, capsys):
                 del config["text_config"]["rope_parameters"]["mrope_interleaved"]
                 (model / "config.json").write_text(json.dumps(config))
             said = refusal(data, str(model), folder / "out", capsys, "vllm")
-            assert said.startswith(f"error: model: {str(model)!r} ") and why in said and said.count("\n") == 1
+            assert (
+                said.startswith(f"error: model: {str(model)!r} ")
+                and why in said
+                and said.count("\n") == 1
+            )
             assert not (folder / "out").exists()
 
 
-def test_an_engine_that_cannot_be_built_leaves_nothing_and_takes_nothing_away(data, tmp_path, monkeypatch, capsys):
+def test_an_engine_that_cannot_be_built_leaves_nothing_and_takes_nothing_away(
+    data, tmp_path, monkeypatch, capsys
+):
     def refuse(settings: object) -> None:
         raise UserError("model: 'a/b' cannot be loaded")
 
-    monkeypatch.setattr(command, "build_engine", refuse)
-    empty, used = tmp_path / "out", tmp_path / "used"
+    monkeypatch.setattr(asking, "build_engine", refuse)
+    empty = tmp_path / "out"
+    used = tmp_path / "used"
     used.mkdir()
     (used / "notes.txt").write_text("mine")
     for output in (empty, used):
@@ -167,7 +221,9 @@ def test_an_engine_that_cannot_be_built_leaves_nothing_and_takes_nothing_away(da
 
 
 def test_the_loser_of_two_that_start_together_leaves_the_files_alone(data, tmp_path, capsys):
-    """The first one has its file, still empty, and its fingerprint; it may be loading its model for minutes."""
+    """The first one has its file, still empty, and its fingerprint; it may be loading its model for
+    minutes.
+    """
     output = tmp_path / "out"
     output.mkdir()
     (output / "fingerprint.json").write_text("{}")
@@ -175,30 +231,49 @@ def test_the_loser_of_two_that_start_together_leaves_the_files_alone(data, tmp_p
         said = refusal(data, str(PRETRAINED), output, capsys)
         who = rf"process {os.getpid()} \(.*\)" if sys.platform == "linux" else "another process"
         assert re.fullmatch(
-            rf"error: output: {who} is writing {output}\S+; wait for it or use another --output\n", said
+            rf"error: output: {who} is writing {output}\S+; wait for it or use another --output\n",
+            said,
         )
         first.append([{"pid": "1", "answer": "5", "response": "5"}])
     assert (output / "fingerprint.json").read_text() == "{}"
     assert [row["pid"] for row in read_predictions(output / "predictions.jsonl")] == ["1"]
 
 
-def test_a_problem_too_long_for_the_context_is_recorded_and_the_others_are_answered(tmp_path, capsys):
+def test_a_problem_too_long_for_the_context_is_recorded_and_the_others_are_answered(
+    tmp_path, capsys
+):
     rows = list(generate(3, split="test", seed=1))
     rows[1]["problem"] = "Find x. " * 2000
     write_split(rows, tmp_path / "data", "test")
-    words = ["run", "--model", str(PRETRAINED), "--data", str(tmp_path / "data"), "--output", str(tmp_path / "out")]
+    words = [
+        "run",
+        "--model",
+        str(PRETRAINED),
+        "--data",
+        str(tmp_path / "data"),
+        "--output",
+        str(tmp_path / "out"),
+    ]
     words += ["--engine", "transformers", "--max-tokens", "4"]
     assert main(GEOMETRY3K, words) == 0
     shown = capsys.readouterr()
-    assert f"warning: {rows[1]['id']!r} is not asked: its text has " in shown.err and "3 answered" in shown.err
+    assert (
+        f"warning: {rows[1]['id']!r} is not asked: its text has " in shown.err
+        and "3 answered" in shown.err
+    )
     assert "1 prompt too long" in shown.err and "--max-pixels" not in shown.err
-    assert "warning: 1 problem not asked (prompt too long for the model's context), counted as wrong" in shown.out
+    assert (
+        "warning: 1 problem not asked (prompt too long for the model's context), counted as wrong"
+        in shown.out
+    )
     found = read_predictions(tmp_path / "out" / "predictions.jsonl")
     assert [row["finish_reason"] == "prompt_too_long" for row in found] == [False, True, False]
     score = json.loads((tmp_path / "out" / "score.json").read_text())
     assert (score["total"], score["too_long"], score["items"][1]["verdict"]) == (3, 1, "failed")
     assert main(GEOMETRY3K, words) == 0
-    assert "3 there already, 0 to do" in capsys.readouterr().err, "it would not fit the next time either"
+    assert "3 there already, 0 to do" in capsys.readouterr().err, (
+        "it would not fit the next time either"
+    )
 
 
 def test_what_is_too_long_says_whether_fewer_pixels_would_help():
@@ -206,7 +281,10 @@ def test_what_is_too_long_says_whether_fewer_pixels_would_help():
     large = Image.new("RGB", (560, 560))  # 400 image tokens
 
     def fault(text: str, image: Image.Image, context: int) -> str:
-        return chat.overlong(chat.ids_of(conversation_with_images(text, 1, None), [image]), context) or ""
+        return (
+            chat.overlong(chat.ids_of(conversation_with_images(text, 1, None), [image]), context)
+            or ""
+        )
 
     assert re.fullmatch(
         r"its text has \d+ tokens, its image 400, and the model's context 300; lower --max-pixels",

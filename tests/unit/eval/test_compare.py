@@ -1,4 +1,6 @@
-"""Runs side by side: tests of their differences by hand, the published rows marked, and unlike things refused."""
+"""Runs side by side: tests of their differences by hand, the published rows marked, and unlike
+things refused.
+"""
 
 import json
 from pathlib import Path
@@ -6,18 +8,25 @@ from typing import Any
 
 import pytest
 
+from adora_vl.evals.compare import read_run
+from adora_vl.evals.records import Graded, RowGrade
+from adora_vl.evals.scoring.score import aggregate, verdict
 from adora_vl.report.compare import main as gain
 from eval.compare import main
-from eval.records import Graded, RowGrade
-from eval.scoring.score import aggregate, verdict
+from eval.suite import row
 
 
 def score_file(path: Path, right: str, benchmark: str = "mathvista", **more: Any) -> str:
     graded = [
-        Graded(str(i), RowGrade(verdict(hit == "1"), None, "r", {"task": ["ab"[i % 2]]})) for i, hit in enumerate(right)
+        Graded(str(i), RowGrade(verdict(hit == "1"), None, "r", {"task": ["ab"[i % 2]]}))
+        for i, hit in enumerate(right)
     ]
     items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
-    score = aggregate(graded) | {"benchmark": benchmark, "rules": {"rules": "vlmevalkit"}, "items": items} | more
+    score = (
+        aggregate(graded)
+        | {"benchmark": benchmark, "rules": {"rules": "vlmevalkit"}, "items": items}
+        | more
+    )
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(score))
     return str(path)
@@ -50,83 +59,195 @@ def test_published_rows_are_there_and_marked_as_quoted(tmp_path, capsys):
     assert "GRPO (quoted)" in mmstar and "Vision-R1" not in mmstar  # which has no MMStar figure
 
 
+def test_what_is_published_of_geometry3k_stands_beside_its_whole_test_split_alone(tmp_path, capsys):
+    def of(sources: list[str], count: int, split: str = "test", **more: Any) -> str:
+        data_set = {"sources": sources, "splits": [split], "problems": count}
+        file = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
+        return shown(capsys, score_file(file, "01", "geometry3k", data_set=data_set, **more))
+
+    assert "7B GRPO (quoted)" in of(["geometry3k"], 601)
+    assert "7B GRPO (quoted)" in of(["geometry3k"], 598), "some golds nobody can meet"
+    limited = {"answers": 598, "asked": 598, "in_data": 601}
+    blank = {"fields": {"view": "blank"}}
+    for text in (
+        of(["synthetic"], 601),
+        of(["mine"], 12),
+        of(["geometry3k, redrawn"], 601),
+        of(["geometry3k", "mine"], 613),
+        of(["geometry3k"], 300),
+        of(["geometry3k"], 601, "train"),
+        of(["geometry3k"], 598, coverage=limited),
+        of(["geometry3k"], 601, fingerprint=blank),
+        shown(capsys, score_file(tmp_path / "none.json", "01", "geometry3k")),
+        shown(capsys, score_file(tmp_path / "problems.json", "01", "problems")),
+    ):
+        assert "quoted" not in text
+
+
+def test_problems_are_compared_under_both_names_of_their_grader(tmp_path, capsys):
+    one = score_file(tmp_path / "one.json", "0110", "geometry3k")
+    other = score_file(tmp_path / "other.json", "0111", "problems")
+    text = shown(capsys, one, other)
+    assert "4 common problems" in text and "quoted" not in text
+
+
 def test_what_makes_a_comparison_unfair_is_said(tmp_path, capsys):
     one = score_file(tmp_path / "one.json", "0110")
     other = score_file(tmp_path / "two.json", "01101", rules={"rules": "official"})
     text = shown(capsys, one, other)
     assert "4 common problems" in text
-    assert "warning: the runs were scored by different rules" in text and "score with --rules vlmevalkit to" in text
+    assert (
+        "warning: the runs were scored by different rules" in text
+        and "score with --rules vlmevalkit to" in text
+    )
     assert "warning: the runs do not have the same problems" in text
-    part = score_file(tmp_path / "part.json", "0110", coverage={"answers": 7, "asked": 40, "in_data": 40})
+    part = score_file(
+        tmp_path / "part.json", "0110", coverage={"answers": 7, "asked": 40, "in_data": 40}
+    )
     for text in (shown(capsys, part), shown(capsys, part, one), gained(capsys, part, one)):
         assert "the score of a part: 7 of 40 answers are there" in text
+    assert "of 7 of 40" in shown(capsys, part)
+
+
+def test_a_score_of_a_part_says_so_wherever_it_is_shown(tmp_path, capsys):
+    """Of the first problems (`--limit`), and where nobody knows how many there are."""
+    limited = {"answers": 4, "asked": 4, "in_data": 512}
+    part = score_file(tmp_path / "part.json", "0110", coverage=limited)
+    whole = {"answers": 4, "asked": 4, "in_data": 4}
+    one = score_file(tmp_path / "one.json", "0110", coverage=whole)
+    note = "4 of the 512 answers to all the data (--limit)"
+    for text in (shown(capsys, part), shown(capsys, one, part), gained(capsys, one, part)):
+        assert note in text
+    (line,) = [row for row in shown(capsys, one, part).splitlines() if row.startswith(part)][:1]
+    assert "of 4 of 512" in line
+    assert "512" not in shown(capsys, one)
+    assert row([read_run(part)])[1].endswith("(4 of 512)")
+    assert row([read_run(part)])[-1].endswith("(n of N): over a part of the problems")
+    assert "(n of N)" not in row([read_run(one)])[-1]
+    unknown = {"answers": 4, "asked": None, "in_data": None}
+    alone = score_file(tmp_path / "alone.json", "0110", coverage=unknown)
+    assert "it is not known of how many problems these are" in shown(capsys, alone)
 
 
 def test_several_answers_have_columns_and_are_compared_by_their_share(tmp_path, capsys):
-    items = [{"pid": pid, "sample": s, "verdict": v} for pid in "ab" for s, v in ((0, "correct"), (1, "wrong"))]
+    items = [
+        {"pid": pid, "sample": s, "verdict": v}
+        for pid in "ab"
+        for s, v in ((0, "correct"), (1, "wrong"))
+    ]
     one = score_file(tmp_path / "one.json", "0101", items=items)
-    two = score_file(tmp_path / "two.json", "0101", items=[item | {"verdict": "correct"} for item in items])
+    two = score_file(
+        tmp_path / "two.json", "0101", items=[item | {"verdict": "correct"} for item in items]
+    )
     text = shown(capsys, one, two)
     assert "+50.0 points, 95 % [+50.0, +50.0] (paired bootstrap, 2 common problems)" in text
     assert "no McNemar" in text
     samples = {"k": 4, "avg@4": {"value": 0.5}, "pass@1": {"value": 0.5}, "pass@4": {"value": 0.75}}
-    head, line = shown(capsys, score_file(tmp_path / "a.json", "01", samples=samples)).splitlines()[1:3]
+    head, line = shown(capsys, score_file(tmp_path / "a.json", "01", samples=samples)).splitlines()[
+        1:3
+    ]
     assert head.split() == ["all", "avg@4", "pass@4"] and line.split()[-2:] == ["50.0", "75.0"]
 
 
 def test_what_is_no_score_is_named(case, tmp_path, capsys):
     for content, message in [
-        (None, "is not a readable score file"), ("{", "is not a readable"), ("[]", "has no 'benchmark'"),
-    ]:  # fmt: skip
+        (None, "is not a readable score file"),
+        ("{", "is not a readable"),
+        ("[]", "has no 'benchmark'"),
+    ]:
         with case(content) as folder:
             if content is not None:
                 (folder / "x.json").write_text(content)
             assert main([str(folder / "x.json")]) == 2
             assert message in capsys.readouterr().err
-    assert main([score_file(tmp_path / "a.json", "01"), score_file(tmp_path / "b.json", "01", "mmstar")]) == 2
+    assert (
+        main(
+            [score_file(tmp_path / "a.json", "01"), score_file(tmp_path / "b.json", "01", "mmstar")]
+        )
+        == 2
+    )
     assert "is of mmstar and" in capsys.readouterr().err
 
 
-FIELDS = {"max_tokens": 48, "temperature": 0.0, "system_prompt": "Think.", "engine": "vllm", "dtype": "auto",
-          "data_hash": "a", "split": "test", "min_pixels": None, "max_pixels": None, "samples": 1}  # fmt: skip
+FIELDS = {
+    "max_tokens": 48,
+    "temperature": 0.0,
+    "system_prompt": "Think.",
+    "engine": "vllm",
+    "dtype": "auto",
+    "data_hash": "a",
+    "split": "test",
+    "min_pixels": None,
+    "max_pixels": None,
+    "samples": 1,
+}
 RESOLVED = {"dtype": "float32", "min_pixels": 3136, "max_pixels": 50_000}
 
 
 def made_with(resolved: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
-    return {"fingerprint": {"fields": {**FIELDS, **fields}, "resolved": {**RESOLVED, **(resolved or {})}}}
+    return {
+        "fingerprint": {
+            "fields": {**FIELDS, **fields},
+            "resolved": {**RESOLVED, **(resolved or {})},
+        }
+    }
 
 
 def test_every_setting_that_differs_is_a_warning_here_and_in_the_gained(case, capsys):
-    settings = [(name, made_with(None, **{name: "different"})) for name in [*FIELDS, "a setting of the future"]]
+    settings = [
+        (name, made_with(None, **{name: "different"}))
+        for name in [*FIELDS, "a setting of the future"]
+    ]
     for name, made in [*settings, *((name, made_with({name: "different"})) for name in RESOLVED)]:
         with case(name) as folder:
             one = score_file(folder / "one.json", "0110", **made_with())
             same = score_file(folder / "same.json", "0111", **made_with(model="another", seed=3))
             other = score_file(folder / "other.json", "0111", **made)
-            for run in (lambda *files: shown(capsys, *files), lambda *files: gained(capsys, *files)):
+            for run in (
+                lambda *files: shown(capsys, *files),
+                lambda *files: gained(capsys, *files),
+            ):
                 assert "warning" not in run(one, same)
-                warnings = [line for line in run(one, other).splitlines() if line.startswith("warning")]
-                assert len(warnings) == 1 and f"differ in {name}" in warnings[0] and '"different"' in warnings[0]
+                warnings = [
+                    line for line in run(one, other).splitlines() if line.startswith("warning")
+                ]
+                assert (
+                    len(warnings) == 1
+                    and f"differ in {name}" in warnings[0]
+                    and '"different"' in warnings[0]
+                )
 
 
-# Seven of ten problems, twice; what is solved from words, from the picture and blindly decides what a model is called.
+# Seven of ten problems, twice; what is solved from words, from the picture and blindly decides what
+# a model is called.
 WORDS = "1111111000"
 
 
 @pytest.mark.parametrize(
     ("text", "image", "blank", "said"),
     [
-        (WORDS, "1111100000", "0100000000", "and loses more by reasoning: of 100 problems 20 by seeing"),
+        (
+            WORDS,
+            "1111100000",
+            "0100000000",
+            "and loses more by reasoning: of 100 problems 20 by seeing",
+        ),
         (WORDS, "0100000000", "0010000000", "it reasons and does not see"),
         ("0010000000", WORDS, "0100000000", "it sees and does not reason from words"),
         ("0010000000", "0100000000", "1000000000", "it does not reason: neither words nor picture"),
     ],
-)  # fmt: skip
+)
 def test_four_views_say_whether_a_model_sees_or_reasons(tmp_path, capsys, text, image, blank, said):
-    text, image, blank = 2 * text, 2 * image, 2 * blank
+    text = 2 * text
+    image = 2 * image
+    blank = 2 * blank
     views = {"image": image, "text": text, "both": 2 * WORDS, "blank": blank}
     files = {
-        name: score_file(tmp_path / f"{name}.json", right, **made_with(model="m", seed=len(name), **shown_how(name)))
+        name: score_file(
+            tmp_path / f"{name}.json",
+            right,
+            **made_with(model="m", seed=len(name), **shown_how(name)),
+        )
         for name, right in views.items()
     }
     lines = shown(capsys, *files.values())
@@ -139,10 +260,18 @@ def test_four_views_say_whether_a_model_sees_or_reasons(tmp_path, capsys, text, 
     two = shown(capsys, files["blank"], files["image"])
     versions = {"version": {"Text Lite": {"accuracy": 0.25}}}
     grey, seen = (
-        score_file(tmp_path / f"verse_{name}.json", "01", "mathverse", groups=versions, **made_with(**shown_how(name)))
+        score_file(
+            tmp_path / f"verse_{name}.json",
+            "01",
+            "mathverse",
+            groups=versions,
+            **made_with(**shown_how(name)),
+        )
         for name in ("blank", "image")
     )
-    assert "version = Text Lite" in shown(capsys, grey, seen) and "version =" not in shown(capsys, seen)
+    assert "version = Text Lite" in shown(capsys, grey, seen) and "version =" not in shown(
+        capsys, seen
+    )
     assert f"without looking {remains:.1f} %" in two and said not in two
     another = score_file(tmp_path / "another.json", image, **made_with(model="n"))
     said = shown(capsys, another, files["blank"])
@@ -154,25 +283,49 @@ def shown_how(view: str) -> dict[str, Any]:
     return {} if view == "image" else {"view": view, **({} if view == "blank" else {"left_out": 2})}
 
 
-TOOL: dict[str, Any] = {"tools": ["zoom"], "max_tool_calling_iterations": 2, "tool_options": {}, "tool_files": {}}
+TOOL: dict[str, Any] = {
+    "tools": ["zoom"],
+    "max_tool_calling_iterations": 2,
+    "tool_options": {},
+    "tool_files": {},
+}
 
 
 @pytest.mark.parametrize(
     ("won", "lost", "p", "said"),  # p by hand: 2 * (1 + 9) / 2^9 and 2 * (1 + 4) / 2^4
-    [(8, 1, 0.0391, "helps: 90.0 % right, 20.0 % without"), (1, 8, 0.0391, "harms"), (3, 1, 0.625, "shows no effect")],
+    [
+        (8, 1, 0.0391, "helps: 90.0 % right, 20.0 % without"),
+        (1, 8, 0.0391, "harms"),
+        (3, 1, 0.625, "shows no effect"),
+    ],
 )
-def test_a_run_with_tools_and_one_without_say_what_the_tools_gain_and_harm(tmp_path, capsys, won, lost, p, said):
-    right, same = "1" * won + "0" * lost + "1", dict[str, Any](model_hash="m")
+def test_a_run_with_tools_and_one_without_say_what_the_tools_gain_and_harm(
+    tmp_path, capsys, won, lost, p, said
+):
+    right = "1" * won + "0" * lost + "1"
+    same = dict[str, Any](model_hash="m")
     bare = score_file(tmp_path / "bare.json", "0" * won + "1" * lost + "1", **made_with(**same))
     zoom = score_file(tmp_path / "zoom.json", right, **made_with(seed=3, **same, **TOOL))
     for files in ((bare, zoom), (zoom, bare)):
         text = shown(capsys, *files)
-        assert f"gain {won} (solved only with zoom), harm {lost} (only without), McNemar p = {p}" in text
+        assert (
+            f"gain {won} (solved only with zoom), harm {lost} (only without), McNemar p = {p}"
+            in text
+        )
         assert f"having zoom {said}" in text and "warning" not in text
-    assert "warning: the runs differ in tools" in gained(capsys, bare, zoom)  # which does not say what tools gain
-    for more, warned in ((dict[str, Any](model_hash="n"), [*TOOL]), ({**same, "max_tokens": 9}, ["max_tokens"])):
-        text = shown(capsys, bare, score_file(tmp_path / "other.json", right, **made_with(**TOOL, **more)))
-        assert [line.split()[5].strip(":") for line in text.splitlines() if "warning" in line] == warned
+    assert "warning: the runs differ in tools" in gained(
+        capsys, bare, zoom
+    )  # which does not say what tools gain
+    for more, warned in (
+        (dict[str, Any](model_hash="n"), [*TOOL]),
+        ({**same, "max_tokens": 9}, ["max_tokens"]),
+    ):
+        text = shown(
+            capsys, bare, score_file(tmp_path / "other.json", right, **made_with(**TOOL, **more))
+        )
+        assert [
+            line.split()[5].strip(":") for line in text.splitlines() if "warning" in line
+        ] == warned
         assert (f"having zoom {said}" in text) is (warned == ["max_tokens"])
 
 

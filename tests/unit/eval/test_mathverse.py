@@ -6,7 +6,15 @@ from typing import Any
 import datasets
 
 from eval.command import parse
-from eval.mathverse import BENCHMARK, TEXT_ONLY, VERSIONS, by_rules, choices_of, reference_letter, same_answer
+from eval.mathverse import (
+    BENCHMARK,
+    TEXT_ONLY,
+    VERSIONS,
+    by_rules,
+    choices_of,
+    reference_letter,
+    same_answer,
+)
 from tests.support import benchmark_data
 from tests.support.benchmark_data import MATHVERSE, mathverse_rows, write_mathverse
 from tests.support.endpoint_server import Reply, completion
@@ -15,11 +23,24 @@ scored = partial(benchmark_data.scored, BENCHMARK)
 QUESTION = "Find CED ()\nChoices:\nA:40°\nB:60°\nC:120°\nD:140°"
 
 
-def row(number: int, response: str, answer: str, version: str = "Text Lite", **fields: Any) -> dict[str, Any]:
+def row(
+    number: int, response: str, answer: str, version: str = "Text Lite", **fields: Any
+) -> dict[str, Any]:
     choice = len(answer) == 1 and answer.isalpha()
-    known: dict[str, Any] = {"sample_index": number, "problem_index": "1", "problem_version": version}
-    known |= {"question": QUESTION if choice else "Find the area.", "answer": answer, "response": response}
-    known |= {"question_type": "multi-choice" if choice else "free-form", "metadata": {"subject": "Plane Geometry"}}
+    known: dict[str, Any] = {
+        "sample_index": number,
+        "problem_index": "1",
+        "problem_version": version,
+    }
+    known |= {
+        "question": QUESTION if choice else "Find the area.",
+        "answer": answer,
+        "response": response,
+    }
+    known |= {
+        "question_type": "multi-choice" if choice else "free-form",
+        "metadata": {"subject": "Plane Geometry"},
+    }
     return known | fields
 
 
@@ -40,9 +61,14 @@ def test_free_answers_are_compared_by_their_values():
         ("Bugs Bunny", "Bugs Bunny"),
     ]
     other = [
-        ("113", "113.1"), ("13", "14"), ("x^2 + y^2 = 7", "$x^{2}+y^{2}=49$"), ("[2,-2)", "(2,-2)"),
-        ("(2,2)", "(2,-2)"), ("increasing", "even"), ("", "5"),
-    ]  # fmt: skip
+        ("113", "113.1"),
+        ("13", "14"),
+        ("x^2 + y^2 = 7", "$x^{2}+y^{2}=49$"),
+        ("[2,-2)", "(2,-2)"),
+        ("(2,2)", "(2,-2)"),
+        ("increasing", "even"),
+        ("", "5"),
+    ]
     for pairs, expected in ((same, True), (other, False)):
         assert [pair for pair in pairs if same_answer(*pair)[0] is not expected] == []
 
@@ -61,7 +87,10 @@ def test_an_answer_is_found_in_a_response():
 def test_options_and_the_right_one_are_read_as_the_data_write_them():
     one = row(1, "", "D")
     assert choices_of(one) == ["40°", "60°", "120°", "140°"]
-    assert choices_of({**one, "question": "Is it?\nChoice:\nA. True\nB. False"}) == ["True", "False"]
+    assert choices_of({**one, "question": "Is it?\nChoice:\nA. True\nB. False"}) == [
+        "True",
+        "False",
+    ]
     assert choices_of({**one, "question": ""}) == []
     assert choices_of({**one, "question": "", "question_for_eval": QUESTION})[3] == "140°"
     for answer, letter in {"D": "D", "(C)": "C", "140": "D", "A\nC": None}.items():
@@ -79,15 +108,31 @@ def test_scores_by_version_type_and_subject_and_overall_without_text_only(tmp_pa
         row(7, r"\boxed{A}", "D", TEXT_ONLY) | {"answer": "A\nC"},
     ]
     result = scored(tmp_path, rows)
-    assert [item["verdict"] == "correct" for item in result["items"]] == [True, True, False, True, True, False, False]
+    assert [item["verdict"] == "correct" for item in result["items"]] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
     assert (result["correct"], result["total"]) == (4, 7)
     overall = result["overall"]["five_versions"]
     assert (overall["correct"], overall["total"]) == (4, 5)
-    versions = {name: (cell["correct"], cell["total"]) for name, cell in result["groups"]["version"].items()}
-    assert versions[TEXT_ONLY] == (0, 2) and versions["Vision Only"] == (1, 1) and versions.keys() == set(VERSIONS)
+    versions = {
+        name: (cell["correct"], cell["total"]) for name, cell in result["groups"]["version"].items()
+    }
+    assert (
+        versions[TEXT_ONLY] == (0, 2)
+        and versions["Vision Only"] == (1, 1)
+        and versions.keys() == set(VERSIONS)
+    )
     assert result["groups"]["subject"]["Plane Geometry"]["total"] == 7
     shown = capsys.readouterr().out
-    assert "rules ours, in place of the official judge" in shown and "not the official score" in shown
+    assert (
+        "rules ours, in place of the official judge" in shown and "not the official score" in shown
+    )
     assert "warning: 1 reference answer with several letters" in shown
 
 
@@ -115,10 +160,14 @@ def test_a_judge_decides_on_free_answers_that_our_rules_do_not_find_right(tmp_pa
     def judges(body: dict[str, Any], _: int) -> Reply:
         content = body["messages"][1]["content"]
         if "<reply>" in content:
-            return completion(f"<answer>{content.split('<reply>')[1].split('</reply>')[0].strip()}</answer>")
+            return completion(
+                f"<answer>{content.split('<reply>')[1].split('</reply>')[0].strip()}</answer>"
+            )
         asked.append(content)
         return completion(
-            "<answer>maybe</answer>" if "a guess" in content else f"<answer>{int('50 cm' in content)}</answer>"
+            "<answer>maybe</answer>"
+            if "a guess" in content
+            else f"<answer>{int('50 cm' in content)}</answer>"
         )
 
     server = serve(judges)
@@ -147,7 +196,7 @@ def test_the_six_versions_are_asked_from_the_files_of_the_hub(tmp_path):
 
     def load(*words: str) -> list[Any]:
         command = ["infer", "--model", "m", "--data", str(folder), "--output", "o", *words]
-        return BENCHMARK.load(parse(command, BENCHMARK))[0]
+        return BENCHMARK.load(parse(command, BENCHMARK).ask.data).problems
 
     assert [problem.fields["problem_version"] for problem in load()] == list(VERSIONS[:5])
     only = load("--split", "testmini_text_only")
@@ -157,7 +206,9 @@ def test_the_six_versions_are_asked_from_the_files_of_the_hub(tmp_path):
     ]
     every = load("--split", "all", "--query", "wo")
     assert len({problem.pid for problem in every}) == 7
-    assert every[0].images()[0].size == (56, 56) and every[0].prompt.startswith("Please directly answer")
+    assert every[0].images()[0].size == (56, 56) and every[0].prompt.startswith(
+        "Please directly answer"
+    )
     assert load()[0].prompt.startswith("Please first conduct reasoning")
 
 
@@ -170,6 +221,18 @@ def test_the_hub_is_asked_for_the_part_of_each_split(monkeypatch):
         return datasets.Dataset.from_list(mathverse_rows(2, versions=versions), features=MATHVERSE)
 
     monkeypatch.setattr(datasets, "load_dataset", hub)
-    words = ["infer", "--model", "m", "--data", "AI4Math/MathVerse", "--output", "o", "--split", "all"]
-    assert len(BENCHMARK.load(parse(words, BENCHMARK))[0]) == 4
-    assert asked == [("AI4Math/MathVerse", split, split) for split in ("testmini", "testmini_text_only")]
+    words = [
+        "infer",
+        "--model",
+        "m",
+        "--data",
+        "AI4Math/MathVerse",
+        "--output",
+        "o",
+        "--split",
+        "all",
+    ]
+    assert len(BENCHMARK.load(parse(words, BENCHMARK).ask.data).problems) == 4
+    assert asked == [
+        ("AI4Math/MathVerse", split, split) for split in ("testmini", "testmini_text_only")
+    ]

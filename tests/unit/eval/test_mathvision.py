@@ -1,4 +1,6 @@
-r"""MathVision's prompt and score: the published verdicts, the official score's habits, and ours beside it."""
+r"""MathVision's prompt and score: the published verdicts, the official score's habits, and ours
+beside it.
+"""
 
 import json
 from functools import partial
@@ -8,9 +10,10 @@ from typing import Any
 import pytest
 
 from adora_vl.data.prompts import conversation_with_images
+from adora_vl.evals.options import HubDataOptions
+from adora_vl.evals.scoring.files import figures_in_training as figures
 from adora_vl.evaluation import _load as task
-from eval.command import figures_in_training as figures
-from eval.command import main, parse
+from eval.command import main
 from eval.mathvision import BENCHMARK, build_query, official_answer, official_hit, officially_equal
 from eval.mathvision_value import latex_value
 from tests.conftest import SHARED
@@ -19,17 +22,25 @@ from tests.support.benchmark_data import mathvision_rows, to_score, write_mathvi
 
 scored = partial(benchmark_data.scored, BENCHMARK)
 DATA = SHARED / "data" / "mathvision"
-real = pytest.mark.skipif(not DATA.is_dir(), reason="MathVision's published outputs are not beside this checkout")
+real = pytest.mark.skipif(
+    not DATA.is_dir(), reason="MathVision's published outputs are not beside this checkout"
+)
 SAMPLE = Path(__file__).parent / "mathvision_sample.jsonl"
-# Stored as wrong: `4/3` for the gold `\frac{4}{3}`. No path of the published score gives that: latex2sympy makes 4/3 of
-# both, the one slash of another file, `40\pi/3`, was right, and run anew it calls this right too, as ours does.
+# Stored as wrong: `4/3` for the gold `\frac{4}{3}`. No path of the published score gives that:
+# latex2sympy makes 4/3 of both, the one slash of another file, `40\pi/3`, was right, and run anew
+# it calls this right too, as ours does.
 DISPUTED = {("Gemini-Pro", "3013")}
-# Stored as `a` for the response `A)`, of which the repository's score, run anew, makes `a)`, as ours does.
+# Stored as `a` for the response `A)`, of which the repository's score, run anew, makes `a)`, as
+# ours does.
 OTHER_ANSWER = {("Qwen-VL-Max-CoT", "1787")}
 TOTALS = {
-    "Gemini-Pro": 537, "InternLM-XComposer2-VL": 442, "LLaVA-v1.5-7B": 259, "Qwen-VL-Max-CoT": 384, "SPHINX-v2": 295,
+    "Gemini-Pro": 537,
+    "InternLM-XComposer2-VL": 442,
+    "LLaVA-v1.5-7B": 259,
+    "Qwen-VL-Max-CoT": 384,
+    "SPHINX-v2": 295,
     "ShareGPT4V-7B": 320,
-}  # fmt: skip
+}
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -50,21 +61,31 @@ def test_a_sample_of_published_verdicts_is_reproduced():
 
 @real
 def test_every_published_verdict_is_reproduced(tmp_path, subtests):
-    problems, _ = BENCHMARK.load(parse(["infer", "--model=m", f"--data={DATA}", "--output=o"], BENCHMARK))
+    problems = BENCHMARK.load(HubDataOptions(data=str(DATA), split="test")).problems
     asked = {problem.pid: problem.fields for problem in problems}
     assert len(asked) == 3040
     for name, total in TOTALS.items():
         with subtests.test(name):
             stored = lines(DATA / "outputs" / f"{name}.jsonl")
             assert sum(row["correct"] for row in stored) == total
-            made = scored(tmp_path, [{**asked[row["id"]], "response": row["response"]} for row in stored])
+            made = scored(
+                tmp_path, [{**asked[row["id"]], "response": row["response"]} for row in stored]
+            )
             items = list(zip(stored, made["items"], strict=True))
-            differ = {(name, row["id"]) for row, item in items if row["correct"] is not item["correct"]}
+            differ = {
+                (name, row["id"]) for row, item in items if row["correct"] is not item["correct"]
+            }
             assert differ == {one for one in DISPUTED if one[0] == name}
-            answers = {(name, row["id"]) for row, item in items if row["model_answer"] != item["extraction"]}
+            answers = {
+                (name, row["id"])
+                for row, item in items
+                if row["model_answer"] != item["extraction"]
+            }
             assert answers == {one for one in OTHER_ANSWER if one[0] == name}
             assert made["correct"] == total + len(differ)
-            for key, count in json.loads((DATA / "outputs" / f"{name}_result.json").read_text()).items():
+            for key, count in json.loads(
+                (DATA / "outputs" / f"{name}_result.json").read_text()
+            ).items():
                 cell = made["groups"]["level"].get(key.removeprefix("-level"))
                 cell = cell or made["groups"]["subject"].get(key)
                 if cell is not None and not differ:
@@ -122,13 +143,47 @@ def test_the_official_score_compares_as_text_as_tuples_and_as_numbers(subtests):
 def test_latex_has_the_value_that_the_official_score_computes(subtests):
     # As `latex2sympy2` 1.9.1 and Python's `math` give them.
     cases: dict[str, float | None] = {
-        "1,000.5": 1000.5, "2^3^2": 64, "-2^2": -4, r"12\frac{1}{2}": 6, r"1/2\pi": 0.16, "2/3*3": 2, "1:2:3": 0.17,
-        r"\sqrt[3]{8}": 2, "3!": 6, "5)x": 5, "3.5.2": 0.7, "3 rows": 3, "x=5": 5, "e^2": 7.39, r"50\%": 0.5,
-        r"\sin 30": -0.99, r"\tan^{-1} 1": 0.79, r"\log_2 8": 3, r"\binom{5}{2}": 10, r"2\cdot-3": -6, "--5": 5,
-        r"5\right)": 5, r"\left(3\right)": 3, r"\frac{3^{1008}-1}{3^{1009}}": 0.33, r"\log\log\pi": -0.3,
-        "": None, "e": None, "12cm": None, "50%": None, "1,2": None, "(1,2)": None, "5+": None, "|3|": None,
-        r"\ln 2": None, r"\frac12": None, "1/0": None, r"\infty": None, "(5": None, "9^{9^{9}}": None, "(" * 5000: None,
-    }  # fmt: skip
+        "1,000.5": 1000.5,
+        "2^3^2": 64,
+        "-2^2": -4,
+        r"12\frac{1}{2}": 6,
+        r"1/2\pi": 0.16,
+        "2/3*3": 2,
+        "1:2:3": 0.17,
+        r"\sqrt[3]{8}": 2,
+        "3!": 6,
+        "5)x": 5,
+        "3.5.2": 0.7,
+        "3 rows": 3,
+        "x=5": 5,
+        "e^2": 7.39,
+        r"50\%": 0.5,
+        r"\sin 30": -0.99,
+        r"\tan^{-1} 1": 0.79,
+        r"\log_2 8": 3,
+        r"\binom{5}{2}": 10,
+        r"2\cdot-3": -6,
+        "--5": 5,
+        r"5\right)": 5,
+        r"\left(3\right)": 3,
+        r"\frac{3^{1008}-1}{3^{1009}}": 0.33,
+        r"\log\log\pi": -0.3,
+        "": None,
+        "e": None,
+        "12cm": None,
+        "50%": None,
+        "1,2": None,
+        "(1,2)": None,
+        "5+": None,
+        "|3|": None,
+        r"\ln 2": None,
+        r"\frac12": None,
+        "1/0": None,
+        r"\infty": None,
+        "(5": None,
+        "9^{9^{9}}": None,
+        "(" * 5000: None,
+    }
     for source, value in cases.items():
         with subtests.test(source[:40]):
             found = latex_value(source)
@@ -138,7 +193,9 @@ def test_latex_has_the_value_that_the_official_score_computes(subtests):
 def test_the_prompt_has_the_picture_at_its_first_place():
     row = {"question": "Left <image1> or right <image2>?", "options": ["1", "2", "3", "4", "5"]}
     query = build_query(row)
-    assert query.startswith('Please solve the problem step by step and put your answer in one "\\boxed{}".')
+    assert query.startswith(
+        'Please solve the problem step by step and put your answer in one "\\boxed{}".'
+    )
     assert query.endswith("\nLeft <image> or right image 2?\n(A) 1\n(B) 2\n(C) 3\n(D) 4\n(E) 5\n")
     (message,) = conversation_with_images(query, 1, None)
     assert [part["type"] for part in message["content"]] == ["text", "image", "text"]
@@ -154,17 +211,30 @@ def test_a_training_is_evaluated_on_it_and_logs_its_figures(tmp_path):
     assert [problem.pid for problem in first.problems] == ["1", "2", "3"]
     (mini,) = task(f"mathvision={data / 'testmini.jsonl'}", None, None)
     rows = [{**problem.fields, "response": r"\boxed{A}"} for problem in mini.problems]
-    assert [row["pid"] for row in rows] == ["2"] and figures(mini.benchmark, rows)["mathvision_accuracy"] == 1.0
+    assert [row["pid"] for row in rows] == ["2"] and figures(mini.benchmark, rows)[
+        "mathvision_accuracy"
+    ] == 1.0
 
 
-def answered(response: str, answer: str, options: list[str] | None = None, **fields: Any) -> dict[str, Any]:
-    known = {"question": "How long is it?\n<image1>", "options": options or [], "level": 2, "subject": "algebra"}
+def answered(
+    response: str, answer: str, options: list[str] | None = None, **fields: Any
+) -> dict[str, Any]:
+    known = {
+        "question": "How long is it?\n<image1>",
+        "options": options or [],
+        "level": 2,
+        "subject": "algebra",
+    }
     return {"pid": "1", **known, "answer": answer, "response": response, **fields}
 
 
 def test_strict_is_our_grader_behind_our_extraction(tmp_path, subtests):
     cases = [
-        (answered(r"\boxed{0.33}", r"$\frac{1}{3}$"), True, False),  # official rounds, strict does not
+        (
+            answered(r"\boxed{0.33}", r"$\frac{1}{3}$"),
+            True,
+            False,
+        ),  # official rounds, strict does not
         (answered("It takes 12 of them, so the length is 12 cm in all.", "12"), False, True),
         (answered("It is clear that option B fits", "B", ["1", "2", "3", "4", "5"]), False, True),
         (answered(r"\boxed{2}", "B", ["1", "2", "3", "4", "5"]), True, True),
@@ -178,11 +248,15 @@ def test_strict_is_our_grader_behind_our_extraction(tmp_path, subtests):
 
 
 def test_a_score_has_levels_subjects_and_the_rows_of_several_parts(tmp_path, capsys):
-    parts = answered("12", "12", pid="2", level=5, question="<image1> and <image2>", subject="logic")
+    parts = answered(
+        "12", "12", pid="2", level=5, question="<image1> and <image2>", subject="logic"
+    )
     made = scored(tmp_path, [answered("12", "12"), parts])
     assert {key: made["groups"][key].keys() for key in ("level", "subject", "form")} == {
-        "level": {"2", "5"}, "subject": {"algebra", "logic"}, "form": {"free form"},
-    }  # fmt: skip
+        "level": {"2", "5"},
+        "subject": {"algebra", "logic"},
+        "form": {"free form"},
+    }
     assert made["several_parts"] == 1 and made["rules"] == {"rules": "official"}
     assert "1 question with several numbered images" in capsys.readouterr().out
 

@@ -1,4 +1,6 @@
-"""MMStar's score: the published hits, both rules, and gain and leakage, which need a model without vision."""
+"""MMStar's score: the published hits, both rules, and gain and leakage, which need a model without
+vision.
+"""
 
 import json
 from functools import partial
@@ -17,12 +19,20 @@ from tests.support import benchmark_data
 from tests.support.benchmark_data import mmstar_rows, to_score, write_lines, write_mmstar
 
 DATA = SHARED / "data" / "mmstar"
-real = pytest.mark.skipif(not DATA.is_dir(), reason="MMStar's published outputs are not beside this checkout")
+real = pytest.mark.skipif(
+    not DATA.is_dir(), reason="MMStar's published outputs are not beside this checkout"
+)
 QUESTION = "Which?\nOptions: A: a park, with trees, B: a dam, C: note A: twice, D: none"
 
 
 def row(pid: str, response: str, answer: str = "B", **fields: Any) -> dict[str, Any]:
-    known = {"pid": pid, "index": int(pid), "question": QUESTION, "answer": answer, "response": response}
+    known = {
+        "pid": pid,
+        "index": int(pid),
+        "question": QUESTION,
+        "answer": answer,
+        "response": response,
+    }
     return known | {"category": "math", "l2_category": "geometry"} | fields
 
 
@@ -35,9 +45,15 @@ def test_the_published_half_has_404_hits_and_its_categories(case):
         with case(rules) as folder:
             expected = json.loads((DATA / "expected.json").read_text())
             result = scored(folder, next(DATA.glob("*.jsonl")), "--rules", rules)
-            assert (result["correct"], result["total"]) == (expected["correct"], expected["total"]) == (404, 750)
+            assert (
+                (result["correct"], result["total"])
+                == (expected["correct"], expected["total"])
+                == (404, 750)
+            )
             categories = result["groups"]["category"]
-            assert {key: [one["correct"], one["total"]] for key, one in categories.items()} == expected["by_category"]
+            assert {
+                key: [one["correct"], one["total"]] for key, one in categories.items()
+            } == expected["by_category"]
             assert len(result["groups"]["l2_category"]) == 18
 
 
@@ -65,7 +81,10 @@ def test_options_are_read_out_of_the_question():
 
 
 def test_a_chain_of_thought_is_right_by_letter_and_wrong_by_the_official_rule(tmp_path):
-    rows = [row("1", r"A park? Based on the water it is a dam: \boxed{B}"), row("2", r"By the water: \boxed{A}")]
+    rows = [
+        row("1", r"A park? Based on the water it is a dam: \boxed{B}"),
+        row("2", r"By the water: \boxed{A}"),
+    ]
     by_letter = scored(tmp_path, rows, "--rules", "letter")
     assert [item["correct"] for item in by_letter["items"]] == [True, False]
     assert by_letter["rules"] == {"rules": "letter"}
@@ -75,9 +94,14 @@ def test_a_chain_of_thought_is_right_by_letter_and_wrong_by_the_official_rule(tm
 
 def test_gain_and_leakage_by_hand(tmp_path, capsys):
     def run(name: str, right: str) -> Path:
-        return write_lines(tmp_path / name, [row(str(i), "B" if hit == "1" else "C") for i, hit in enumerate(right)])
+        return write_lines(
+            tmp_path / name,
+            [row(str(i), "B" if hit == "1" else "C") for i, hit in enumerate(right)],
+        )
 
-    seen, blind, text = run("v.jsonl", "11110"), run("wv.jsonl", "01100"), run("t.jsonl", "00100")
+    seen = run("v.jsonl", "11110")
+    blind = run("wv.jsonl", "01100")
+    text = run("t.jsonl", "00100")
     others = ["--without-image", str(blind), "--text-only", str(text)]
     leakage = scored(tmp_path, seen, *others)["leakage"]
     assert (leakage["S_v"], leakage["S_wv"], leakage["S_t"]) == (0.8, 0.4, 0.2)
@@ -85,7 +109,12 @@ def test_gain_and_leakage_by_hand(tmp_path, capsys):
     assert leakage["MG_bootstrap_95"][0] < 0.4 < leakage["MG_bootstrap_95"][1]
     assert "MG: 40.0 %" in capsys.readouterr().out
     # A backbone that knows more than the blind model has leaked nothing.
-    assert scored(tmp_path, seen, "--without-image", str(text), "--text-only", str(blind))["leakage"]["ML"] == 0
+    assert (
+        scored(tmp_path, seen, "--without-image", str(text), "--text-only", str(blind))["leakage"][
+            "ML"
+        ]
+        == 0
+    )
 
 
 def test_another_runs_items_must_be_the_same(tmp_path, capsys):
@@ -108,8 +137,15 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=1024, **sizes)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=1024, **sizes
+    )
     config.eos_token_id = tokenizer.eos_token_id
     Qwen2ForCausalLM(config).save_pretrained(folder)
     return folder
@@ -127,6 +163,8 @@ def test_a_backbone_answers_without_the_image_and_refuses_one(tmp_path, backbone
     blind = "it sees no images, and the problems have some"
     for more, message in (([], blind), (["--max-pixels", "784"], "max_pixels: ")):
         assert main(BENCHMARK, command(tmp_path / "eyes", backbone, *more)) == 2
-        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        lines = [
+            line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")
+        ]
         assert len(lines) == 1
         assert message in lines[0]

@@ -1,4 +1,6 @@
-"""MMMU-Pro, LogicVista and DynaMath: their official rules by hand, their own figures, and rows that are named."""
+"""MMMU-Pro, LogicVista and DynaMath: their official rules by hand, their own figures, and rows that
+are named.
+"""
 
 import pytest
 
@@ -7,10 +9,17 @@ from tests.support import benchmark_data as support
 
 OPTIONS = ["a red fox", "the river bank of a town", "none of them"]
 LETTERS = [
-    ("Answer: B", "B"), ("first Answer: A, then Answer: C", "C"), ("Answer: A or B, thus (B) not (A)", "A"),
-    ("It is (C).", "C"), ("I take B here", "B"), ("B.", "B"), ("so we see that it is the River bank of a town", "B"),
-    ("no letter at all", None), (r"\boxed{B}", None), ("", None),
-]  # fmt: skip
+    ("Answer: B", "B"),
+    ("first Answer: A, then Answer: C", "C"),
+    ("Answer: A or B, thus (B) not (A)", "A"),
+    ("It is (C).", "C"),
+    ("I take B here", "B"),
+    ("B.", "B"),
+    ("so we see that it is the River bank of a town", "B"),
+    ("no letter at all", None),
+    (r"\boxed{B}", None),
+    ("", None),
+]
 
 
 @pytest.mark.parametrize(("response", "letter"), LETTERS)
@@ -20,9 +29,16 @@ def test_the_letter_that_mmmu_pro_reads(response, letter):
 
 @pytest.mark.parametrize(
     ("response", "letters"),
-    [(r"\boxed{A, C}", "A, C"), (r"\boxed{\text{B and D}}", "B and D"), ("The answers are A and C.", "A and C"),
-     ("B, D", "B, D"), ("The correct choice is D", "D"), (r"so \boxed{B}", "B"), ("<answer>C, A</answer>", "C, A")],
-)  # fmt: skip
+    [
+        (r"\boxed{A, C}", "A, C"),
+        (r"\boxed{\text{B and D}}", "B and D"),
+        ("The answers are A and C.", "A and C"),
+        ("B, D", "B, D"),
+        ("The correct choice is D", "D"),
+        (r"so \boxed{B}", "B"),
+        ("<answer>C, A</answer>", "C, A"),
+    ],
+)
 def test_the_letters_of_logicvista(response, letters):
     assert logicvista.by_rules(response).text == letters
     assert all(logicvista.letters_of(given) == ["a", "c"] for given in ("A, C", "ca", ["c", "a"]))

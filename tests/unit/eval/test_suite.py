@@ -1,14 +1,16 @@
-"""The row of a table: one start of the engine for all benchmarks, resumed, and beside another model's row."""
+"""The row of a table: one start of the engine for all benchmarks, resumed, and beside another
+model's row.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.utils.openai_client import Reply
 from eval import suite
 from eval.__main__ import main
-from eval.inference.requests import AnswerRequest
 from tests.unit.eval.test_contract import DATA
 
 BUILT: list[int] = []
@@ -40,17 +42,40 @@ def data(tmp_path: Path) -> Path:
 def test_a_row_with_one_start_of_the_engine(data, monkeypatch, capsys):
     BUILT.clear()
     for name, text in (("first", "Answer: A"), ("second", "Answer: B")):
-        monkeypatch.setattr(suite, "build_engine", lambda settings, t=text: Says(t, settings.max_text_bytes))
-        words = ["all", "--suite", "reasoning", "--model", "a/b", "--data", str(data), "--output", str(data / name)]
+        monkeypatch.setattr(
+            suite, "build_engine", lambda settings, t=text: Says(t, settings.max_text_bytes)
+        )
+        words = [
+            "all",
+            "--suite",
+            "reasoning",
+            "--model",
+            "a/b",
+            "--data",
+            str(data),
+            "--output",
+            str(data / name),
+        ]
         assert main([*words, "--samples", "3", "--temperature", "1"]) == 0
         head, row, note = capsys.readouterr().out.splitlines()[-3:]
-        assert head.split() == list(COLUMNS) and row.startswith(str(data / name)) and "its strict score" in note
-    assert len(BUILT) == 2 and len(set(BUILT)) == 1, "an engine for each model, that fits all benchmarks"
-    assert main([*words, "--samples", "3", "--temperature", "1", "--beside", str(data / "first")]) == 0
+        assert (
+            head.split() == list(COLUMNS)
+            and row.startswith(str(data / name))
+            and "its strict score" in note
+        )
+    assert len(BUILT) == 2 and len(set(BUILT)) == 1, (
+        "an engine for each model, that fits all benchmarks"
+    )
+    assert (
+        main([*words, "--samples", "3", "--temperature", "1", "--beside", str(data / "first")]) == 0
+    )
     assert len(BUILT) == 2, "all answers were there"
     first, second, difference = capsys.readouterr().out.splitlines()[-4:-1]
     assert first.startswith(str(data / "first")) and second.startswith(str(data / "second"))
-    assert difference.split("  ")[0] == "difference of accuracy" and "+100.0 [+100.0, +100.0]" in difference
+    assert (
+        difference.split("  ")[0] == "difference of accuracy"
+        and "+100.0 [+100.0, +100.0]" in difference
+    )
 
 
 def test_what_is_missing_is_said_before_anything_is_asked(data, capsys):

@@ -16,7 +16,13 @@ OPTION = "A. 300, 400;B．②;C. 3000; D. Cannot be determined; E. No correct an
 
 
 def row(number: int, ID: str, key: str, response: str, **fields: Any) -> dict[str, Any]:
-    known = {"question number": number, "ID": ID, "key": key, "knowledge concept": "Angles", "question": "Which?"}
+    known = {
+        "question number": number,
+        "ID": ID,
+        "key": key,
+        "knowledge concept": "Angles",
+        "question": "Which?",
+    }
     return {**known, "option": OPTION, "answer": "B", "response": response, **fields}
 
 
@@ -32,31 +38,52 @@ def composite(ID: str, pattern: str, first: int) -> list[dict[str, Any]]:
 
 def test_every_pattern_of_steps_has_its_place():
     expected = {  # two steps: strict, loose
-        "111": ("CM", "CM"), "101": ("RM", "CM"), "011": ("RM", "CM"), "001": ("RM", "RM"),
-        "110": ("IG", "IG"), "100": ("IK", "IK"), "010": ("IK", "IK"), "000": ("IK", "IK"),
-    }  # fmt: skip
+        "111": ("CM", "CM"),
+        "101": ("RM", "CM"),
+        "011": ("RM", "CM"),
+        "001": ("RM", "RM"),
+        "110": ("IG", "IG"),
+        "100": ("IK", "IK"),
+        "010": ("IK", "IK"),
+        "000": ("IK", "IK"),
+    }
     found = {}
     for one, two, whole in product((True, False), repeat=3):
         pattern = "".join(str(int(each)) for each in (one, two, whole))
-        found[pattern] = tuple(diagnosis([one, two], whole, strict=strict) for strict in (True, False))
+        found[pattern] = tuple(
+            diagnosis([one, two], whole, strict=strict) for strict in (True, False)
+        )
     assert found == expected
-    assert [diagnosis([True, False, False], True, strict=strict) for strict in (True, False)] == ["RM", "CM"]
-    assert diagnosis([False] * 3, True, strict=False) == "RM" and diagnosis([True] * 3, False, strict=True) == "IG"
+    assert [diagnosis([True, False, False], True, strict=strict) for strict in (True, False)] == [
+        "RM",
+        "CM",
+    ]
+    assert (
+        diagnosis([False] * 3, True, strict=False) == "RM"
+        and diagnosis([True] * 3, False, strict=True) == "IG"
+    )
 
 
 def test_the_scores_by_hand(tmp_path, capsys):
     patterns = ["111", "101", "001", "110", "100", "1111", "1001", "0001", "1110", "0000"]
-    rows = [each for i, pattern in enumerate(patterns) for each in composite(f"p{i}", pattern, 10 * i)]
+    rows = [
+        each for i, pattern in enumerate(patterns) for each in composite(f"p{i}", pattern, 10 * i)
+    ]
     result = scored(tmp_path, rows)
     cells = {name: (cell["correct"], cell["total"]) for name, cell in result["diagnosis"].items()}
     assert cells == {
-        "IK": (2, 10), "IG": (2, 10),
-        "CM_strict": (2, 10), "RM_strict": (4, 6),
-        "CM_loose": (4, 10), "RM_loose": (2, 6),
-    }  # fmt: skip
+        "IK": (2, 10),
+        "IG": (2, 10),
+        "CM_strict": (2, 10),
+        "RM_strict": (4, 6),
+        "CM_loose": (4, 10),
+        "RM_loose": (2, 6),
+    }
     assert result["score"]["strict"]["accuracy"] == pytest.approx((2 + 0.5 * 2) / 10)
     assert result["score"]["loose"]["accuracy"] == pytest.approx((4 + 0.5 * 2) / 10)
-    steps = {name: (cell["correct"], cell["total"]) for name, cell in result["groups"]["steps"].items()}
+    steps = {
+        name: (cell["correct"], cell["total"]) for name, cell in result["groups"]["steps"].items()
+    }
     assert steps == {"one step": (13, 25), "two steps": (3, 5), "three steps": (3, 5)}
     shown = capsys.readouterr().out
     assert "We-Math's score, strict: 30.0 % (95 %: " in shown and "loose: 50.0 %" in shown
@@ -71,7 +98,10 @@ def test_a_problem_that_lacks_a_step_is_left_out_of_the_diagnosis_and_said(tmp_p
     rows = composite("p0", "111", 0) + composite("p1", "0000", 10)[:3]
     result = scored(tmp_path, rows)
     assert result["diagnosis"]["IK"]["total"] == 1 and result["score"]["strict"]["accuracy"] == 1
-    assert "warning: 1 problem without an answer to every step and the whole, left out" in capsys.readouterr().out
+    assert (
+        "warning: 1 problem without an answer to every step and the whole, left out"
+        in capsys.readouterr().out
+    )
     result = scored(tmp_path, rows[:2])
     assert result["score"]["strict"] is None and "diagnosis" not in result
 
@@ -91,8 +121,12 @@ def test_both_rules_read_the_official_form_and_only_ours_reads_a_box(tmp_path):
     rows = [row(i, f"p{i}", "2steps_1", response) for i, response in enumerate(cases)]
     for place, rules in enumerate(("official", "letter")):
         items = scored(tmp_path, rows, "--rules", rules)["items"]
-        assert [item["verdict"] == "correct" for item in items] == [right[place] for right in cases.values()], rules
-    assert official_letter("By the Answer key: I say so") is None, "its first character is no letter from A to H"
+        assert [item["verdict"] == "correct" for item in items] == [
+            right[place] for right in cases.values()
+        ], rules
+    assert official_letter("By the Answer key: I say so") is None, (
+        "its first character is no letter from A to H"
+    )
 
 
 def test_the_data_of_the_hub_and_of_the_repository_are_asked_alike(tmp_path):
@@ -100,8 +134,14 @@ def test_the_data_of_the_hub_and_of_the_repository_are_asked_alike(tmp_path):
     for form in ("parquet", "json"):
         folder = write_wemath(tmp_path / form, rows, form)
         words = ["infer", "--model", "m", "--data", str(folder), "--output", "o"]
-        problems, _ = BENCHMARK.load(parse(words, BENCHMARK))
+        problems = BENCHMARK.load(parse(words, BENCHMARK).ask.data).problems
         assert [problem.pid for problem in problems] == [str(number) for number in range(1, 8)]
-        assert [problem.fields["key"] for problem in problems][2:5] == ["2steps_multi", "3steps_1", "3steps_2"]
-        assert f"Question: {rows[0]['question']}\nOption: {rows[0]['option']}\n" in problems[0].prompt
+        assert [problem.fields["key"] for problem in problems][2:5] == [
+            "2steps_multi",
+            "3steps_1",
+            "3steps_2",
+        ]
+        assert (
+            f"Question: {rows[0]['question']}\nOption: {rows[0]['option']}\n" in problems[0].prompt
+        )
         assert problems[6].images()[0].size == (56, 56)

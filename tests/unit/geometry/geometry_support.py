@@ -13,7 +13,10 @@ def measured_length(at: Mapping[str, complex], start: str, end: str) -> str:
 
 def measured_angle(at: Mapping[str, complex], first: str, corner: str, last: str) -> str:
     """The fact of an angle, as wide as the figure has it."""
-    return f"Equals(MeasureOf(Angle({first}, {corner}, {last})), {degrees(at, first, corner, last):.10f})"
+    return (
+        f"Equals(MeasureOf(Angle({first}, {corner}, {last})), "
+        f"{degrees(at, first, corner, last):.10f})"
+    )
 
 
 def degrees(at: Mapping[str, complex], first: str, corner: str, last: str) -> float:

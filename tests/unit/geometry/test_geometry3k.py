@@ -21,7 +21,9 @@ BROKEN = 1000
 def records() -> dict:
     place = SHARED / "data" / "geometry3k_logic_forms.json.gz"
     if not place.is_file():
-        pytest.skip(f"the logic forms of Geometry3K are not beside this checkout ({place.name} in ../shared/data)")
+        pytest.skip(
+            f"the logic forms of Geometry3K are not beside this checkout ({place.name} in ../shared/data)"
+        )
     return json.loads(gzip.decompress(place.read_bytes()))
 
 
@@ -62,14 +64,38 @@ def _broken(record: dict, rng: random.Random) -> dict:
         elif way == 2:
             facts.pop(number)
         elif way == 3:
-            new = rng.choice(("0", "1", "7", "90", "200", "1000000000", "x^{x^x}", "1/0", "(x", "-5", r"\sqrt{-1}"))
+            new = rng.choice(
+                (
+                    "0",
+                    "1",
+                    "7",
+                    "90",
+                    "200",
+                    "1000000000",
+                    "x^{x^x}",
+                    "1/0",
+                    "(x",
+                    "-5",
+                    r"\sqrt{-1}",
+                )
+            )
             facts[number] = re.sub(r"\d+", new.replace("\\", r"\\"), facts[number], count=1)
         elif way == 4:
             facts[number] = facts[number].replace(rng.choice("ABCDE"), rng.choice("ABCDEQ"))
         elif way == 5:
             facts[number] = facts[number][: rng.randrange(len(facts[number]) + 1)]
         else:
-            head = rng.choice(("Perpendicular", "Tangent", "Similar", "IsMedianOf", "BisectsAngle", "Foo", "AreaOf"))
+            head = rng.choice(
+                (
+                    "Perpendicular",
+                    "Tangent",
+                    "Similar",
+                    "IsMedianOf",
+                    "BisectsAngle",
+                    "Foo",
+                    "AreaOf",
+                )
+            )
             facts[number] = re.sub(r"^\w+", head, facts[number])
     return record
 

@@ -12,7 +12,7 @@ from adora_vl.geometry.expressions import ExpressionError, letters_of, number_of
 from adora_vl.geometry.forms import MAX_DEPTH, form_of, record_of, term_of
 from adora_vl.geometry.primitives import read
 from adora_vl.geometry.shapes import Drawing
-from adora_vl.geometry.solve import Problem
+from adora_vl.geometry.solve import FigureProblem
 from tests.unit.geometry.geometry_support import form, on_circle
 
 
@@ -44,7 +44,9 @@ def test_a_value_with_letters_is_a_tree() -> None:
         value_of(tree, {"x": 1.0})
 
 
-@pytest.mark.parametrize("text", ["", "2x+", "(2", "2)", "9^99", "10000000000", "(" * 40 + "1" + ")" * 40, "#"])
+@pytest.mark.parametrize(
+    "text", ["", "2x+", "(2", "2)", "9^99", "10000000000", "(" * 40 + "1" + ")" * 40, "#"]
+)
 def test_what_is_no_value_is_refused(text: str) -> None:
     with pytest.raises(ExpressionError):
         parsed(text)
@@ -70,7 +72,12 @@ def test_exact_forms(value: float, written: str | None) -> None:
 
 
 def test_rounding_is_that_of_schools() -> None:
-    assert [rounded(value, 2) for value in (2.005, 1.0, -0.001, 2.675)] == ["2.01", "1.00", "0.00", "2.68"]
+    assert [rounded(value, 2) for value in (2.005, 1.0, -0.001, 2.675)] == [
+        "2.01",
+        "1.00",
+        "0.00",
+        "2.68",
+    ]
     assert rounded(2.5, 0) == "3"
 
 
@@ -110,7 +117,7 @@ def test_derivatives_are_those_of_the_residuals(start: int) -> None:
     at = {"A": 0j, "B": 100 + 5j, "C": 40 + 70j, "E": 55 + 2j, "O": 48 + 20j}
     reading = read(form(at, ["AB", "BC", "CA", "CE"], FACTS, "Find(x)", ["O"]))
     assert not reading.unread
-    problem = Problem(reading)
+    problem = FigureProblem(reading)
     v = problem.start(start) + np.random.default_rng(start).normal(0, 0.01, problem.system.count)
     _, slopes = problem.system.residuals(v)
     for number in range(len(v)):
@@ -118,7 +125,9 @@ def test_derivatives_are_those_of_the_residuals(start: int) -> None:
         ahead, behind = v.copy(), v.copy()
         ahead[number] += step
         behind[number] -= step
-        measured = (problem.system.residuals(ahead)[0] - problem.system.residuals(behind)[0]) / (2 * step)
+        measured = (problem.system.residuals(ahead)[0] - problem.system.residuals(behind)[0]) / (
+            2 * step
+        )
         assert slopes[:, number] == pytest.approx(measured, abs=1e-6, rel=1e-5)
 
 
@@ -127,14 +136,20 @@ def test_angles_alone_follow_from_parallels_and_triangles(seed: int) -> None:
     random.seed(seed)
     tilt, angle = random.uniform(0, 360), random.randint(25, 65)
     turn = np.exp(1j * math.radians(tilt))
-    at = {name: complex(place * turn) for name, place in {"A": 0j, "B": 9 + 0j, "C": 2 + 6j, "D": 12 + 6j}.items()}
+    at = {
+        name: complex(place * turn)
+        for name, place in {"A": 0j, "B": 9 + 0j, "C": 2 + 6j, "D": 12 + 6j}.items()
+    }
     facts = [
         "Parallel(Line(A, B), Line(C, D))",
         f"Equals(MeasureOf(Angle(B, A, C)), {angle})",
         "Equals(MeasureOf(Angle(A, C, B)), 2x)",
         "Equals(MeasureOf(Angle(C, B, A)), x+9)",
     ]
-    for asked, wanted in (("Find(x)", (171 - angle) / 3), ("Find(MeasureOf(Angle(A, C, D)))", 180 - angle)):
+    for asked, wanted in (
+        ("Find(x)", (171 - angle) / 3),
+        ("Find(MeasureOf(Angle(A, C, D)))", 180 - angle),
+    ):
         reading = read(form(at, ["AB", "CD", "AC", "BC"], facts, asked))
         assert Chase(reading).value() == pytest.approx(wanted)
 
@@ -142,17 +157,29 @@ def test_angles_alone_follow_from_parallels_and_triangles(seed: int) -> None:
 def test_shapes_without_names_are_found_in_the_picture() -> None:
     at = {"A": 0j, "B": 90 + 0j, "C": 120 + 50j, "D": 30 + 50j, "E": 30 + 0j}
     drawing = Drawing(
-        form(at, ["AB", "BC", "CD", "DA", "DE"], ["PointLiesOnLine(E, Line(A, B))"], "Find(AreaOf(Parallelogram($)))")
+        form(
+            at,
+            ["AB", "BC", "CD", "DA", "DE"],
+            ["PointLiesOnLine(E, Line(A, B))"],
+            "Find(AreaOf(Parallelogram($)))",
+        )
     )
     shape = drawing.shape(term_of("Parallelogram($)"))
     assert sorted(shape) == ["A", "B", "C", "D"]
-    assert drawing.in_drawing_order(["A", "B", "D", "C"]) in (["A", "B", "C", "D"], ["D", "A", "B", "C"])
+    assert drawing.in_drawing_order(["A", "B", "D", "C"]) in (
+        ["A", "B", "C", "D"],
+        ["D", "A", "B", "C"],
+    )
     assert sorted(map(sorted, drawing.faces)) == [["A", "D", "E"], ["B", "C", "D", "E"]]
 
 
 def test_a_circle_that_the_picture_calls_otherwise_is_its_only_one() -> None:
     at = {"A": 0j, "P": 50 + 0j, "M": 50 + 70j}
-    facts = [*on_circle("A", "P"), "Equals(LengthOf(Line(M, P)), 16)", "Equals(LengthOf(Line(A, P)), x)"]
+    facts = [
+        *on_circle("A", "P"),
+        "Equals(LengthOf(Line(M, P)), 16)",
+        "Equals(LengthOf(Line(A, P)), x)",
+    ]
     asked = ["Tangent(Line(M,P),Circle(O))", "Equals(LengthOf(Line(M,O)),20)", "Find(x)"]
     reading = read(form(at, ["AP", "MP", "AM"], facts, asked, ["A"]))
     assert reading.drawing.aliases == {"O": "A"} and not reading.unread

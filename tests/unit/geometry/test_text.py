@@ -1,4 +1,6 @@
-"""Facts as sentences: what a teacher writes gives the answer that she expects, and a slip is named with its place."""
+"""Facts as sentences: what a teacher writes gives the answer that she expects, and a slip is named
+with its place.
+"""
 
 import pytest
 
@@ -12,7 +14,12 @@ from adora_vl.utils.errors import UserError
     [
         ("triangle ABC. AB = 5, AC = 5, angle A = 40; find angle B", "70"),
         ("ABCD parallelogram, AB = 2x+1, CD = 9, BC = 5\nfind perimeter ABCD", "28"),
-        ("ABCD is a rectangle. AC and BD meet at E. AE = 5, AB = 6. Find area ABCD".replace("Find", "find"), "48"),
+        (
+            "ABCD is a rectangle. AC and BD meet at E. AE = 5, AB = 6. Find area ABCD".replace(
+                "Find", "find"
+            ),
+            "48",
+        ),
         ("circle O: A, B, C. AB is a diameter. angle BAC = 30\nfind angle ABC", "60"),
         ("circle O: A\nDA tangent at A, OA = 5, OD = 13, find DA", "12"),
         ("AB parallel CD, AC and BD meet at E, AE = 3, EC = 6, AB = 4, find CD", "8"),
@@ -26,7 +33,11 @@ from adora_vl.utils.errors import UserError
         ("triangle ABC, D midpoint of BC, AD = 5, angle BAC = 90, find BC", "10"),
         ("rhombus ABCD, AC = 6, BD = 8, find AB", "5"),
         ("AB = 3\nfind 2AB + 1", "7"),
-        ("angle ABC = 2x, angle ABD = x + 10, BD bisects angle ABC, find x  # no solution but all x", None),
+        (
+            "angle ABC = 2x, angle ABD = x + 10, BD bisects angle ABC, find x  # no solution but "
+            "all x",
+            None,
+        ),
         ("circle O: A, B. arc AB = 80, OA = 9\nfind angle AOB", "80"),
         ("circle O: A\nOA = 3\nfind area circle O", r"9\pi"),
         ("triangle ABC, AB = 3, BC = 4, AC = 5, find sin A", "\\frac{4}{5}"),
@@ -55,7 +66,10 @@ def test_sentences_that_determine_nothing(text: str, status: str) -> None:
 
 
 def test_a_place_chooses_of_two_figures() -> None:
-    facts = "triangle ABC. A at 10, 100. B at 150, 20. C at 110, 100. AB = 7, angle BAC = 30, BC = 4, find AC"
+    facts = (
+        "triangle ABC. A at 10, 100. B at 150, 20. C at 110, 100. AB = 7, angle BAC = 30, BC = "
+        "4, find AC"
+    )
     asked = form_of_text(facts)
     assert asked.points["B"] == (150.0, 20.0)
     found = verdict(asked)
@@ -99,7 +113,8 @@ def test_a_slip_is_named_with_its_place(text: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["(" * 500, "AB = " + "(" * 300 + ", find AB", "find " * 50, "find AB" + "+AB" * 2000, "=,=;="]
+    "text",
+    ["(" * 500, "AB = " + "(" * 300 + ", find AB", "find " * 50, "find AB" + "+AB" * 2000, "=,=;="],
 )
 def test_no_text_makes_it_raise_anything_else(text: str) -> None:
     try:

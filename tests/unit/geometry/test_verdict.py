@@ -1,4 +1,6 @@
-"""What the engine says of forms: determined, open, contradictory, two figures, not to scale; and properties of it."""
+"""What the engine says of forms: determined, open, contradictory, two figures, not to scale; and
+properties of it.
+"""
 
 import cmath
 import math
@@ -14,7 +16,13 @@ from hypothesis import strategies as st
 
 from adora_vl.geometry.forms import Form
 from adora_vl.geometry.verdict import MAX_FACT_LENGTH, MAX_POINTS, verdict
-from tests.unit.geometry.geometry_support import degrees, form, measured_angle, measured_length, on_circle
+from tests.unit.geometry.geometry_support import (
+    degrees,
+    form,
+    measured_angle,
+    measured_length,
+    on_circle,
+)
 
 TRIANGLE = {"A": 0j, "B": 100 + 0j, "C": 30 + 60j}
 SIDES = ("AB", "BC", "CA")
@@ -25,9 +33,15 @@ sizes = st.floats(3, 30)
 
 @given(st.floats(2, 20), st.floats(2, 20), st.floats(25, 150))
 @settings(max_examples=40, deadline=None, derandomize=True)
-def test_two_sides_and_their_angle_give_the_third(first: float, second: float, angle: float) -> None:
+def test_two_sides_and_their_angle_give_the_third(
+    first: float, second: float, angle: float
+) -> None:
     at = {"A": complex(first), "B": 0j, "C": second * cmath.exp(1j * math.radians(angle))}
-    facts = [measured_length(at, "A", "B"), measured_length(at, "B", "C"), measured_angle(at, "A", "B", "C")]
+    facts = [
+        measured_length(at, "A", "B"),
+        measured_length(at, "B", "C"),
+        measured_angle(at, "A", "B", "C"),
+    ]
     found = verdict(form(at, SIDES, facts, "Find(LengthOf(Line(A, C)))"))
     assert (found.status, found.how) == ("answered", "facts")
     assert found.value == pytest.approx(abs(at["A"] - at["C"]), rel=1e-6)
@@ -40,8 +54,14 @@ def test_a_parallelogram_is_solved_from_a_picture_that_is_not_to_scale(
 ) -> None:
     corner = side * cmath.exp(1j * math.radians(angle))
     at = {"A": 0j, "B": complex(wide), "C": wide + corner, "D": corner}
-    facts = [measured_length(at, "A", "B"), measured_length(at, "A", "D"), measured_angle(at, "D", "A", "B")]
-    drawn = {name: complex(100 * place.real, 100 * squeezed * place.imag) for name, place in at.items()}
+    facts = [
+        measured_length(at, "A", "B"),
+        measured_length(at, "A", "D"),
+        measured_angle(at, "D", "A", "B"),
+    ]
+    drawn = {
+        name: complex(100 * place.real, 100 * squeezed * place.imag) for name, place in at.items()
+    }
     asked = ["Parallelogram(A,B,C,D)", "Find(LengthOf(Line(A, C)))"]
     found = verdict(form(drawn, ("AB", "BC", "CD", "DA", "AC"), facts, asked))
     assert found.status == "answered"
@@ -72,7 +92,8 @@ def _chords(seed: int) -> tuple[Form, float]:
     while min(b - a for a, b in zip(ends, [*ends[1:], ends[0] + 2 * math.pi], strict=True)) < 0.5:
         ends = sorted(rng.uniform(0, 2 * math.pi) for _ in range(4))
     at = {name: 50 * cmath.exp(1j * turn) for name, turn in zip("ABCD", ends, strict=True)}
-    first, second = at["C"] - at["A"], at["D"] - at["B"]
+    first = at["C"] - at["A"]
+    second = at["D"] - at["B"]
     share = ((at["B"] - at["A"]).conjugate() * second).imag / (first.conjugate() * second).imag
     at |= {"E": at["A"] + share * first, "O": 0j}
     facts = [
@@ -136,7 +157,11 @@ def test_turned_mirrored_scaled_renamed_and_shuffled_forms_say_the_same(seed: in
 
 def test_a_true_fact_more_changes_nothing_and_one_less_never_gives_another_answer() -> None:
     at = TRIANGLE
-    needed = [measured_length(at, "A", "B"), measured_length(at, "B", "C"), measured_angle(at, "A", "B", "C")]
+    needed = [
+        measured_length(at, "A", "B"),
+        measured_length(at, "B", "C"),
+        measured_angle(at, "A", "B", "C"),
+    ]
     more = [measured_angle(at, "B", "A", "C"), measured_length(at, "A", "C")]
     wanted = degrees(at, "A", "C", "B")
     asked = "Find(MeasureOf(Angle(A, C, B)))"
@@ -177,21 +202,35 @@ def test_what_only_the_picture_shows_is_assumed_and_not_determined() -> None:
             ("AB = 5", "BC = 2", "CA = 9"),
         ),
         (
-            ("MeasureOf(Angle(C, A, B)), 50", "MeasureOf(Angle(A, B, C)), 60", "MeasureOf(Angle(B, C, A)), 80"),
+            (
+                "MeasureOf(Angle(C, A, B)), 50",
+                "MeasureOf(Angle(A, B, C)), 60",
+                "MeasureOf(Angle(B, C, A)), 80",
+            ),
             ("angle CAB = 50", "angle ABC = 60", "angle BCA = 80"),
         ),
         (("LengthOf(Line(A, B)), 5", "LengthOf(Line(A, B)), 6"), ("AB = 5", "AB = 6")),
     ],
 )
-def test_facts_that_exclude_each_other_are_named(facts: tuple[str, ...], named: tuple[str, ...]) -> None:
-    found = verdict(form(TRIANGLE, SIDES, [f"Equals({fact})" for fact in facts], "Find(MeasureOf(Angle(A, B, C)))"))
+def test_facts_that_exclude_each_other_are_named(
+    facts: tuple[str, ...], named: tuple[str, ...]
+) -> None:
+    found = verdict(
+        form(
+            TRIANGLE,
+            SIDES,
+            [f"Equals({fact})" for fact in facts],
+            "Find(MeasureOf(Angle(A, B, C)))",
+        )
+    )
     assert found.status == "conflict" and found.why.startswith("no figure")
     assert all(name in found.why for name in named)
 
 
 @pytest.mark.parametrize(("top", "wanted"), [(150 + 60j, 11.0), (60 + 60j, 5.0)])
 def test_of_two_solutions_the_drawing_chooses(top: complex, wanted: float) -> None:
-    # Side a = 5 opposite angle A with sin A = 3/5, b = 8 - or on the other side of the foot: AB is 6.4 + 1.4 or - 1.4.
+    # Side a = 5 opposite angle A with sin A = 3/5, b = 8 - or on the other side of the foot: AB is
+    # 6.4 + 1.4 or - 1.4.
     facts = [
         "Equals(LengthOf(Line(A, C)), 8)",
         "Equals(LengthOf(Line(B, C)), 5)",
@@ -229,7 +268,11 @@ def test_angles_decide_where_lengths_contradict_them() -> None:
 
 def test_a_length_that_would_be_negative_is_no_answer() -> None:
     line = {"A": 0j, "B": 60 + 0j, "C": 100 + 0j}
-    facts = ["PointLiesOnLine(B, Line(A, C))", "Equals(LengthOf(Line(A, B)), 9)", "Equals(LengthOf(Line(A, C)), 5)"]
+    facts = [
+        "PointLiesOnLine(B, Line(A, C))",
+        "Equals(LengthOf(Line(A, B)), 9)",
+        "Equals(LengthOf(Line(A, C)), 5)",
+    ]
     assert verdict(form(line, ("AC", "AB", "BC"), facts, "Find(LengthOf(Line(B, C)))")).status in (
         "conflict",
         "collapsed",
@@ -251,11 +294,17 @@ def test_a_double_root_is_an_answer() -> None:
 
 
 def test_a_fact_that_is_not_known_is_named_with_its_place_and_the_nearest_one() -> None:
-    facts = ["Equals(LengthOf(Line(A, B)), 5)", "Perpendiculr(Line(A, B), Line(B, C))", "Equals(LengthOf(Line(A, B), 3"]
+    facts = [
+        "Equals(LengthOf(Line(A, B)), 5)",
+        "Perpendiculr(Line(A, B), Line(B, C))",
+        "Equals(LengthOf(Line(A, B), 3",
+    ]
     found = verdict(form(TRIANGLE, SIDES, facts, "Find(LengthOf(Line(A, B)))"))
     assert found.answer == "5"
     assert found.unread[0].startswith("fact 3, ") and "brackets" in found.unread[0]
-    assert "did you mean 'Perpendicular'" in found.unread[1] and found.unread[1].startswith("fact 2, ")
+    assert "did you mean 'Perpendicular'" in found.unread[1] and found.unread[1].startswith(
+        "fact 2, "
+    )
 
 
 @pytest.mark.parametrize(
@@ -263,8 +312,14 @@ def test_a_fact_that_is_not_known_is_named_with_its_place_and_the_nearest_one() 
     [
         ({"question": ()}, "asks for nothing"),
         ({"question": ("Find(Beauty(A))",)}, "no measure"),
-        ({"facts": (f"Equals(LengthOf(Line(A, B)), {'1+' * MAX_FACT_LENGTH}1)",)}, "characters, over"),
-        ({"points": {f"point_{number}": (1.0, 2.0) for number in range(MAX_POINTS + 1)}}, "points, over"),
+        (
+            {"facts": (f"Equals(LengthOf(Line(A, B)), {'1+' * MAX_FACT_LENGTH}1)",)},
+            "characters, over",
+        ),
+        (
+            {"points": {f"point_{number}": (1.0, 2.0) for number in range(MAX_POINTS + 1)}},
+            "points, over",
+        ),
     ],
 )
 def test_what_cannot_be_read_says_why(changed: dict, said: str) -> None:

@@ -1,4 +1,6 @@
-"""A run that starts from an adapter: which weights it starts from, what it is compared with, and what comes out."""
+"""A run that starts from an adapter: which weights it starts from, what it is compared with, and
+what comes out.
+"""
 
 import json
 import shlex
@@ -18,7 +20,13 @@ from tests.support.hub_cache import keep_in_hub_cache
 from tests.support.sft_adapter import TEXT, sft_adapter
 from tests.support.tiny_run import arguments, train
 
-LORA = {"use_peft": "true", "lora_r": 2, "lora_alpha": 4, "lora_dropout": 0, "lora_target_modules": ".*q_proj"}
+LORA = {
+    "use_peft": "true",
+    "lora_r": 2,
+    "lora_alpha": 4,
+    "lora_dropout": 0,
+    "lora_target_modules": ".*q_proj",
+}
 
 
 def whole(folder: Path) -> dict[str, torch.Tensor]:
@@ -38,23 +46,39 @@ def sft(tmp_path_factory):
 def test_an_adapter_goes_on_training_and_is_its_own_reference(sft, tmp_path, capsys):
     run = train(tmp_path / "run", model_name_or_path=sft, beta=0.1, max_steps=2)
     log = json.loads((run / "trainer_state.json").read_text())["log_history"]
-    assert log[0]["kl"] == 0 and log[1]["kl"] > 0, "the policy starts as its reference, and moves away from it"
-    before, after = load_file(sft / "adapter_model.safetensors"), load_file(run / "adapter_model.safetensors")
-    assert before.keys() == after.keys() and all(not torch.equal(before[name], after[name]) for name in before)
+    assert log[0]["kl"] == 0 and log[1]["kl"] > 0, (
+        "the policy starts as its reference, and moves away from it"
+    )
+    before = load_file(sft / "adapter_model.safetensors")
+    after = load_file(run / "adapter_model.safetensors")
+    assert before.keys() == after.keys() and all(
+        not torch.equal(before[name], after[name]) for name in before
+    )
     reference = load_file(run / "ref" / "adapter_model.safetensors")
-    assert all(torch.equal(tensor, reference[name]) for name, tensor in before.items()), "of the head, too"
+    assert all(torch.equal(tensor, reference[name]) for name, tensor in before.items()), (
+        "of the head, too"
+    )
     model = json.loads((run / "manifest.json").read_text())["model"]
-    assert model["name"] == str(sft) and model["base"] == str(PRETRAINED) and " on " in model["fingerprint"]
+    assert (
+        model["name"] == str(sft)
+        and model["base"] == str(PRETRAINED)
+        and " on " in model["fingerprint"]
+    )
     assert "goes on training" in capsys.readouterr().out
     assert export([str(run), str(tmp_path / "out")]) == 0
     assert apart(whole(tmp_path / "out"), whole(run / "merged")) < 1e-6
     assert export([str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
     served = capsys.readouterr().out
-    assert f"vllm serve {tmp_path / 'out'}" in served and "vLLM serves it merged alone" in served  # it has a head
+    assert (
+        f"vllm serve {tmp_path / 'out'}" in served and "vLLM serves it merged alone" in served
+    )  # it has a head
     other = sft_adapter(tmp_path / "other", modules_to_save=None, r=5)
     held = (run / "manifest.json").read_bytes()
     assert main(arguments(run, model_name_or_path=other, beta=0.1, max_steps=3)) == 2
-    assert "of another run: model: " in capsys.readouterr().err and (run / "manifest.json").read_bytes() == held
+    assert (
+        "of another run: model: " in capsys.readouterr().err
+        and (run / "manifest.json").read_bytes() == held
+    )
     assert export([str(other), str(tmp_path / "plain"), "--adapter"]) == 0
     words = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert words[2:5] == ["vllm", "serve", str(PRETRAINED)]
@@ -68,37 +92,61 @@ def test_a_new_adapter_on_top_is_trained_and_exported_with_the_one_beneath(sft, 
     new = json.loads((run / "adapter_config.json").read_text())
     assert (new["r"], new["base_model_name_or_path"]) == (2, str(sft))
     assert not list(sft.glob("tokenizer*")) and export([str(sft), str(tmp_path / "start")]) == 0
-    assert load_processor(str(tmp_path / "start")).chat_template, "the base's, as the adapter has none"
+    assert load_processor(str(tmp_path / "start")).chat_template, (
+        "the base's, as the adapter has none"
+    )
     assert export([str(run), str(tmp_path / "out")]) == 0
-    start, out = whole(tmp_path / "start"), whole(tmp_path / "out")
+    start = whole(tmp_path / "start")
+    out = whole(tmp_path / "out")
     assert apart(out, whole(run / "merged")) < 1e-6 < apart(out, start)
-    assert {name for name in out if not torch.equal(out[name], start[name])} == {n for n in out if ".q_proj.w" in n}
+    assert {name for name in out if not torch.equal(out[name], start[name])} == {
+        n for n in out if ".q_proj.w" in n
+    }
     again = train(tmp_path / "again", model_name_or_path=run, max_steps=2, learning_rate=0)
-    assert apart(whole(again / "merged"), out) < 1e-6, "an adapter whose base is an adapter goes on training too"
+    assert apart(whole(again / "merged"), out) < 1e-6, (
+        "an adapter whose base is an adapter goes on training too"
+    )
 
 
-def test_an_adapter_of_the_hub_is_that_of_its_revision_and_so_is_its_base(tmp_path, capsys, monkeypatch):
+def test_an_adapter_of_the_hub_is_that_of_its_revision_and_so_is_its_base(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     keep_in_hub_cache("somebody/tiny", PRETRAINED, v1="1" * 40)  # there is no main of it
-    keep_in_hub_cache("somebody/sft", sft_adapter(tmp_path / "other", "somebody/nobody"), main="2" * 40)
+    keep_in_hub_cache(
+        "somebody/sft", sft_adapter(tmp_path / "other", "somebody/nobody"), main="2" * 40
+    )
     sft = sft_adapter(tmp_path / "sft", "somebody/tiny", revision="v1", modules_to_save=None)
     keep_in_hub_cache("somebody/sft", sft, v2="3" * 40)
-    asked = {"model_name_or_path": "somebody/sft", "model_revision": "v2", "learning_rate": 0, "max_steps": 1}
-    run, new = train(tmp_path / "run", **asked), train(tmp_path / "new", **asked, **LORA)
-    before, after = load_file(sft / "adapter_model.safetensors"), load_file(run / "adapter_model.safetensors")
+    asked = {
+        "model_name_or_path": "somebody/sft",
+        "model_revision": "v2",
+        "learning_rate": 0,
+        "max_steps": 1,
+    }
+    run = train(tmp_path / "run", **asked)
+    new = train(tmp_path / "new", **asked, **LORA)
+    before = load_file(sft / "adapter_model.safetensors")
+    after = load_file(run / "adapter_model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
     pinned = f"{'3' * 40} on {'1' * 40}"
     for folder, base in ((run, ("somebody/tiny", "1" * 40)), (new, ("somebody/sft", "3" * 40))):
         manifest = json.loads((folder / "manifest.json").read_text())
-        assert manifest["model"]["fingerprint"] == pinned and manifest["model"]["base"] == "somebody/tiny"
+        assert (
+            manifest["model"]["fingerprint"] == pinned
+            and manifest["model"]["base"] == "somebody/tiny"
+        )
         config = json.loads((folder / "adapter_config.json").read_text())
-        assert (config["base_model_name_or_path"], config["revision"]) == base, "of what is merged into it later"
+        assert (config["base_model_name_or_path"], config["revision"]) == base, (
+            "of what is merged into it later"
+        )
         assert export([str(folder), str(folder / "out")]) == 0
     assert apart(whole(run / "out"), whole(new / "out")) < 1e-6
     assert export([str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
-    assert f"vllm serve somebody/tiny --generation-config vllm --host 127.0.0.1 --revision {'1' * 40} " in (
-        capsys.readouterr().out
+    assert (
+        f"vllm serve somebody/tiny --generation-config vllm --host 127.0.0.1 --revision {'1' * 40} "
+        in (capsys.readouterr().out)
     )
     (tmp_path / "hub" / "models--somebody--sft" / "refs" / "v2").write_text("2" * 40)
     assert main(arguments(tmp_path / "run", **asked)) == 2
@@ -110,9 +158,17 @@ def test_an_adapter_of_the_hub_is_that_of_its_revision_and_so_is_its_base(tmp_pa
 def test_an_adapter_that_zero3_has_in_parts_takes_the_steps_of_a_whole_one(keys, sft, tmp_path):
     asked = {"model_name_or_path": sft, "beta": 0.1, "max_steps": 2, **keys}
     train(tmp_path / "whole", **asked)
-    launch("cpu_zero3", "--num_processes", "1", "-m", "adora_vl.train", *arguments(tmp_path / "parts", **asked))
+    launch(
+        "cpu_zero3",
+        "--num_processes",
+        "1",
+        "-m",
+        "adora_vl.train",
+        *arguments(tmp_path / "parts", **asked),
+    )
     one, other = (
-        json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"] for name in ("whole", "parts")
+        json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
+        for name in ("whole", "parts")
     )
     for whole_entry, entry in zip(one[:2], other[:2], strict=True):
         for figure in ("reward", "entropy", "grad_norm", "kl"):
@@ -123,15 +179,33 @@ def test_an_adapter_that_zero3_has_in_parts_takes_the_steps_of_a_whole_one(keys,
 @pytest.mark.parametrize(
     ("change", "keys", "line"),
     [
-        ({}, {"lora_target_modules": "q_proj"}, "lora_target_modules: q_proj, but the adapter 'SFT' has target_modu"),
-        ({"base_model_name_or_path": None}, {}, "model_name_or_path: 'SFT/adapter_config.json' names no base_model_na"),
-        ({"base_model_name_or_path": "SFT"}, {}, "model_name_or_path: the adapter 'SFT' is its own base"),
+        (
+            {},
+            {"lora_target_modules": "q_proj"},
+            "lora_target_modules: q_proj, but the adapter 'SFT' has target_modu",
+        ),
+        (
+            {"base_model_name_or_path": None},
+            {},
+            "model_name_or_path: 'SFT/adapter_config.json' names no base_model_na",
+        ),
+        (
+            {"base_model_name_or_path": "SFT"},
+            {},
+            "model_name_or_path: the adapter 'SFT' is its own base",
+        ),
         ({"peft_type": "NONE"}, {}, "model_name_or_path: 'SFT/adapter_config.json' cannot be read"),
-        ({"target_modules": ["nosuch"]}, {}, "lora_target_modules: 'nosuch' is no module of this model"),
+        (
+            {"target_modules": ["nosuch"]},
+            {},
+            "lora_target_modules: 'nosuch' is no module of this model",
+        ),
         (None, {}, "model_name_or_path: 'SFT' has no weights (*.safetensors)"),
     ],
-)  # fmt: skip
-def test_an_adapter_that_cannot_go_on_is_refused_in_one_line(change, keys, line, tmp_path, capsys, monkeypatch):
+)
+def test_an_adapter_that_cannot_go_on_is_refused_in_one_line(
+    change, keys, line, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr("adora_vl.utils.hub.no_hub", lambda: "the hub does not answer")
     folder = sft_adapter(tmp_path / "sft")
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -144,4 +218,6 @@ def test_an_adapter_that_cannot_go_on_is_refused_in_one_line(change, keys, line,
     words = arguments(tmp_path / "run", model_name_or_path=folder, **keys)
     assert main(words) == 2
     errors = [one for one in capsys.readouterr().err.splitlines() if one.startswith("error: ")]
-    assert len(errors) == 1 and errors[0].startswith(f"error: {line.replace('SFT', str(folder))}"), errors
+    assert len(errors) == 1 and errors[0].startswith(
+        f"error: {line.replace('SFT', str(folder))}"
+    ), errors

@@ -1,4 +1,6 @@
-"""The table of families against Transformers' own classes, freezing by its names, and models that are not in it."""
+"""The table of families against Transformers' own classes, freezing by its names, and models that
+are not in it.
+"""
 
 import json
 from collections import Counter
@@ -6,19 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, LlavaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    LlavaConfig,
+)
 from trl import ModelConfig
 
 from adora_vl.builtin.processor import build_processor
 from adora_vl.builtin.tiny_vl import build_model
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data import images as pixels
-from adora_vl.dedup.policy_pass import packable
+from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.models import families
 from adora_vl.models.check import NEEDS_FAMILY, check_family
 from adora_vl.models.load import load_config, load_processor
+from adora_vl.packing.policy_pass import packable
 from adora_vl.utils.errors import UserError
-from eval.inference.chat import ChatProcessor
 from tests.support.tiny_run import train
 
 SEEING = [kind for kind, family in families.FAMILIES.items() if family.vision]
@@ -43,15 +51,22 @@ def on_meta(config: Any) -> Any:
 def test_the_side_of_an_image_token_is_that_of_transformers_defaults(subtests):
     for kind in SEEING:
         with subtests.test(kind):
-            vision, own = families.FAMILIES[kind].vision, AutoConfig.for_model(kind).vision_config
+            vision = families.FAMILIES[kind].vision
+            own = AutoConfig.for_model(kind).vision_config
             assert vision is not None and vision.unit == own.patch_size * own.spatial_merge_size
             assert pixels.VISIONS[kind] is vision
             assert vision.min_pixels % vision.unit**2 == vision.max_pixels % vision.unit**2 == 0
-            assert (families.DEEPSTACK in vision.features) == bool(getattr(own, "deepstack_visual_indexes", None))
+            assert (families.DEEPSTACK in vision.features) == bool(
+                getattr(own, "deepstack_visual_indexes", None)
+            )
 
 
-PROJECTORS = {"qwen2_vl": {"merger"}, "qwen2_5_vl": {"merger"}, "qwen3_5": {"merger"},
-              "qwen3_vl": {"merger", "deepstack_merger_list"}}  # fmt: skip
+PROJECTORS = {
+    "qwen2_vl": {"merger"},
+    "qwen2_5_vl": {"merger"},
+    "qwen3_5": {"merger"},
+    "qwen3_vl": {"merger", "deepstack_merger_list"},
+}
 
 
 def test_every_parameter_is_in_its_part(subtests):
@@ -74,7 +89,9 @@ def test_every_parameter_is_in_its_part(subtests):
 
 def test_what_can_share_a_prompt():
     shared = {kind for kind in families.FAMILIES if families.shares_prompts(config_of(kind))}
-    assert shared == {"qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}, "Qwen3.5 has layers of linear attention"
+    assert shared == {"qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}, (
+        "Qwen3.5 has layers of linear attention"
+    )
     sliding = config_of("qwen2")
     sliding.layer_types = ["full_attention", "sliding_attention"]
     assert not families.shares_prompts(sliding) and not families.shares_prompts(LlamaConfig())
@@ -83,36 +100,53 @@ def test_what_can_share_a_prompt():
 
 def check(config: Any, **changed: Any) -> list[str]:
     settings = {"output_dir": "x", "use_cpu": True, "bf16": False, "report_to": "none", **changed}
-    return check_family(ModelConfig(model_name_or_path="some/model"), AdoraGRPOConfig(**settings), config)
+    return check_family(
+        ModelConfig(model_name_or_path="some/model"), AdoraGRPOConfig(**settings), config
+    )
 
 
 OFF: dict[str, Any] = {"adora_stock_step": [*NEEDS_FAMILY]}
 
 
 def test_a_known_family_says_nothing_but_what_is_off():
-    assert all(check(AutoConfig.for_model(kind)) == [] for kind in families.FAMILIES if kind != "qwen3_5")
+    assert all(
+        check(AutoConfig.for_model(kind)) == [] for kind in families.FAMILIES if kind != "qwen3_5"
+    )
     (line,) = check(AutoConfig.for_model("qwen3_5"))
     assert "linear attention" in line and "share_prompt" in line
 
 
 def test_a_config_that_the_engine_would_run_otherwise_is_refused(subtests):
-    """Transformers interleaves whatever the config says, so only the engine is off, by up to 0.03 nats."""
+    """Transformers interleaves whatever the config says, so only the engine is off, by up to 0.03
+    nats.
+    """
     for kind in ("qwen3_vl", "qwen3_5"):
         with subtests.test(kind):
             config = AutoConfig.for_model(kind)
             assert check(config, use_vllm=False) == check(AutoConfig.for_model(kind))
-            with pytest.raises(UserError, match=r"mrope_interleaved in the rope_parameters .* set it to true"):
+            with pytest.raises(
+                UserError, match=r"mrope_interleaved in the rope_parameters .* set it to true"
+            ):
                 check(config, use_vllm=True)
-            config.text_config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True}
+            config.text_config.rope_parameters = {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_interleaved": True,
+            }
             if kind == "qwen3_5":
-                with pytest.raises(UserError, match="use_vllm: true, but on a CPU vLLM computes the linear attention"):
+                with pytest.raises(
+                    UserError,
+                    match="use_vllm: true, but on a CPU vLLM computes the linear attention",
+                ):
                     check(config, use_vllm=True)
             else:
                 assert check(config, use_vllm=True) == []
 
 
 def test_a_family_with_images_that_is_not_in_the_table_is_refused_in_one_line():
-    with pytest.raises(UserError, match=r"'some/model' has model_type llava.*qwen3_vl.*stock_step: .*CONTRIBUTING"):
+    with pytest.raises(
+        UserError, match=r"'some/model' has model_type llava.*qwen3_vl.*stock_step: .*CONTRIBUTING"
+    ):
         check(LlavaConfig())
     with pytest.raises(UserError, match=r"set .*adora_freeze: \[\] to train"):
         check(LlavaConfig(), adora_freeze=["projector"], **OFF)
@@ -121,8 +155,13 @@ def test_a_family_with_images_that_is_not_in_the_table_is_refused_in_one_line():
 
 
 def test_a_kind_that_transformers_lacks_is_named_and_its_code_is_not_run(tmp_path, monkeypatch):
-    """As the first releases of InternVL have it: Transformers would ask whether to run the code beside the config."""
-    own = {"model_type": "internvl_chat", "auto_map": {"AutoConfig": "configuration.InternVLChatConfig"}}
+    """As the first releases of InternVL have it: Transformers would ask whether to run the code
+    beside the config.
+    """
+    own = {
+        "model_type": "internvl_chat",
+        "auto_map": {"AutoConfig": "configuration.InternVLChatConfig"},
+    }
     (tmp_path / "config.json").write_text(json.dumps(own))
     (tmp_path / "configuration.py").write_text("raise SystemExit('run')")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
@@ -152,15 +191,26 @@ def test_a_language_model_that_is_not_in_the_table_only_shares_no_prompt():
 
 @pytest.mark.slow
 def test_what_still_works_without_an_entry_works(tmp_path, monkeypatch, capsys):
-    """The tiny model as if nobody had entered it: refused before a weight is loaded, and trained the way it says."""
+    """The tiny model as if nobody had entered it: refused before a weight is loaded, and trained
+    the way it says.
+    """
     monkeypatch.delitem(families.FAMILIES, "qwen2_5_vl")
     settings: dict[str, Any] = {
-        "max_steps": 1, "per_device_train_batch_size": 4, "adora_stock_step": "skip_old_pass", "save_strategy": "no",
-    }  # fmt: skip
+        "max_steps": 1,
+        "per_device_train_batch_size": 4,
+        "adora_stock_step": "skip_old_pass",
+        "save_strategy": "no",
+    }
     with pytest.raises(AssertionError):
         train(tmp_path / "refused", **settings)
-    assert "has model_type qwen2_5_vl, which is not among the known families" in capsys.readouterr().err
-    train(tmp_path / "run", **{**settings, "adora_stock_step": f"skip_old_pass,{','.join(NEEDS_FAMILY)}"})
+    assert (
+        "has model_type qwen2_5_vl, which is not among the known families"
+        in capsys.readouterr().err
+    )
+    train(
+        tmp_path / "run",
+        **{**settings, "adora_stock_step": f"skip_old_pass,{','.join(NEEDS_FAMILY)}"},
+    )
     assert "the way of stock TRL" in capsys.readouterr().out
     assert (tmp_path / "run" / "model.safetensors").is_file()
 
@@ -178,7 +228,9 @@ def test_one_key_freezes_one_part_and_no_other(subtests):
             frozen = before - {name for name, p in model.named_parameters() if p.requires_grad}
             assert len(frozen) == count > 0
             assert {families.component_of(name) for name in frozen} == {component}
-            assert families.trainable_components(model) == frozenset(families.COMPONENTS) - {component}
+            assert families.trainable_components(model) == frozenset(families.COMPONENTS) - {
+                component
+            }
 
 
 def test_building_leaves_the_callers_random_state_alone():

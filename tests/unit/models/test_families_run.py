@@ -1,4 +1,5 @@
-"""The families beside Qwen2.5-VL through the real commands, and runs with LoRA: trained, frozen, killed, evaluated.
+"""The families beside Qwen2.5-VL through the real commands, and runs with LoRA: trained, frozen,
+killed, evaluated.
 
 The weights of the other families are random, so that nothing is ever right: entropy moves them.
 """
@@ -33,17 +34,31 @@ STEPS = 3
 
 
 SETTINGS = {
-    "max_steps": STEPS, "save_steps": 2, "per_device_train_batch_size": 8, "max_completion_length": 12,
-    "entropy_coef": 1.0, "learning_rate": 1e-2, "adora_freeze": "projector", "log_completions": "true",
-}  # fmt: skip
+    "max_steps": STEPS,
+    "save_steps": 2,
+    "per_device_train_batch_size": 8,
+    "max_completion_length": 12,
+    "entropy_coef": 1.0,
+    "learning_rate": 1e-2,
+    "adora_freeze": "projector",
+    "log_completions": "true",
+}
 
 
-LORA = {"use_peft": "true", "lora_r": 4, "lora_target_modules": "q_proj,v_proj", "save_strategy": "no", "max_steps": 2}
+LORA = {
+    "use_peft": "true",
+    "lora_r": 4,
+    "lora_target_modules": "q_proj,v_proj",
+    "save_strategy": "no",
+    "max_steps": 2,
+}
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A tiny model of a family, the run that trained it with its projector frozen, and what the run printed."""
+    """A tiny model of a family, the run that trained it with its projector frozen, and what the run
+    printed.
+    """
 
     kind: str
     model: Path
@@ -70,7 +85,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def moved(before: Path, after: Path) -> Mapping[str, list[bool]]:
     """By part, whether each tensor is another one."""
     one, other = (load_file(folder / "model.safetensors") for folder in (before, after))
-    assert one.keys() == other.keys() and all(torch.isfinite(tensor).all() for tensor in other.values())
+    assert one.keys() == other.keys() and all(
+        torch.isfinite(tensor).all() for tensor in other.values()
+    )
     found: dict[str, list[bool]] = {part: [] for part in COMPONENTS}
     for name, tensor in one.items():
         found[component_of(name)].append(not torch.equal(tensor, other[name]))
@@ -80,8 +97,12 @@ def moved(before: Path, after: Path) -> Mapping[str, list[bool]]:
 @pytest.mark.slow
 def test_the_frozen_part_stays_and_the_others_move(trained):
     parts = moved(trained.model, trained.run)
-    assert not any(parts["projector"]) and len(parts["projector"]) == (18 if trained.kind == "qwen3_vl" else 6)
-    assert sum(parts["vision_tower"]) > 0.8 * len(parts["vision_tower"]), "a key's bias moves nothing"
+    assert not any(parts["projector"]) and len(parts["projector"]) == (
+        18 if trained.kind == "qwen3_vl" else 6
+    )
+    assert sum(parts["vision_tower"]) > 0.8 * len(parts["vision_tower"]), (
+        "a key's bias moves nothing"
+    )
     assert all(parts["language_model"])
 
 
@@ -101,7 +122,17 @@ def test_a_killed_run_goes_on_to_the_bit(trained, tmp_path):
 
 
 def score(model: Path, data: Path, output: Path) -> dict[str, Any]:
-    words = ["run", "--model", str(model), "--data", str(data), "--output", str(output), "--engine", "transformers"]
+    words = [
+        "run",
+        "--model",
+        str(model),
+        "--data",
+        str(data),
+        "--output",
+        str(output),
+        "--engine",
+        "transformers",
+    ]
     assert evaluate(BENCHMARK, [*words, "--max-tokens", "8"]) == 0
     found: dict[str, Any] = json.loads((output / "score.json").read_text())
     return found
@@ -113,7 +144,11 @@ def test_a_run_and_its_adapter_are_evaluated(trained, data, tmp_path):
     settings = {**SETTINGS, "adora_freeze": "[]", **LORA}
     adapted = train(tmp_path / "lora", model_name_or_path=trained.model, **settings)
     parts = moved(trained.model, adapted / "merged")
-    assert any(parts["language_model"]) and not any(parts["projector"]) and not any(parts["vision_tower"])
+    assert (
+        any(parts["language_model"])
+        and not any(parts["projector"])
+        and not any(parts["vision_tower"])
+    )
     assert score(adapted, data, tmp_path / "adapted")["total"] == 2
 
 
@@ -126,10 +161,17 @@ def test_the_evaluation_of_a_lora_run(lora_run, data, tmp_path, capsys):
     capsys.readouterr()
     found = score(lora_run, data, tmp_path / "eval")
     said = capsys.readouterr().err
-    assert f"{lora_run} holds a LoRA adapter; its merged model is used: {lora_run / 'merged'}\n" in said
-    assert found["total"] == 2 and found["fingerprint"]["fields"]["model"] == str(lora_run / "merged")
+    assert (
+        f"{lora_run} holds a LoRA adapter; its merged model is used: {lora_run / 'merged'}\n"
+        in said
+    )
+    assert found["total"] == 2 and found["fingerprint"]["fields"]["model"] == str(
+        lora_run / "merged"
+    )
     assert not [path.name for path in lora_run.iterdir() if "partial" in path.name]
-    assert own_files(lora_run) == [], "the run does not know its adapter and its merged model for its own"
+    assert own_files(lora_run) == [], (
+        "the run does not know its adapter and its merged model for its own"
+    )
 
 
 def test_without_the_merged_model_one_line_says_how_to_make_it(lora_run, tmp_path, capsys):
@@ -142,7 +184,12 @@ def test_without_the_merged_model_one_line_says_how_to_make_it(lora_run, tmp_pat
 
 
 def test_the_adapter_of_a_language_model_is_exported_too(tmp_path):
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     base = Qwen2ForCausalLM(Qwen2Config(vocab_size=32, num_key_value_heads=2, **sizes))
     base.save_pretrained(tmp_path / "base")
     base.name_or_path = str(tmp_path / "base")

@@ -1,4 +1,6 @@
-"""A base in 4 bits: its gradients, its engine, what is trained, what comes out, and how much of it is on a card."""
+"""A base in 4 bits: its gradients, its engine, what is trained, what comes out, and how much of it
+is on a card.
+"""
 
 import json
 import sys
@@ -50,7 +52,9 @@ def base(home):
     return four_bit_folder(str(PRETRAINED), "main", ModelConfig(use_bnb_nested_quant=True))
 
 
-def test_gradients_come_through_4_bits_after_a_pass_without_them_and_vision_and_head_stay_whole(base, sft):
+def test_gradients_come_through_4_bits_after_a_pass_without_them_and_vision_and_head_stay_whole(
+    base, sft
+):
     model = load_merged(base, (), INIT)
     keep_gradients(model)
     four = {name for name, module in model.named_modules() if isinstance(module, Linear4bit)}
@@ -58,7 +62,10 @@ def test_gradients_come_through_4_bits_after_a_pass_without_them_and_vision_and_
     config = config_for_planning(str(PRETRAINED))[0]
     shape = describe(config, dtype="bfloat16", four_bit_bytes=bytes_of(nested=True))
     held = sum(parameter.nbytes for parameter in model.parameters())
-    assert shape.base_bytes(2) == pytest.approx(held, rel=0.01) and shape.base_bytes(2) < 2 * shape.total
+    assert (
+        shape.base_bytes(2) == pytest.approx(held, rel=0.01)
+        and shape.base_bytes(2) < 2 * shape.total
+    )
     policy = PeftModel.from_pretrained(model, sft, is_trainable=True)
     ids = torch.arange(20, 40)[None]
     policy.eval()
@@ -66,21 +73,36 @@ def test_gradients_come_through_4_bits_after_a_pass_without_them_and_vision_and_
         policy(input_ids=ids)
     policy.train()
     policy(input_ids=ids, labels=ids).loss.backward()
-    assert all(one.grad is not None and one.grad.abs().sum() > 0 for one in policy.parameters() if one.requires_grad)
+    assert all(
+        one.grad is not None and one.grad.abs().sum() > 0
+        for one in policy.parameters()
+        if one.requires_grad
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.core
-def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out(home, sft, tmp_path):
+def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out(
+    home, sft, tmp_path
+):
     run = tmp_path / "run"
     keys = {"max_steps": 2, "model_name_or_path": sft, "beta": 0.1, "learning_rate": 0.1, **FOUR}
-    said = in_a_process([sys.executable, "-m", "adora_vl.train", *arguments(run, use_vllm="true", **keys)])
+    said = in_a_process(
+        [sys.executable, "-m", "adora_vl.train", *arguments(run, use_vllm="true", **keys)]
+    )
     log = json.loads((run / "trainer_state.json").read_text())["log_history"]
-    assert all(0 < entry["adora/drift"] < 0.05 for entry in log[:2]), [entry["adora/drift"] for entry in log[:2]]
-    assert all(0 < entry["adora/sync_mb"] < 0.2 for entry in log[:2]), "the adapter alone is sent, at every step"
+    assert all(0 < entry["adora/drift"] < 0.05 for entry in log[:2]), [
+        entry["adora/drift"] for entry in log[:2]
+    ]
+    assert all(0 < entry["adora/sync_mb"] < 0.2 for entry in log[:2]), (
+        "the adapter alone is sent, at every step"
+    )
     assert log[0]["kl"] == 0 < log[1]["kl"]
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (sft, run))
-    assert all(not torch.equal(before[name], after[name]) and after[name].dtype == torch.float32 for name in before)
+    assert all(
+        not torch.equal(before[name], after[name]) and after[name].dtype == torch.float32
+        for name in before
+    )
     assert f"adora_vl.export {run} {run / 'merged'}" in said.stdout
     assert f"Model         {run}  (the adapter alone, as after 4 bits" in said.stdout
     base = json.loads((run / "adapter_config.json").read_text())["base_model_name_or_path"]
@@ -88,31 +110,52 @@ def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out
     policy = PeftModel.from_pretrained(load_merged(base, (), INIT), run)
     keep_gradients(policy)
     assert load_processor(str(tmp_path / "out")).chat_template, "as the evaluators load it"
-    names = [set(load_file(folder / "model.safetensors")) for folder in (tmp_path / "out", PRETRAINED)]
+    names = [
+        set(load_file(folder / "model.safetensors")) for folder in (tmp_path / "out", PRETRAINED)
+    ]
     assert names[0] == names[1], "named as in the model's own files"
     plain = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(PRETRAINED), run)
     exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").float()
     ids = torch.arange(20, 60)[None]
     with torch.no_grad():
-        trained, written, other = (m.eval()(input_ids=ids).logits.softmax(-1) for m in (policy, exported, plain))
-    assert 5 * (trained - written).abs().sum() < (trained - other).abs().sum(), "by the base that it was trained on"
+        trained, written, other = (
+            m.eval()(input_ids=ids).logits.softmax(-1) for m in (policy, exported, plain)
+        )
+    assert 5 * (trained - written).abs().sum() < (trained - other).abs().sum(), (
+        "by the base that it was trained on"
+    )
 
 
 def test_a_run_in_4_bits_goes_on_from_its_checkpoint_to_the_bit(home, tmp_path):
-    new = {**FOUR, "use_peft": "true", "lora_dropout": 0, "lora_target_modules": TEXT, "bnb_4bit_quant_type": "fp4"}
-    whole, halved = (train(tmp_path / name, max_steps=last, save_steps=1, **new) for name, last in (("a", 2), ("b", 1)))
+    new = {
+        **FOUR,
+        "use_peft": "true",
+        "lora_dropout": 0,
+        "lora_target_modules": TEXT,
+        "bnb_4bit_quant_type": "fp4",
+    }
+    whole, halved = (
+        train(tmp_path / name, max_steps=last, save_steps=1, **new)
+        for name, last in (("a", 2), ("b", 1))
+    )
     train(halved, max_steps=2, save_steps=1, **new)
     one, other = (load_file(folder / "adapter_model.safetensors") for folder in (whole, halved))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_the_adapter_that_is_sent_has_each_layer_s_scaling_and_is_no_view_of_the_policy_s(base, sft, monkeypatch):
+def test_the_adapter_that_is_sent_has_each_layer_s_scaling_and_is_no_view_of_the_policy_s(
+    base, sft, monkeypatch
+):
     from vllm.lora.lora_model import LoRAModel
 
     from adora_vl.rollout import weight_sync
 
     policy = PeftModel.from_pretrained(load_merged(base, (), INIT), sft, is_trainable=True)
-    layers = {name: layer for name, layer in policy.named_modules() if "default" in getattr(layer, "lora_A", ())}
+    layers = {
+        name: layer
+        for name, layer in policy.named_modules()
+        if "default" in getattr(layer, "lora_A", ())
+    }
     before = {name: layer.lora_B["default"].weight.clone() for name, layer in layers.items()}
     got: dict[str, Any] = {}
 
@@ -130,14 +173,22 @@ def test_the_adapter_that_is_sent_has_each_layer_s_scaling_and_is_no_view_of_the
         return SimpleNamespace(loras={})
 
     monkeypatch.setattr(LoRAModel, "from_lora_tensors", take)
-    lora = SimpleNamespace(_adapter_manager=Manager(), lora_config=SimpleNamespace(lora_dtype=None, max_lora_rank=16))
-    monkeypatch.setattr(weight_sync, "_model_runner", lambda llm: SimpleNamespace(lora_manager=lora, get_model=object))
+    lora = SimpleNamespace(
+        _adapter_manager=Manager(), lora_config=SimpleNamespace(lora_dtype=None, max_lora_rank=16)
+    )
+    monkeypatch.setattr(
+        weight_sync,
+        "_model_runner",
+        lambda llm: SimpleNamespace(lora_manager=lora, get_model=object),
+    )
     sent = weight_sync.adapter_tensors(policy, lambda parameters: nullcontext())
     count = weight_sync.push_adapter(SimpleNamespace(adapter=SimpleNamespace(lora_int_id=1)), sent)
     assert count == 2 * len(layers) == len(got)
     scalings = set()
     for name, layer in layers.items():
-        assert torch.equal(layer.lora_B["default"].weight, before[name]), "ten syncs would have grown it a thousandfold"
+        assert torch.equal(layer.lora_B["default"].weight, before[name]), (
+            "ten syncs would have grown it a thousandfold"
+        )
         assert torch.equal(got[f"{name}.lora_B.weight"], before[name] * layer.scaling["default"])
         scalings.add(layer.scaling["default"])
     assert scalings == {8 / 4, 6 / 12}
@@ -149,12 +200,15 @@ def test_one_copy_of_the_base_is_on_the_card_and_the_engine_keeps_its_own(monkey
     monkeypatch.setattr(LLM, "wake_up", lambda self, tags: events.append((tags, llm.base.away)))
     monkeypatch.setattr(LLM, "generate", lambda self, *given, **named: named["lora_request"])
     llm: Any = object.__new__(PolicyLLM)
-    llm.base, llm.adapter = FrozenBase(torch.nn.Linear(2, 2).requires_grad_(False)), "policy"
+    llm.base = FrozenBase(torch.nn.Linear(2, 2).requires_grad_(False))
+    llm.adapter = "policy"
     for tags in ("weights", "kv_cache"):
         llm.wake_up(tags=tags)
     assert llm.generate([]) == "policy"
     llm.sleep(level=2)
-    assert events == [("weights", True), ("kv_cache", True), 1], "level 2 would discard what no sync brings back"
+    assert events == [("weights", True), ("kv_cache", True), 1], (
+        "level 2 would discard what no sync brings back"
+    )
     assert not llm.base.away and llm.base.moves == 2
     with llm.awake():
         llm.wake_up(tags="weights")

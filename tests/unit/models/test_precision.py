@@ -1,4 +1,6 @@
-"""Constants that a cast has rounded are found and put right, and nothing else of a model is touched."""
+"""Constants that a cast has rounded are found and put right, and nothing else of a model is
+touched.
+"""
 
 import copy
 from itertools import product
@@ -33,7 +35,9 @@ def tiny() -> Qwen2_5_VLForConditionalGeneration:
 CASTS = {
     "bfloat16": lambda model: model.to(torch.bfloat16),
     "float16": lambda model: model.half(),
-    "rounded and back": lambda model: model.to(torch.bfloat16).to(torch.float32),  # the dtype alone does not tell
+    "rounded and back": lambda model: model.to(torch.bfloat16).to(
+        torch.float32
+    ),  # the dtype alone does not tell
 }
 
 
@@ -49,27 +53,42 @@ def test_a_cast_model_gets_its_constants_back_and_keeps_its_weights(subtests):
             weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
             assert len(wrong_buffers(model)) == len(ROTARY)
             restored = restore_buffers(model)
-            assert len(restored) == len(ROTARY) and all(name.endswith(tuple(ROTARY)) for name in restored)
+            assert len(restored) == len(ROTARY) and all(
+                name.endswith(tuple(ROTARY)) for name in restored
+            )
             assert wrong_buffers(model) == [] and restore_buffers(model) == []
             now = dict(model.named_buffers())
-            assert all(now[name].dtype == right[name].dtype and torch.equal(now[name], right[name]) for name in right)
+            assert all(
+                now[name].dtype == right[name].dtype and torch.equal(now[name], right[name])
+                for name in right
+            )
             for name, parameter in model.named_parameters():
-                assert parameter.dtype == weights[name].dtype and torch.equal(parameter, weights[name])
+                assert parameter.dtype == weights[name].dtype and torch.equal(
+                    parameter, weights[name]
+                )
 
 
 SCALINGS = [
     {"rope_type": "default"},
-    *({"rope_type": name, "factor": factor} for name, factor in (("linear", 4.0), ("dynamic", 2.0), ("yarn", 4.0))),
+    *(
+        {"rope_type": name, "factor": factor}
+        for name, factor in (("linear", 4.0), ("dynamic", 2.0), ("yarn", 4.0))
+    ),
 ]
 
 
 @settings(max_examples=30)
 @given(
-    half=st.integers(4, 64), theta=st.floats(1e3, 1e7), scaling=st.sampled_from(SCALINGS), distance=st.integers(1, 8000)
+    half=st.integers(4, 64),
+    theta=st.floats(1e3, 1e7),
+    scaling=st.sampled_from(SCALINGS),
+    distance=st.integers(1, 8000),
 )
 def test_angles_are_right_at_every_distance_and_for_every_scaling(half, theta, scaling, distance):
     rope = {**scaling, "rope_theta": theta}
-    config = Qwen2Config(hidden_size=4 * half, num_attention_heads=2, num_key_value_heads=1, rope_parameters=rope)
+    config = Qwen2Config(
+        hidden_size=4 * half, num_attention_heads=2, num_key_value_heads=1, rope_parameters=rope
+    )
     rotary = Qwen2RotaryEmbedding(config)
     right = rotary.inv_freq.double() * distance
     holder = nn.ModuleDict({"rotary": rotary}).to(torch.bfloat16)
@@ -79,7 +98,9 @@ def test_angles_are_right_at_every_distance_and_for_every_scaling(half, theta, s
 
 
 class Patterned(nn.Module):
-    """A rotary module that takes more than a config, with buffers that are a checkpoint's or whole numbers besides."""
+    """A rotary module that takes more than a config, with buffers that are a checkpoint's or whole
+    numbers besides.
+    """
 
     def __init__(self, size: int, scale: float) -> None:
         super().__init__()
@@ -100,7 +121,9 @@ def test_a_rotary_module_of_a_kind_that_we_cannot_build_is_refused_and_not_guess
 
 
 def test_training_is_refused_in_one_line_that_names_the_buffer(subtests):
-    for role, moment in product(("policy", "reference"), ("on_train_begin", "on_pre_optimizer_step")):
+    for role, moment in product(
+        ("policy", "reference"), ("on_train_begin", "on_pre_optimizer_step")
+    ):
         with subtests.test(f"{role} {moment}"):
             models = {"policy": tiny(), "reference": tiny()}
             trainer: Any = SimpleNamespace(model=models["policy"], ref_model=models["reference"])
@@ -110,14 +133,18 @@ def test_training_is_refused_in_one_line_that_names_the_buffer(subtests):
             with pytest.raises(RunError) as refusal:
                 getattr(guard, moment)(None, None, None)
             text = str(refusal.value)
-            assert text.startswith(f"before the first step: {role}: {ROTARY[0]} is bfloat16, not float32 (and 3 more)")
+            assert text.startswith(
+                f"before the first step: {role}: {ROTARY[0]} is bfloat16, not float32 (and 3 more)"
+            )
             assert "\n" not in text and precision.REMEDY in text
     alone: Any = SimpleNamespace(model=tiny(), ref_model=None)
     RefuseWrongBuffers(alone).on_train_begin(None, None, None)
 
 
 def test_nothing_of_it_is_saved(tmp_path):
-    """Rounded or right, they are computed where a model is loaded: no checkpoint and no export holds them."""
+    """Rounded or right, they are computed where a model is loaded: no checkpoint and no export
+    holds them.
+    """
     model = tiny().to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     assert not [name for name in model.state_dict() if "inv_freq" in name]

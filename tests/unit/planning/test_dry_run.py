@@ -1,4 +1,6 @@
-"""`--dry-run` on every shipped config, and what it says of rows that are too long and of cards that are too small."""
+"""`--dry-run` on every shipped config, and what it says of rows that are too long and of cards that
+are too small.
+"""
 
 import json
 import shutil
@@ -8,16 +10,23 @@ import pytest
 
 from adora_vl.builtin import TINY_FAMILIES
 from adora_vl.builtin.processor import processor_around
-from adora_vl.builtin.tiny_text import TextStart, build_tiny_text_model
+from adora_vl.builtin.small_model import build_start
+from adora_vl.builtin.tiny_text import TextStart, begin_text
 from adora_vl.builtin.tiny_vl import build_config
-from adora_vl.config.reading import read
+from adora_vl.config.command import read
+from adora_vl.config.run_context import DryRunOptions, take_options
 from adora_vl.config.schema import parse
-from adora_vl.config.where import DryRunOptions, take_options
 from adora_vl.data.dataset import load_split
 from adora_vl.data.prompt_lengths import Measured, OverlongPrompts, limits_of, tokenizer_counter
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.models.load import PRETRAINED, limit_pixels, load_processor
-from adora_vl.planning.dry_run import batch_lines, learning_rate_line, length_lines, make_plan, steps_of
+from adora_vl.planning.dry_run import (
+    batch_lines,
+    learning_rate_line,
+    length_lines,
+    make_plan,
+    steps_of,
+)
 from adora_vl.train import main
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
@@ -29,48 +38,79 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_weights")]
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "synthetic"
-    words = ["synthetic", "--output", str(folder), "--rows", "40", "--test-rows", "5", "--size", "140"]
+    words = [
+        "synthetic",
+        "--output",
+        str(folder),
+        "--rows",
+        "40",
+        "--test-rows",
+        "5",
+        "--size",
+        "140",
+    ]
     assert data_prep(words) == 0
     return folder
 
 
-DRAWN = ("smoke_cpu", "demo_cpu", "annotated")  # they train on drawn problems, which the fixture makes
+# they train on drawn problems, which the fixture makes
+DRAWN = (
+    "smoke_cpu",
+    "demo_cpu",
+    "annotated",
+)
 
 
-# slice_7b_cpu trains a model that `python -m benchmarks.slice build` makes; its own test reads that config
 def test_every_shipped_config(tmp_path, capsys, data, subtests):
     """As a user runs it, on a machine without a GPU, a hub or (but for the demo) the dataset."""
-    for name in (name for name in PAIRS if name != "slice_7b_cpu"):
+    for name in PAIRS:
         with subtests.test(name):
             (tmp_path / name).mkdir()
             _check_config(name, tmp_path / name, capsys, data)
 
 
 def _check_config(name, tmp_path, capsys, data):
-    words = ["--config", str(CONFIGS / "train" / f"{name}.yaml"), "--dry-run", "--json", str(tmp_path / "d.json")]
+    words = [
+        "--config",
+        str(CONFIGS / "train" / f"{name}.yaml"),
+        "--dry-run",
+        "--json",
+        str(tmp_path / "d.json"),
+    ]
     words += ["--accelerate-config", str(CONFIGS / "accelerate" / f"{PAIRS[name]}.yaml")]
     if name in DRAWN:
         words += ["--dataset_name", str(data)]
     if name == "tiny_zoom":  # where the user has not made them yet
         words += ["--dataset_name", str(tmp_path / "zoom")]
     if name == "smoke_text_cpu":  # a stand-in for the model, which takes a minute to make
-        build_tiny_text_model(tmp_path / "model", TextStart(steps=2, batch_size=4, rows=8))
+        build_start(tmp_path / "model", TextStart(steps=2, batch_size=4, rows=8), begin_text)
         words += ["--model_name_or_path", str(tmp_path / "model"), "--adora_synthetic_rows", "64"]
     assert main(words) == 0
-    text, figures = capsys.readouterr().out, json.loads((tmp_path / "d.json").read_text())
-    assert "It fits" in text and figures["fits"] and figures["largest_per_device_train_batch_size"] >= 1
+    text = capsys.readouterr().out
+    figures = json.loads((tmp_path / "d.json").read_text())
+    assert (
+        "It fits" in text
+        and figures["fits"]
+        and figures["largest_per_device_train_batch_size"] >= 1
+    )
     assert "prompts are sampled together" in text and "at the first update" in text
     assert figures["learning_rate"]["last"] <= figures["learning_rate"]["first"]
     seen = name not in ("smoke_text_cpu", "adora_llm_kk")
     assert ("Largest max_pixels that fits" in text) == seen, "only a policy that sees has images"
     if name in DRAWN:
-        assert "Not known here" not in text and "40 rows make 2 optimizer steps an epoch; 8 rows wait" in text
+        assert (
+            "Not known here" not in text
+            and "40 rows make 2 optimizer steps an epoch; 8 rows wait" in text
+        )
         assert "no GPU" not in text
     elif name != "smoke_text_cpu":  # whose puzzles are made on the spot, or were
         assert figures["rows"] is None and "The number of rows is not known" in text
-        shipped = name == "tiny_zoom"  # for a CPU, with its model; its drawn pictures are made beforehand
+        # for a CPU, with its model; its drawn pictures are made beforehand
+        shipped = name == "tiny_zoom"
         assert ("and by no GPU yet" in text) != shipped
-        assert len(figures["unknown"]) == (1 if shipped else 4)  # the machine, config, processor, dataset
+        assert len(figures["unknown"]) == (
+            1 if shipped else 4
+        )  # the machine, config, processor, dataset
     assert not list(tmp_path.glob("runs*")), "nothing is written"
 
 
@@ -81,32 +121,62 @@ def test_the_papers_recipe_takes_eight_updates_a_generation_along_its_cosine():
 
 def _check_recipe(processes, generation, update):
     words = ["--config", str(CONFIGS / "train" / "adora_7b_geo3k.yaml")]
-    plan = make_plan(read(words), DryRunOptions(80.0, CONFIGS / "accelerate" / "zero3_offload.yaml", processes))
+    plan = make_plan(
+        read(words), DryRunOptions(80.0, CONFIGS / "accelerate" / "zero3_offload.yaml", processes)
+    )
     plan = replace(plan, rows=2101)  # Geometry3K's
     text = " ".join(batch_lines(plan))
     assert f"8 rollouts of each: {generation} rollouts per generation" in text
     assert f"which are {update} sequences. Optimizer steps a generation: 8." in text
     another = "4: 512 rollouts and 64" if processes == 8 else "8: 1024 rollouts and 128"
-    assert another in text and f"{processes}: " not in text.split("With another --num_processes")[1].split(".")[0]
+    assert (
+        another in text
+        and f"{processes}: " not in text.split("With another --num_processes")[1].split(".")[0]
+    )
     assert steps_of(plan) == ((128, 1920) if processes == 8 else (256, 3840))
-    assert "cosine_with_min_lr, 1e-06 at the first update, 5.5e-07 half-way, 1e-07 at the last." in text
+    assert (
+        "cosine_with_min_lr, 1e-06 at the first update, 5.5e-07 half-way, 1e-07 at the last."
+        in text
+    )
 
 
 def curve(**changed):
-    config = parse(["--use_cpu", "true", "--bf16", "false", *(w for k, v in changed.items() for w in (f"--{k}", v))])[1]
+    config = parse(
+        [
+            "--use_cpu",
+            "true",
+            "--bf16",
+            "false",
+            *(w for k, v in changed.items() for w in (f"--{k}", v)),
+        ]
+    )[1]
     return learning_rate_line(config, 100)
 
 
 def test_the_learning_rates_are_those_of_transformers_schedules():
-    assert "constant, 1e-06 at the first update, 1e-06 half-way, 1e-06 at the " in curve(lr_scheduler_type="constant")
-    assert "linear, 0.001 at the first update, 0.0005 half-way, 1e-05 at" in curve(learning_rate="1e-3")
-    assert "linear, 0 at the first update, 0.000556 half" in curve(learning_rate="1e-3", warmup_steps="10")
-    plateau = curve(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps", eval_steps="10")
+    assert "constant, 1e-06 at the first update, 1e-06 half-way, 1e-06 at the " in curve(
+        lr_scheduler_type="constant"
+    )
+    assert "linear, 0.001 at the first update, 0.0005 half-way, 1e-05 at" in curve(
+        learning_rate="1e-3"
+    )
+    assert "linear, 0 at the first update, 0.000556 half" in curve(
+        learning_rate="1e-3", warmup_steps="10"
+    )
+    plateau = curve(
+        lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps", eval_steps="10"
+    )
     assert plateau.endswith("1e-06 on, as the training goes.")
 
 
 def test_the_parts_of_the_memory_are_listed_where_they_matter(data, capsys):
-    words = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml"), "--dataset_name", str(data), "--dry-run"]
+    words = [
+        "--config",
+        str(CONFIGS / "train" / "smoke_cpu.yaml"),
+        "--dataset_name",
+        str(data),
+        "--dry-run",
+    ]
     for gib, listed in ((1000, False), (4, True)):
         assert main([*words, "--card-gib", str(gib)]) == 0
         text = capsys.readouterr().out
@@ -114,11 +184,21 @@ def test_the_parts_of_the_memory_are_listed_where_they_matter(data, capsys):
 
 
 def test_a_card_that_is_too_small_is_told_in_words_what_would_help(capsys):
-    words = ["--config", str(CONFIGS / "train" / "adora_7b_geo3k.yaml"), "--dry_run", "--card_gib", "80"]
+    words = [
+        "--config",
+        str(CONFIGS / "train" / "adora_7b_geo3k.yaml"),
+        "--dry_run",
+        "--card_gib",
+        "80",
+    ]
     words += ["--accelerate_config", str(CONFIGS / "accelerate" / "zero2.yaml")]
     assert main(words) == 1
     text = capsys.readouterr().out
-    assert "It does NOT fit: rollouts would take 98" in text and "ZeRO-3" in text and "beta: 0.0" in text
+    assert (
+        "It does NOT fit: rollouts would take 98" in text
+        and "ZeRO-3" in text
+        and "beta: 0.0" in text
+    )
 
 
 def test_wrong_input_is_refused_as_a_run_would(capsys):
@@ -130,21 +210,38 @@ def test_a_damaged_processor_is_not_taken_for_a_hub_that_is_away(tmp_path, data)
     model = shutil.copytree(PRETRAINED, tmp_path / "model")
     (model / "processor_config.json").write_text("{")
     words = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml"), "--dataset_name", str(data)]
-    with pytest.raises(UserError, match=r"^model_name_or_path: the processor of .* cannot be loaded \(.*_config.json"):
+    with pytest.raises(
+        UserError,
+        match=r"^model_name_or_path: the processor of .* cannot be loaded \(.*_config.json",
+    ):
         make_plan(read([*words, "--model_name_or_path", str(model)]), DryRunOptions())
 
 
 @pytest.mark.core
 def test_the_written_config_is_the_run_again(tmp_path, data, capsys):
     file = tmp_path / "all.yaml"
-    source = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml"), "--dataset_name", str(data), "--beta", "0.02"]
+    source = [
+        "--config",
+        str(CONFIGS / "train" / "smoke_cpu.yaml"),
+        "--dataset_name",
+        str(data),
+        "--beta",
+        "0.02",
+    ]
     assert main([*source, "--dry-run", "--write-config", str(file)]) == 0
-    first, again = parse(source), parse(["--config", str(file)])
+    first = parse(source)
+    again = parse(["--config", str(file)])
     for before, after in zip(first, again, strict=True):
         pairs = {key: (getattr(before, key), getattr(after, key)) for key in vars(before)}
-        differing = {key for key, (one, other) in pairs.items() if one != other and str(one) != str(other)}
-        assert differing <= {"distributed_state", "_n_gpu", "logging_dir", "deepspeed_plugin"}, differing
-    assert file.read_text().splitlines()[0].startswith(("dataset_name", "output_dir")), "what differs comes first"
+        differing = {
+            key for key, (one, other) in pairs.items() if one != other and str(one) != str(other)
+        }
+        assert differing <= {"distributed_state", "_n_gpu", "logging_dir", "deepspeed_plugin"}, (
+            differing
+        )
+    assert file.read_text().splitlines()[0].startswith(("dataset_name", "output_dir")), (
+        "what differs comes first"
+    )
 
 
 def test_lengths_are_those_of_the_trainers_processor(data, subtests):
@@ -177,12 +274,23 @@ def test_rows_above_the_prefill_budget_are_counted(data):
     words = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml"), "--dataset_name", str(data)]
     plan = make_plan(read([*words, "--adora_vllm_max_num_batched_tokens", "90"]), DryRunOptions())
     plan = replace(plan, lengths=Measured(["a", "b", "c", "d"], [50, 90, 91, 130], [4] * 4))
-    assert length_lines(plan)[-1] == "2 prompts exceed adora_vllm_max_num_batched_tokens: 90; raise it to 130."
+    assert (
+        length_lines(plan)[-1]
+        == "2 prompts exceed adora_vllm_max_num_batched_tokens: 90; raise it to 130."
+    )
 
 
 def test_both_spellings_and_what_is_left_for_trl():
-    assert take_options(["--dry-run"])[0] == DryRunOptions() and take_options(["--config", "x"])[0] is None
-    options, rest = take_options(["--config", "x.yaml", "--dry_run", "--card_gib=24", "--seed", "3", "--rows", "9"])
-    assert rest == ["--config", "x.yaml", "--seed", "3"] and (options.card_gib, options.rows) == (24.0, 9)
+    assert (
+        take_options(["--dry-run"])[0] == DryRunOptions()
+        and take_options(["--config", "x"])[0] is None
+    )
+    options, rest = take_options(
+        ["--config", "x.yaml", "--dry_run", "--card_gib=24", "--seed", "3", "--rows", "9"]
+    )
+    assert rest == ["--config", "x.yaml", "--seed", "3"] and (options.card_gib, options.rows) == (
+        24.0,
+        9,
+    )
     with pytest.raises(UserError, match="--processes: '0' is not a whole number from 1 on; see"):
         take_options(["--processes", "0"])

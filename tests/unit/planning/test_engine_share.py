@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from adora_vl.config.reading import read
-from adora_vl.config.where import DryRunOptions
+from adora_vl.config.command import read
+from adora_vl.config.run_context import DryRunOptions
 from adora_vl.models.check import LOST_UPDATES
 from adora_vl.planning.dry_run import Plan, make_plan
 from adora_vl.planning.memory import HEADROOM, Setup, fits, predict, proposed_utilization
@@ -17,16 +17,23 @@ from tests.unit.config.test_recipes import CONFIGS
 
 # recipe -> the accelerate config and the GPU, in GB as it is sold, that the recipe is for
 CARDS = {
-    "adora_3b_12gb": ("gpu1", 12), "adora_7b_16gb_4bit": ("gpu1", 16), "adora_7b_24gb_4bit": ("gpu1", 24),
-    "adora_3b_24gb": ("gpu1", 24), "adora_3b_1gpu_lora": ("gpu1", 40), "adora_qwen3_vl_2b_1gpu": ("gpu1", 80),
-    "adora_qwen3_vl_4b_1gpu_lora": ("gpu1", 40), "adora_7b_geo3k": ("zero3", 80), "grpo_7b_geo3k": ("zero3", 80),
-    "noisy_7b_geo3k": ("zero3", 80), "adora_qwen3_vl_8b_geo3k": ("zero3", 80),
-}  # fmt: skip
+    "adora_3b_12gb": ("gpu1", 12),
+    "adora_7b_16gb_4bit": ("gpu1", 16),
+    "adora_7b_24gb_4bit": ("gpu1", 24),
+    "adora_3b_24gb": ("gpu1", 24),
+    "adora_3b_1gpu_lora": ("gpu1", 40),
+    "adora_qwen3_vl_2b_1gpu": ("gpu1", 80),
+    "adora_qwen3_vl_4b_1gpu_lora": ("gpu1", 40),
+    "adora_7b_geo3k": ("zero3", 80),
+    "grpo_7b_geo3k": ("zero3", 80),
+    "adora_qwen3_vl_8b_geo3k": ("zero3", 80),
+}
 
 
 def planned(name: str, *words: str) -> Plan:
     launcher, gigabytes = CARDS[name]
-    card, accelerate = gigabytes * 1e9 / GIB, CONFIGS / "accelerate" / f"{launcher}.yaml"
+    card = gigabytes * 1e9 / GIB
+    accelerate = CONFIGS / "accelerate" / f"{launcher}.yaml"
     command = ["--config", str(CONFIGS / "train" / f"{name}.yaml"), *words]
     return make_plan(read(command), DryRunOptions(card_gib=card, accelerate_config=accelerate))
 
@@ -40,14 +47,19 @@ def four_gpus() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("adora_7b_geo3k", four_gpus()), ("adora_llm_kk", ["--per_device_train_batch_size", "10"])]
+    ("name", "words"),
+    [("adora_7b_geo3k", four_gpus()), ("adora_llm_kk", ["--per_device_train_batch_size", "10"])],
 )
 def test_what_is_said_about_four_gpus_fits_them(name, words):
     command = ["--config", str(CONFIGS / "train" / f"{name}.yaml"), *words]
     accelerate = CONFIGS / "accelerate" / "zero3.yaml"
-    plan = make_plan(read(command), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate, processes=4))
+    plan = make_plan(
+        read(command), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate, processes=4)
+    )
     assert fits(plan.setup, plan.card)
-    whole = make_plan(read(command[:2]), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate))
+    whole = make_plan(
+        read(command[:2]), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate)
+    )
     sizes = [each.run.plan.generation_batch for each in (plan, whole)]
     assert sizes[0] == sizes[1], "a generation is as large as on eight"
 
@@ -55,10 +67,14 @@ def test_what_is_said_about_four_gpus_fits_them(name, words):
 def test_a_run_that_fits_with_a_smaller_share_alone_is_told_that_first():
     command = ["--config", str(CONFIGS / "train" / "adora_7b_geo3k.yaml")]
     accelerate = CONFIGS / "accelerate" / "zero3.yaml"
-    plan = make_plan(read(command), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate, processes=4))
+    plan = make_plan(
+        read(command), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate, processes=4)
+    )
     share = proposed_utilization(plan.setup, plan.card)
     assert share is not None and not fits(plan.setup, plan.card)
-    assert remedy(plan).startswith(f"Try, in this order: vllm_gpu_memory_utilization: {share:g}; the optimizer in host")
+    assert remedy(plan).startswith(
+        f"Try, in this order: vllm_gpu_memory_utilization: {share:g}; the optimizer in host"
+    )
     assert fits(with_share(plan.setup, share), plan.card)
 
 
@@ -70,7 +86,8 @@ def with_share(setup: Setup, share: float) -> Setup:
 @pytest.mark.parametrize("name", CARDS)
 def test_a_recipe_fits_and_takes_nearly_all_that_is_free_on_its_card(name):
     plan = planned(name)
-    share, engine = proposed_utilization(plan.setup, plan.card), plan.setup.engine
+    share = proposed_utilization(plan.setup, plan.card)
+    engine = plan.setup.engine
     assert fits(plan.setup, plan.card)
     assert share is not None and engine is not None and share - 0.05 <= engine.utilization <= share
 
@@ -82,7 +99,12 @@ def test_no_recipe_trains_weights_whose_updates_rounding_swallows():
 
 
 def test_a_run_whose_updates_rounding_swallows_says_so_at_its_start(tmp_path, capsys):
-    for dtype, said in (("bfloat16", True), ("float32", False), ("auto", False)):  # the tiny model's own is float32
+    # the tiny model's own is float32
+    for dtype, said in (
+        ("bfloat16", True),
+        ("float32", False),
+        ("auto", False),
+    ):
         prepare(read(arguments(tmp_path / dtype, dtype=dtype)))
         assert (LOST_UPDATES in capsys.readouterr().out) == said
 
@@ -97,7 +119,9 @@ def test_the_proposed_share_has_room_for_the_most_rollouts_and_leaves_some_memor
         if found.peak <= (1 - HEADROOM) * plan.card and found.engine is not None:
             at_once[hundredths / 100] = found.engine.concurrent
     assert at_once[share] == max(at_once.values()) > 0
-    assert all(count < at_once[share] for lower, count in at_once.items() if lower < share), "no more than is of use"
+    assert all(count < at_once[share] for lower, count in at_once.items() if lower < share), (
+        "no more than is of use"
+    )
 
 
 def test_where_all_rollouts_run_at_once_no_more_is_proposed():
@@ -117,12 +141,15 @@ def test_without_room_or_without_an_engine_nothing_is_proposed():
 
 
 def test_the_dry_run_names_the_share_only_where_it_helps():
-    low, right = planned("adora_3b_1gpu_lora", "--vllm_gpu_memory_utilization", "0.35"), planned("adora_3b_1gpu_lora")
+    low = planned("adora_3b_1gpu_lora", "--vllm_gpu_memory_utilization", "0.35")
+    right = planned("adora_3b_1gpu_lora")
     share = proposed_utilization(low.setup, low.card)
     right = replace(right, setup=with_share(right.setup, share or 0))
     line = f"vllm_gpu_memory_utilization: {share:g} instead of 0.35 lets 150 run at once"
     assert any(found.startswith(line) for found in memory_lines(low))
-    assert not any("instead of" in found and "run at once" in found for found in memory_lines(right))
+    assert not any(
+        "instead of" in found and "run at once" in found for found in memory_lines(right)
+    )
     much = planned("adora_3b_1gpu_lora", "--vllm_gpu_memory_utilization", "0.95")
     assert not fits(much.setup, much.card)
     assert any(f"{share:g} instead of 0.95" in found for found in memory_lines(much))

@@ -12,12 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VisionTransformerPretrainedModel,
+)
 from trl import ModelConfig, get_peft_config
 
-from adora_vl.checkpoint.library_state import MovingReference
+from adora_vl.checkpoint.trl_state import MovingReference
 from adora_vl.config.batch_plan import unit_size
-from adora_vl.config.where import Sharding, from_environment, from_file
+from adora_vl.config.run_context import Sharding, from_environment, from_file
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import ModelShape, Tower, config_for_planning, describe
 from adora_vl.planning.activations import MicroBatch
@@ -46,7 +48,8 @@ from benchmarks.measure import peak_bytes
 
 ACCELERATE = Path(__file__).parents[3] / "configs" / "accelerate"
 SHARED = Sharing(images=True, vision=True, prompts=True)
-SEVEN, THREE = "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen2.5-VL-3B-Instruct"
+SEVEN = "Qwen/Qwen2.5-VL-7B-Instruct"
+THREE = "Qwen/Qwen2.5-VL-3B-Instruct"
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +57,9 @@ def seven() -> ModelShape:
     return describe(config_for_planning(SEVEN)[0])
 
 
-# Published: for Qwen2.5-VL the total_size of model.safetensors.index.json is 16,584,333,312 and 7,509,245,952 bytes in
-# bfloat16; for Qwen3-VL and the 32B the counts that public code quotes. That of the 72B is not from a source.
+# Published: for Qwen2.5-VL the total_size of model.safetensors.index.json is 16,584,333,312 and
+# 7,509,245,952 bytes in bfloat16; for Qwen3-VL and the 32B the counts that public code quotes. That
+# of the 72B is not from a source.
 def test_the_shipped_shapes_have_the_published_number_of_parameters(subtests):
     cases = [
         (SEVEN, 8_292_166_656, False, 28),
@@ -72,13 +76,20 @@ def test_the_shipped_shapes_have_the_published_number_of_parameters(subtests):
             shape = describe(config)
             assert (shape.total, shape.tied, shape.weight_bytes) == (total, tied, 2)
             assert "ships here" in note  # the tests are offline
-            assert shape.image_token_pixels == side * side and shape.patch_values == 3 * 2 * (side // 2) ** 2
+            assert (
+                shape.image_token_pixels == side * side
+                and shape.patch_values == 3 * 2 * (side // 2) ** 2
+            )
 
 
 def test_the_language_model_of_the_puzzles_has_the_published_number_of_parameters():
     config, note = config_for_planning("Qwen/Qwen2.5-7B-Instruct")
     shape = describe(config)
-    assert (shape.total, shape.tied, shape.vision) == (7_615_616_512, False, None) and "ships here" in note
+    assert (shape.total, shape.tied, shape.vision) == (
+        7_615_616_512,
+        False,
+        None,
+    ) and "ships here" in note
 
 
 def test_another_model_that_cannot_be_reached_is_named():
@@ -103,7 +114,9 @@ def test_zero3_does_not_shard_what_is_only_counted():
         assert deepspeed.is_deepspeed_zero3_enabled(), "and is on again"
     finally:
         deepspeed.unset_hf_deepspeed_config()
-    assert shape.total == json.loads((PRETRAINED / "build.json").read_text())["parameters"] and config
+    assert (
+        shape.total == json.loads((PRETRAINED / "build.json").read_text())["parameters"] and config
+    )
 
 
 def test_freezing_and_lora_leave_fewer_to_train():
@@ -111,7 +124,9 @@ def test_freezing_and_lora_leave_fewer_to_train():
     frozen = describe(config, frozen=["vision_tower"])
     assert frozen.trainable["vision_tower"] == 0 < frozen.trainable["projector"]
     lora = get_peft_config(
-        ModelConfig(use_peft=True, lora_r=64, lora_target_modules=["q_proj", "gate_proj"], lora_alpha=128)
+        ModelConfig(
+            use_peft=True, lora_r=64, lora_target_modules=["q_proj", "gate_proj"], lora_alpha=128
+        )
     )
     shape = describe(config, peft_config=lora, frozen=["vision_tower"])
     # 36 layers: q is 2048 x 2048, gate 2048 x 11008; rank 64
@@ -125,16 +140,22 @@ def test_sharding_is_read_from_the_shipped_files():
     assert found["zero2"] == Sharding(8, 2) and found["zero3"] == Sharding(8, 3)
     assert found["zero3_offload"] == Sharding(8, 3, offload_optimizer=True)
     assert from_file(ACCELERATE / "zero3.yaml", processes=4).processes == 4
-    with pytest.raises(UserError, match=r"cpu.yaml' has distributed_type: 'NO', with which accelerate starts one pro"):
+    with pytest.raises(
+        UserError,
+        match=r"cpu.yaml' has distributed_type: 'NO', with which accelerate starts one pro",
+    ):
         from_file(ACCELERATE / "cpu.yaml", processes=2)
     assert "ZeRO-3, optimizer in host memory" in found["zero3_offload"].describe()
 
 
 def test_sharding_is_read_from_what_accelerate_launch_tells():
     environment = {
-        "WORLD_SIZE": "4", "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
-    }  # fmt: skip
+        "WORLD_SIZE": "4",
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+    }
     assert from_environment(environment) == Sharding(4, 3, offload_optimizer=True)
     assert from_environment({}) == Sharding(1)
 
@@ -146,11 +167,20 @@ def test_an_accelerate_file_that_cannot_be_used(case):
         ("5", "expected `key: value` lines, found int"),
         ("x: 1", "no num_processes"),
         ("num_processes: 2\ndistributed_type: FSDP", "FSDP"),
-        ("num_processes: 2\ndistributed_type: 'NO'", "starts one process, and not 2; take configs/accelerate/zero2"),
+        (
+            "num_processes: 2\ndistributed_type: 'NO'",
+            "starts one process, and not 2; take configs/accelerate/zero2",
+        ),
         ("num_processes: two", "num_processes: 'two' in .* is not a whole number of at least 1"),
         ("num_processes: 0", "num_processes: 0 in"),
-        ("num_processes: 2\ndistributed_type: DEEPSPEED\ndeepspeed_config: 5", "deepspeed_config: 5 in"),
-        ("num_processes: 2\ndistributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: x}", "zero_stage: 'x' in"),
+        (
+            "num_processes: 2\ndistributed_type: DEEPSPEED\ndeepspeed_config: 5",
+            "deepspeed_config: 5 in",
+        ),
+        (
+            "num_processes: 2\ndistributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: x}",
+            "zero_stage: 'x' in",
+        ),
     ]
     for content, message in cases:
         with case(content) as folder:
@@ -160,7 +190,8 @@ def test_an_accelerate_file_that_cannot_be_used(case):
 
 
 def test_zero_divides_what_its_stage_says(seven):
-    """ZeRO (arXiv 1910.02054): 2 bytes of weights, 2 of gradients, 12 of optimizer a parameter, in mixed precision.
+    """ZeRO (arXiv 1910.02054): 2 bytes of weights, 2 of gradients, 12 of optimizer a parameter, in
+    mixed precision.
 
     With offload DeepSpeed has the gradients on the host twice, as they come and in float32.
     """
@@ -170,13 +201,25 @@ def test_zero_divides_what_its_stage_says(seven):
         for sharding in (Sharding(8, 2), Sharding(8, 3), Sharding(8, 3, True))
     )
     assert (two.weights, two.reference, two.optimizer) == (2 * total, 2 * total, 12 * total // 8)
-    assert (three.weights, three.reference, three.optimizer) == (2 * total // 8, 2 * total // 8, 12 * total // 8)
+    assert (three.weights, three.reference, three.optimizer) == (
+        2 * total // 8,
+        2 * total // 8,
+        12 * total // 8,
+    )
     assert two.gradients == three.gradients == 2 * total // 8 + 2 * BUCKET
     assert (offloaded.optimizer, offloaded.host_optimizer) == (0, 18 * total // 8)
     for sharding in (Sharding(8), Sharding(8, 3)):  # TRL takes the adapters off for it
-        assert states(replace(seven, adapters=True), sharding, reference=True, mixed=True).reference == 0
+        assert (
+            states(replace(seven, adapters=True), sharding, reference=True, mixed=True).reference
+            == 0
+        )
     alone = states(seven, Sharding(1), reference=False, mixed=True)
-    assert (alone.weights, alone.gradients, alone.optimizer, alone.reference) == (2 * total, 2 * total, 4 * total, 0)
+    assert (alone.weights, alone.gradients, alone.optimizer, alone.reference) == (
+        2 * total,
+        2 * total,
+        4 * total,
+        0,
+    )
 
 
 def test_torchs_own_optimizer_is_what_is_predicted():
@@ -191,7 +234,9 @@ def test_torchs_own_optimizer_is_what_is_predicted():
     predicted = states(shape, Sharding(1), reference=False, mixed=False)
     assert (predicted.optimizer, predicted.gradients) == (held, gradients)
     two = states(shape, Sharding(2), reference=False, mixed=False)
-    assert (two.optimizer, two.gradients) == (held, 2 * gradients), "what DDP sends lies in buckets of its own"
+    assert (two.optimizer, two.gradients) == (held, 2 * gradients), (
+        "what DDP sends lies in buckets of its own"
+    )
 
 
 def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
@@ -206,11 +251,9 @@ def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
     shape = describe(AutoConfig.from_pretrained(PRETRAINED))
     predicted = checkpoint_bytes(shape, Sharding(1), mixed=False)
     assert written <= predicted <= written + 3 * 2**20
-    assert run_bytes(predicted, 10, kept=2) == 3 * predicted + 10
-    replays = SimpleNamespace(replay=8)
-    config = SimpleNamespace(bf16=False, fp16=False, sync_ref_model=False, adora_rollouts=replays)
-    kept = checkpoint_of(config, shape, Sharding(1), image_tokens=5) - predicted
-    assert kept == 8 * 5 * 4 * shape.patch_values * 4, "four patches an image token, in float32"
+    assert run_bytes(predicted, 10, checkpoints=2) == 3 * predicted + 10
+    config: Any = SimpleNamespace(bf16=False, fp16=False, sync_ref_model=False)
+    assert checkpoint_of(config, shape, Sharding(1)) == predicted
     MovingReference(model, moves=True, is_main=True, zero3=False).save(tmp_path)
     moved = sum(path.stat().st_size for path in (tmp_path / "reference").iterdir())
     assert moved == pytest.approx(
@@ -220,7 +263,9 @@ def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
 
 def test_keys_and_values_of_the_7b_take_56_kib_a_token(seven):
     assert cache_bytes_per_token(seven, 2) == 2 * 28 * 4 * 128 * 2 == 56 * 1024
-    assert cache_bytes_per_token(seven, 2, 8) == 14 * 1024, "each of eight cards has one of the four heads"
+    assert cache_bytes_per_token(seven, 2, 8) == 14 * 1024, (
+        "each of eight cards has one of the four heads"
+    )
     memory = engine_memory(seven, Engine(0.4, 2, 8192, 128), 80 * GIB)
     assert memory.cache == int(0.4 * 80 * GIB) - 2 * seven.total - memory.workspace
     assert memory.concurrent == memory.cache // (56 * 1024 * 8192)
@@ -231,19 +276,30 @@ def test_keys_and_values_of_the_7b_take_56_kib_a_token(seven):
 def recipe(seven) -> Setup:
     """adora_7b_geo3k.yaml on configs/accelerate/zero3_offload.yaml with prompts of 1,580 tokens."""
     engine = Engine(0.4, 2, 8192, 128, sleep=True)
-    return Setup(seven, Sharding(8, 3, True), MicroBatch(2, 1580, 4096, 1280), 128, reference=True, engine=engine)
+    return Setup(
+        seven,
+        Sharding(8, 3, True),
+        MicroBatch(2, 1580, 4096, 1280),
+        128,
+        reference=True,
+        engine=engine,
+    )
 
 
 def test_what_saves_memory_saves_memory(recipe, subtests):
     cases: list[Any] = [
-        {"checkpointing": False}, {"sharding": Sharding(8, 2)}, {"sharding": Sharding(1)},
-        {"batch": MicroBatch(4, 1580, 4096, 1280)}, {"generation": 512},
+        {"checkpointing": False},
+        {"sharding": Sharding(8, 2)},
+        {"sharding": Sharding(1)},
+        {"batch": MicroBatch(4, 1580, 4096, 1280)},
+        {"generation": 512},
         {"sharding": Sharding(1), "micro_batches": 1},
-    ]  # fmt: skip
+    ]
     for dearer in cases:
         with subtests.test(f"{dearer!r:.80}"):
             before, after = (
-                predict(setup, 80 * GIB).phases["forward and backward"] for setup in (recipe, replace(recipe, **dearer))
+                predict(setup, 80 * GIB).phases["forward and backward"]
+                for setup in (recipe, replace(recipe, **dearer))
             )
             assert sum(after.values()) > sum(before.values())
 
@@ -255,7 +311,9 @@ def test_an_engine_that_stays_awake_takes_its_share_while_learning(recipe):
     assert "KV cache" in predict(awake, 80 * GIB).phases["optimizer step"]
 
 
-def test_the_largest_batch_fits_keeps_groups_together_and_the_next_one_does_not_fit(recipe, subtests):
+def test_the_largest_batch_fits_keeps_groups_together_and_the_next_one_does_not_fit(
+    recipe, subtests
+):
     for sharing, card in product([Sharing(), SHARED], [48, 60, 80, 140]):
         with subtests.test(f"{sharing!r:.80} {card}"):
             setup = replace(recipe, generations=8, sharing=sharing)
@@ -270,7 +328,9 @@ def test_the_largest_batch_fits_keeps_groups_together_and_the_next_one_does_not_
 
 @given(st.integers(2, 16), st.integers(1, 20), st.integers(1, 4))
 def test_no_batch_that_is_advised_breaks_groups_up_more_than_it_must(group, groups, parts):
-    """A group of G in a batch of B rollouts is computed in G / gcd(B, G) parts; 7 of 8 would be eight of them."""
+    """A group of G in a batch of B rollouts is computed in G / gcd(B, G) parts; 7 of 8 would be
+    eight of them.
+    """
     shape = ModelShape({}, {}, Tower(1, 1, 1, 1, 1, 1), 1, False, 2, 1, True)
     setup = Setup(shape, Sharding(), MicroBatch(1, 1, 1), group * groups, generations=group)
     sizes = batch_sizes(setup)
@@ -280,10 +340,14 @@ def test_no_batch_that_is_advised_breaks_groups_up_more_than_it_must(group, grou
 
 
 def test_a_group_has_one_image_where_its_rollouts_are_together(recipe):
-    """Pixels of 16 problems are held instead of those of 128 rollouts, and as many images looked at as units."""
+    """Pixels of 16 problems are held instead of those of 128 rollouts, and as many images looked at
+    as units.
+    """
     alone = replace(recipe, batch=replace(recipe.batch, sequences=8), generations=8)
     shared = replace(alone, sharing=SHARED)
-    before, after = (predict(setup, 80 * GIB).phases["forward and backward"] for setup in (alone, shared))
+    before, after = (
+        predict(setup, 80 * GIB).phases["forward and backward"] for setup in (alone, shared)
+    )
     assert after["pixels"] * 8 == before["pixels"] and after["vision"] * 8 == before["vision"]
     assert after["activations"] < before["activations"], "the prompt of a group is computed once"
     for sequences, images in ((2, 1), (4, 1), (7, 7), (12, 3), (16, 2)):
@@ -292,14 +356,23 @@ def test_a_group_has_one_image_where_its_rollouts_are_together(recipe):
 
 
 def test_a_frozen_tower_counts_its_passes_over_the_images_of_a_generation(recipe):
-    """16 images of 1,280 tokens are 81,920 patches, in passes of three images. A trained tower has none such."""
+    """16 images of 1,280 tokens are 81,920 patches, in passes of three images.
+
+    A trained tower has none such.
+    """
     alone = replace(recipe, batch=replace(recipe.batch, sequences=8), generations=8, sharing=SHARED)
     assert "frozen vision tower" not in predict(alone, 80 * GIB).phases
-    still = replace(alone.shape, trainable={**alone.shape.trainable, "vision_tower": 0, "projector": 0})
+    still = replace(
+        alone.shape, trainable={**alone.shape.trainable, "vision_tower": 0, "projector": 0}
+    )
     setup = replace(alone, shape=still)
     phases = predict(setup, 80 * GIB).phases
     kept = 16 * 1280 * 3584 * 2
-    assert phases["frozen vision tower"]["image features"] == phases["forward and backward"]["image features"] == kept
+    assert (
+        phases["frozen vision tower"]["image features"]
+        == phases["forward and backward"]["image features"]
+        == kept
+    )
     assert "vision" not in phases["forward and backward"], "a pass without gradients keeps nothing"
     patches = phases["frozen vision tower"]["vision"]
     assert 1.0 * GIB < patches < 1.3 * GIB, "and not 6 GiB, as for all at once"
@@ -313,9 +386,12 @@ def test_a_pass_of_the_frozen_7b_tower_holds_what_is_predicted_at_most():
     shape = describe(tower, dtype="bfloat16", frozen=("vision_tower", "projector"))
     tower.vision_config._attn_implementation = "sdpa"
     eye = Qwen2_5_VisionTransformerPretrainedModel(tower.vision_config).bfloat16()
-    pixels, grid = torch.randn(1024, 1176), torch.tensor([[1, 32, 32]])
+    pixels = torch.randn(1024, 1176)
+    grid = torch.tensor([[1, 32, 32]])
     with torch.no_grad():
-        held = peak_bytes(torch.device("cpu"), lambda: eye(torch.cat([pixels]).bfloat16(), grid_thw=grid))
+        held = peak_bytes(
+            torch.device("cpu"), lambda: eye(torch.cat([pixels]).bfloat16(), grid_thw=grid)
+        )
     setup = Setup(shape, Sharding(), MicroBatch(1, 300, 10, 256), 1, sharing=SHARED)
     predicted = frozen_tower(setup)[1]
     assert held <= predicted <= 1.7 * held
@@ -324,10 +400,17 @@ def test_a_pass_of_the_frozen_7b_tower_holds_what_is_predicted_at_most():
 def test_a_packed_group_has_its_prompt_once(recipe):
     short = replace(recipe, batch=MicroBatch(8, 1580, 200, 1280), generations=8)
     packed = replace(short, sharing=SHARED)
-    assert packed.micro_batch.packed and packed.micro_batch.tokens == 1580 + 8 * 199 < short.micro_batch.tokens
-    before, after = (predict(setup, 80 * GIB).phases["forward and backward"] for setup in (short, packed))
+    assert (
+        packed.micro_batch.packed
+        and packed.micro_batch.tokens == 1580 + 8 * 199 < short.micro_batch.tokens
+    )
+    before, after = (
+        predict(setup, 80 * GIB).phases["forward and backward"] for setup in (short, packed)
+    )
     assert after["activations"] < before["activations"] / 2
-    assert "attention mask" in before and "attention mask" not in after, "attention in two parts stores no mask"
+    assert "attention mask" in before and "attention mask" not in after, (
+        "attention in two parts stores no mask"
+    )
 
 
 def test_the_largest_image_leaves_the_engine_room_for_the_completion(recipe):

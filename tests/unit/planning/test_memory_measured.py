@@ -1,4 +1,6 @@
-"""The memory formulas against what torch itself counts in the policy's real forward and backward pass, on a CPU."""
+"""The memory formulas against what torch itself counts in the policy's real forward and backward
+pass, on a CPU.
+"""
 
 import contextlib
 import weakref
@@ -28,29 +30,51 @@ WIDE = MicroBatch(sequences=1, prompt_tokens=656, completion_tokens=300, image_t
 
 
 class Policy:
-    """The tiny model as TRL trains it, with one micro-batch of `size`, and the formulas' inputs for it."""
+    """The tiny model as TRL trains it, with one micro-batch of `size`, and the formulas' inputs for
+    it.
+    """
 
     def __init__(
-        self, size: MicroBatch, *, checkpointing: bool = False, dtype: torch.dtype = torch.float32,
-        frozen: tuple[str, ...] = (), kv_heads: int = 1, padded: bool = True, lora: bool = False,
+        self,
+        size: MicroBatch,
+        *,
+        checkpointing: bool = False,
+        dtype: torch.dtype = torch.float32,
+        frozen: tuple[str, ...] = (),
+        kv_heads: int = 1,
+        padded: bool = True,
+        lora: bool = False,
         family: str = "qwen2_5_vl",
-    ) -> None:  # fmt: skip
+    ) -> None:
         config = build_config(AutoTokenizer.from_pretrained(PRETRAINED), family)
         config.text_config.num_key_value_heads = kv_heads
-        self.size, self.checkpointing, self.padded = size, checkpointing, padded
+        self.size = size
+        self.checkpointing = checkpointing
+        self.padded = padded
         self.model = AutoModelForImageTextToText.from_config(config).to(dtype).train()
         trl_utils.add_fused_lm_head(self.model, outputs=("log_probs", "entropy"))
-        adapter = LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]) if lora else None
+        adapter = (
+            LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"])
+            if lora
+            else None
+        )
         freeze(get_peft_model(self.model, adapter) if adapter else self.model, frozen)
         if checkpointing:
             self.model.gradient_checkpointing_enable()
-        self.shape = describe(config, dtype=str(dtype).removeprefix("torch."), frozen=frozen, peft_config=adapter)
+        self.shape = describe(
+            config, dtype=str(dtype).removeprefix("torch."), frozen=frozen, peft_config=adapter
+        )
         self.dtypes = Dtypes(dtype.itemsize, dtype.itemsize)
         self.inputs, self.labels = self._batch(config)
 
     def _batch(self, config: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        size, side = self.size, int(self.size.image_tokens**0.5) * 2
-        image = [config.vision_start_token_id, *[config.image_token_id] * size.image_tokens, config.vision_end_token_id]
+        size = self.size
+        side = int(self.size.image_tokens**0.5) * 2
+        image = [
+            config.vision_start_token_id,
+            *[config.image_token_id] * size.image_tokens,
+            config.vision_end_token_id,
+        ]
         row = [20] * (size.prompt_tokens - len(image)) + image + [21] * size.completion_tokens
         ids = torch.tensor([row] * size.sequences)
         mask = torch.ones_like(ids)
@@ -67,17 +91,30 @@ class Policy:
         }, labels
 
     def forward(self) -> torch.Tensor:
-        log_probs: torch.Tensor = self.model(**self.inputs, labels=self.labels, fused_lm_head=True).log_probs
+        log_probs: torch.Tensor = self.model(
+            **self.inputs, labels=self.labels, fused_lm_head=True
+        ).log_probs
         return log_probs
 
     def kept(self) -> int:
         """By the formulas."""
-        parts = saved(self.shape, self.size, self.dtypes, checkpointing=self.checkpointing, masked=self.padded)
-        return parts.text + parts.vision + head_saved(self.shape, self.size, self.dtypes, compact=False)
+        parts = saved(
+            self.shape, self.size, self.dtypes, checkpointing=self.checkpointing, masked=self.padded
+        )
+        return (
+            parts.text
+            + parts.vision
+            + head_saved(self.shape, self.size, self.dtypes, compact=False)
+        )
 
     def measured_kept(self) -> int:
-        """Distinct storages that autograd still holds after the forward pass, but for weights and inputs."""
-        given = {t.untyped_storage().data_ptr() for t in (*self.model.parameters(), *self.inputs.values())}
+        """Distinct storages that autograd still holds after the forward pass, but for weights and
+        inputs.
+        """
+        given = {
+            t.untyped_storage().data_ptr()
+            for t in (*self.model.parameters(), *self.inputs.values())
+        }
         held: list[weakref.ref[torch.Tensor]] = []
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,7 +137,10 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
     "three heads of keys": ({"size": LONG, "kv_heads": 3}, 0.02),
     "without padding": ({"size": LONG, "padded": False}, 0.02),
     "bfloat16": ({"size": LONG, "dtype": torch.bfloat16}, 0.03),
-    "bfloat16 and checkpointing": ({"size": LONG, "dtype": torch.bfloat16, "checkpointing": True}, 0.03),
+    "bfloat16 and checkpointing": (
+        {"size": LONG, "dtype": torch.bfloat16, "checkpointing": True},
+        0.03,
+    ),
     "LoRA": ({"size": LONG, "lora": True, "frozen": ("vision_tower",)}, 0.2),
     "frozen tower": ({"size": LONG, "frozen": ("vision_tower",)}, 0.02),
     "frozen tower and projector": (
@@ -112,7 +152,10 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
     "Qwen3-VL, three heads of keys": ({"size": LONG, "kv_heads": 3, "family": "qwen3_vl"}, 0.02),
     "Qwen3-VL, bfloat16": ({"size": LONG, "dtype": torch.bfloat16, "family": "qwen3_vl"}, 0.03),
     "Qwen3-VL, checkpointing": ({"size": LONG, "checkpointing": True, "family": "qwen3_vl"}, 0.02),
-    "Qwen3-VL, frozen tower": ({"size": WIDE, "frozen": ("vision_tower",), "family": "qwen3_vl"}, 0.02),
+    "Qwen3-VL, frozen tower": (
+        {"size": WIDE, "frozen": ("vision_tower",), "family": "qwen3_vl"},
+        0.02,
+    ),
 }
 
 
@@ -127,7 +170,9 @@ def test_what_autograd_keeps_is_what_the_formulas_say(subtests):
 
 @contextlib.contextmanager
 def head_tile(monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> Any:
-    """Another width of TRL's tile of logits: at its own the LM head dwarfs every layer of a model this small."""
+    """Another width of TRL's tile of logits: at its own the LM head dwarfs every layer of a model
+    this small.
+    """
     monkeypatch.setattr(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", vocabulary)
     monkeypatch.setattr(activations, "TILE_VOCABULARY", vocabulary)
     yield
@@ -138,7 +183,9 @@ PEAKS = list(product((SMALL, WIDE), (False, True), (32768, 64)))
 
 
 def test_the_peak_of_a_forward_and_backward_pass(monkeypatch, subtests):
-    """The tracker sees every allocation of torch, so this is the whole peak: weights, inputs, kept and passing."""
+    """The tracker sees every allocation of torch, so this is the whole peak: weights, inputs, kept
+    and passing.
+    """
     for size, checkpointing, tile in PEAKS:
         with subtests.test(f"{size} {checkpointing=} {tile=}"):
             _check_peak(size, checkpointing, tile, monkeypatch)

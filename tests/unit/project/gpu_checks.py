@@ -31,7 +31,9 @@ def visible(setting: Setting) -> Iterator[Line]:
 
 
 def killed_while_it_compiles(setting: Setting) -> Iterator[Line]:
-    """As torch compiles an operator, ended in the middle; beside it one that another check has compiled."""
+    """As torch compiles an operator, ended in the middle; beside it one that another check has
+    compiled.
+    """
     for name, file in (("finished", "finished.so"), ("half", "lock")):
         place = Path(os.environ["TORCH_EXTENSIONS_DIR"], name)
         place.mkdir(parents=True)
@@ -40,7 +42,10 @@ def killed_while_it_compiles(setting: Setting) -> Iterator[Line]:
 
 
 def finds_compiled(setting: Setting) -> Iterator[Line]:
-    yield skipped("compiled", " ".join(sorted(one.name for one in Path(os.environ["TORCH_EXTENSIONS_DIR"]).iterdir())))
+    yield skipped(
+        "compiled",
+        " ".join(sorted(one.name for one in Path(os.environ["TORCH_EXTENSIONS_DIR"]).iterdir())),
+    )
 
 
 def hangs(setting: Setting) -> Iterator[Line]:

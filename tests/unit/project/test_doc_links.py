@@ -1,4 +1,6 @@
-"""Every link in a page, every file of ours that a page names, and every `python -m` that it shows exists."""
+"""Every link in a page, every file of ours that a page names, and every `python -m` that it shows
+exists.
+"""
 
 import re
 from functools import cache
@@ -9,8 +11,8 @@ PAGES = sorted(
     page
     for folder in (".", "docs", "benchmarks", "adora_vl/models/shapes")
     for page in (ROOT / folder).glob("*.md")
-    if page.name != "CHANGELOG.md"  # it names what was there once
 )
+EARLIER_COMMIT = re.compile(r"(git checkout|at commit) [0-9a-f]{8}\b")
 OURS = "adora_vl|benchmarks|configs|data_prep|docs|eval|notebooks|setup|tests"
 
 
@@ -18,7 +20,10 @@ OURS = "adora_vl|benchmarks|configs|data_prep|docs|eval|notebooks|setup|tests"
 def _anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    titles = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+    titles = [
+        re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)
+        for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    ]
     return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
 
 
@@ -29,17 +34,24 @@ def _broken_links(page: Path, text: str) -> list[str]:
             continue
         name, _, anchor = link.partition("#")
         target = page.parent / name if name else page
-        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in _anchors(target)):
+        if not target.exists() or (
+            anchor and target.suffix == ".md" and anchor not in _anchors(target)
+        ):
             broken.append(link)
     return broken
 
 
 def _missing_names(text: str) -> list[str]:
-    """Paths below our top folders and modules behind `python -m` that are nowhere; `NAME.yaml` is any name."""
+    """Paths below our top folders and modules behind `python -m` that are nowhere; `NAME.yaml` is
+    any name. A paragraph that names a commit speaks of the files of that commit.
+    """
+    text = "\n\n".join(part for part in text.split("\n\n") if not EARLIER_COMMIT.search(part))
     paths = re.findall(rf"(?<![\w./-])((?:{OURS})/[\w./-]*\.(?:py|yaml|md|ipynb|sh|json))\b", text)
     modules = re.findall(rf"-m ((?:{OURS})(?:\.\w+)*)", text)
     places = {module: ROOT / module.replace(".", "/") for module in modules}
-    return [path for path in paths if not (ROOT / path).exists() and not Path(path).stem.isupper()] + [
+    return [
+        path for path in paths if not (ROOT / path).exists() and not Path(path).stem.isupper()
+    ] + [
         module
         for module, place in places.items()
         if not (place.with_suffix(".py").exists() or (place / "__main__.py").exists())

@@ -1,4 +1,6 @@
-"""The command that accepts a GPU: every check at the small size on a CPU, and what becomes of one that goes wrong."""
+"""The command that accepts a GPU: every check at the small size on a CPU, and what becomes of one
+that goes wrong.
+"""
 
 import json
 import math
@@ -14,11 +16,32 @@ import torch
 
 from adora_vl.models.precision import wrong_buffers
 from adora_vl.utils.launch import free_port, use_one_gpu
-from benchmarks.gpu import cards, checks, engine, lm_head, offload, precision, server, setting, streaming, vision
+from benchmarks.gpu import (
+    cards,
+    checks,
+    engine,
+    lm_head,
+    offload,
+    precision,
+    server,
+    setting,
+    streaming,
+    vision,
+)
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.checks import CHECKS, GPUCheck
 from benchmarks.gpu.setting import Setting
-from benchmarks.gpu.table import Line, Verdict, at_least, at_most, exit_code, failed, holds, skipped, table
+from benchmarks.gpu.table import (
+    CheckResult,
+    Line,
+    at_least,
+    at_most,
+    exit_code,
+    failed,
+    holds,
+    skipped,
+    table,
+)
 
 slow = pytest.mark.slow  # starts processes, or computes: `make test` has what judges their figures
 
@@ -39,13 +62,13 @@ def lines_of(name: str) -> list[Line]:
 
 
 def failures(lines: list[Line]) -> list[Line]:
-    return [line for line in lines if line.verdict is Verdict.FAIL]
+    return [line for line in lines if line.verdict is CheckResult.FAIL]
 
 
 def nothing_wrong(lines: list[Line]) -> None:
     print(table(lines))
     assert failures(lines) == []
-    assert any(line.verdict is Verdict.OK for line in lines)
+    assert any(line.verdict is CheckResult.OK for line in lines)
 
 
 @slow
@@ -53,17 +76,25 @@ def nothing_wrong(lines: list[Line]) -> None:
 def test_a_check_runs_on_a_cpu_and_finds_nothing_wrong(name):
     lines = lines_of(name)
     if name == "attention":  # its one line has seconds, and nothing else
-        assert [(line.verdict, line.note) for line in lines] == [(Verdict.SKIPPED, "seconds are judged on a GPU only")]
+        assert [(line.verdict, line.note) for line in lines] == [
+            (CheckResult.SKIPPED, "seconds are judged on a GPU only")
+        ]
     else:
         nothing_wrong(lines)
-    assert all(line.note for line in lines), "each line says where its bound comes from, or why it was skipped"
+    assert all(line.note for line in lines), (
+        "each line says where its bound comes from, or why it was skipped"
+    )
 
 
 @slow
 @pytest.mark.parametrize("name", APART)
 def test_a_check_runs_in_its_own_process_and_finds_nothing_wrong(name):
     """With what DeepSpeed has compiled for other tests, which takes it most of a minute."""
-    nothing_wrong(checks.run(replace(check_named(name), limit=580), "small", Path(os.environ["TORCH_EXTENSIONS_DIR"])))
+    nothing_wrong(
+        checks.run(
+            replace(check_named(name), limit=580), "small", Path(os.environ["TORCH_EXTENSIONS_DIR"])
+        )
+    )
 
 
 @slow
@@ -76,7 +107,9 @@ def test_frequencies_that_a_cast_has_rounded_fail(monkeypatch):
 @slow
 def test_a_check_that_would_not_notice_rounding_fails(monkeypatch):
     monkeypatch.setattr(precision, "with_rounded", lambda model: model)
-    assert [line.what for line in failures(lines_of("rounding"))] == ["rounded frequencies, seen at token 1000"]
+    assert [line.what for line in failures(lines_of("rounding"))] == [
+        "rounded frequencies, seen at token 1000"
+    ]
 
 
 @slow
@@ -89,20 +122,23 @@ def test_a_head_that_is_off_by_a_hundredth_fails(monkeypatch):
 def test_a_card_without_room_for_a_plain_head_is_told_so(monkeypatch):
     monkeypatch.setattr(lm_head, "free_bytes", lambda setting: 2**20)
     (line,) = lm_head.run(replace(SMALL, full=True))
-    assert line.verdict is Verdict.SKIPPED and "does not fit" in line.note
+    assert line.verdict is CheckResult.SKIPPED and "does not fit" in line.note
 
 
-@pytest.mark.parametrize(("gap", "verdict"), [(0.9, Verdict.OK), (3.0, Verdict.FAIL)])
+@pytest.mark.parametrize(("gap", "verdict"), [(0.9, CheckResult.OK), (3.0, CheckResult.FAIL)])
 def test_pinned_weights_are_judged_by_the_noise_of_two_unpinned_runs(gap, verdict):
     unpinned = torch.ones(100)
-    noise = torch.linspace(-0.01, 0.01, 100)  # ten times 1e-3, which no rounding of a GPU's sums keeps to
-    assert offload.same_weights(unpinned - gap * noise, unpinned, unpinned + noise).verdict is verdict
+    # ten times 1e-3, which no rounding of a GPU's sums keeps to
+    noise = torch.linspace(-0.01, 0.01, 100)
+    assert (
+        offload.same_weights(unpinned - gap * noise, unpinned, unpinned + noise).verdict is verdict
+    )
 
 
 def test_runs_without_any_noise_may_differ_by_a_rounding():
     unpinned = torch.ones(100)
-    assert offload.same_weights(unpinned, unpinned, unpinned).verdict is Verdict.OK
-    assert offload.same_weights(unpinned + 1e-4, unpinned, unpinned).verdict is Verdict.FAIL
+    assert offload.same_weights(unpinned, unpinned, unpinned).verdict is CheckResult.OK
+    assert offload.same_weights(unpinned + 1e-4, unpinned, unpinned).verdict is CheckResult.FAIL
 
 
 @slow
@@ -110,7 +146,10 @@ def test_weights_sent_without_their_adapters_fail(monkeypatch):
     def unmerged(model, gather, wanted):
         for name, parameter in model.named_parameters():
             if "lora_" not in name:
-                yield name.removeprefix("base_model.model.").replace(".base_layer", ""), parameter.data
+                yield (
+                    name.removeprefix("base_model.model.").replace(".base_layer", ""),
+                    parameter.data,
+                )
 
     monkeypatch.setattr(streaming, "merged_parameters", unmerged)
     assert [line.what for line in failures(lines_of("lora_sync"))] == ["sent weights, from float64"]
@@ -125,7 +164,9 @@ def test_a_policy_merged_in_place_fails(monkeypatch):
         policy.merge_adapter()
 
     monkeypatch.setattr(streaming, "send", in_place)
-    assert "weights that a sync leaves alone" in {line.what for line in failures(lines_of("lora_sync"))}
+    assert "weights that a sync leaves alone" in {
+        line.what for line in failures(lines_of("lora_sync"))
+    }
 
 
 @pytest.fixture(scope="module")
@@ -146,18 +187,21 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Line]]:
 
 @slow
 def test_the_others_go_on_after_one_that_breaks(broken):
-    assert [line.verdict for line in broken["fine"]] == [Verdict.OK]
+    assert [line.verdict for line in broken["fine"]] == [CheckResult.OK]
 
 
 @slow
 def test_what_was_found_stays_and_the_end_has_its_reason(broken):
-    for name, reason in {"killed": "SIGKILL", "memory": "OutOfMemoryError: tried to allocate 80 GiB"}.items():
+    for name, reason in {
+        "killed": "SIGKILL",
+        "memory": "OutOfMemoryError: tried to allocate 80 GiB",
+    }.items():
         found, end = broken[name]
-        assert found.verdict is Verdict.OK and found.figure == "1 s"
-        assert end.verdict is Verdict.FAIL and reason in end.note and "\n" not in end.note
+        assert found.verdict is CheckResult.OK and found.figure == "1 s"
+        assert end.verdict is CheckResult.FAIL and reason in end.note and "\n" not in end.note
     assert "not done after 1 s" in broken["hangs"][-1].note
     (line,) = broken["absent"]
-    assert line.verdict is Verdict.SKIPPED and "no_such_package not installed" in line.note
+    assert line.verdict is CheckResult.SKIPPED and "no_such_package not installed" in line.note
 
 
 @slow
@@ -166,8 +210,11 @@ def test_what_the_time_cuts_off_is_named_with_its_reason(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     late = GPUCheck("late", f"{BROKEN}:fine", 300)
     cut = GPUCheck("cut", f"{BROKEN}:hangs", 300)
-    first, after = GPUCheck("first", f"{BROKEN}:absent", 300, ("no_such_package",)), late
-    assert main(["--size", "small", "--minutes", "0.05"], [first, cut, after]) == 0, "time is no failure"
+    first = GPUCheck("first", f"{BROKEN}:absent", 300, ("no_such_package",))
+    after = late
+    assert main(["--size", "small", "--minutes", "0.05"], [first, cut, after]) == 0, (
+        "time is no failure"
+    )
     printed = capsys.readouterr().out
     assert "no_such_package not installed" in printed
     for name, what in (("cut", "the rest of it"), ("late", "all of it")):
@@ -177,17 +224,30 @@ def test_what_the_time_cuts_off_is_named_with_its_reason(monkeypatch, capsys):
 
 @slow
 def test_what_one_check_has_compiled_serves_the_next_unless_it_is_half_done(capsys):
-    """DeepSpeed compiles most of a minute; a lock that stayed would let every later check wait without end."""
-    two = [GPUCheck(name, f"{BROKEN}:{name}", 300) for name in ("killed_while_it_compiles", "finds_compiled")]
+    """DeepSpeed compiles most of a minute; a lock that stayed would let every later check wait
+    without end.
+    """
+    two = [
+        GPUCheck(name, f"{BROKEN}:{name}", 300)
+        for name in ("killed_while_it_compiles", "finds_compiled")
+    ]
     assert main(["--size", "small"], two) == 1
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("finds_compiled")]
+    (line,) = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("finds_compiled")
+    ]
     assert "finished" in line and "half" not in line
 
 
 def test_a_check_for_two_cards_sees_both(monkeypatch, subtests):
     monkeypatch.setattr("adora_vl.utils.launch.prepare_engine_environment", use_one_gpu)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    for count, given, seen in ((1, None, "0"), (1, "3,5", "3"), (2, "3,5", "3,5"), (2, None, None), (2, "", "")):
+    for count, given, seen in (
+        (1, None, "0"),
+        (1, "3,5", "3"),
+        (2, "3,5", "3,5"),
+        (2, None, None),
+        (2, "", ""),
+    ):
         with subtests.test(f"{count} of {given}"):
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(given))
             if given is None:
@@ -213,22 +273,29 @@ def test_a_run_without_a_gpu_says_so_and_ends_well(capsys, monkeypatch):
 
 
 def test_wrong_input_ends_with_2():
-    for words in (["--only", "nothing"], ["--json", "no/such/folder/x.json"], ["--size", "huge"], ["--minutes", "0"]):
+    for words in (
+        ["--only", "nothing"],
+        ["--json", "no/such/folder/x.json"],
+        ["--size", "huge"],
+        ["--minutes", "0"],
+    ):
         with pytest.raises(SystemExit) as ended:
             main(words, [])
         assert ended.value.code == 2, words
 
 
 def test_a_figure_is_judged_against_its_bound():
-    assert at_most("x", 1.0, 1.0, "", "").verdict is Verdict.OK
-    assert at_most("x", 1.01, 1.0, "", "").verdict is Verdict.FAIL
-    assert at_least("x", 0.99, 1.0, "", "").verdict is Verdict.FAIL
-    assert at_most("x", math.nan, 1.0, "", "").verdict is Verdict.FAIL
-    assert at_least("x", math.nan, 1.0, "", "").verdict is Verdict.FAIL
+    assert at_most("x", 1.0, 1.0, "", "").verdict is CheckResult.OK
+    assert at_most("x", 1.01, 1.0, "", "").verdict is CheckResult.FAIL
+    assert at_least("x", 0.99, 1.0, "", "").verdict is CheckResult.FAIL
+    assert at_most("x", math.nan, 1.0, "", "").verdict is CheckResult.FAIL
+    assert at_least("x", math.nan, 1.0, "", "").verdict is CheckResult.FAIL
 
 
 def test_the_table_gives_the_reasons_and_the_exit_code_is_that_of_its_worst_line():
-    fine, left, bad = holds("x", "1", "1", True, ""), skipped("y", "none here", "3 s"), failed("z", "broke")
+    fine = holds("x", "1", "1", True, "")
+    left = skipped("y", "none here", "3 s")
+    bad = failed("z", "broke")
     assert exit_code([fine, left]) == 0
     assert exit_code([fine, bad, left]) == 1
     assert exit_code([]) == 1, "a table without a line accepts nothing"
@@ -237,24 +304,30 @@ def test_the_table_gives_the_reasons_and_the_exit_code_is_that_of_its_worst_line
     assert printed.endswith("0 ok, 1 FAIL, 1 skipped")
 
 
-@pytest.mark.parametrize(("gib", "verdict"), [(22, Verdict.SKIPPED), (80, Verdict.FAIL)])
-def test_what_a_smaller_card_has_no_room_for_is_left_out_and_the_next_goes_on(monkeypatch, gib, verdict):
+@pytest.mark.parametrize(("gib", "verdict"), [(22, CheckResult.SKIPPED), (80, CheckResult.FAIL)])
+def test_what_a_smaller_card_has_no_room_for_is_left_out_and_the_next_goes_on(
+    monkeypatch, gib, verdict
+):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * 2**30))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * 2**30)
+    )
 
     def lines():
         yield holds("first", "1", "1", True, "")
         raise torch.OutOfMemoryError("tried to allocate 80 GiB")
 
-    found = list(setting.as_far_as_it_fits(replace(SMALL, device=torch.device("cuda", 0)), "7B", lines()))
-    assert [line.verdict for line in found] == [Verdict.OK, verdict]
+    found = list(
+        setting.as_far_as_it_fits(replace(SMALL, device=torch.device("cuda", 0)), "7B", lines())
+    )
+    assert [line.verdict for line in found] == [CheckResult.OK, verdict]
     assert found[1].what == "7B: the rest" and "GiB" in found[1].note
 
 
 def test_the_reference_of_the_vision_tower_has_the_frequencies_of_its_config(monkeypatch):
     towers: list[torch.nn.Module] = []
 
-    def noted(setting, name, tower, exact, *pixels):
+    def noted(setting, name, tower, exact, **inputs):
         towers.extend((tower, exact))
         yield skipped(name, "a test")
 
@@ -281,7 +354,10 @@ def test_a_server_is_waited_for_and_ended_and_one_that_dies_is_named(tmp_path, m
     with server.serving(["healthy", str(port)], {}, port, seconds=60):
         assert server._healthy(port)
     assert not server._healthy(port)
-    with pytest.raises(server.ServerError, match="exit code 1: no NCCL here"), server.serving(["dies"], {}, port, 60):
+    with (
+        pytest.raises(server.ServerError, match="exit code 1: no NCCL here"),
+        server.serving(["dies"], {}, port, 60),
+    ):
         pass
 
 
@@ -290,7 +366,9 @@ def test_the_server_is_started_as_the_page_says():
     page = (Path(__file__).parents[3] / "docs" / "rollouts.md").read_text(encoding="utf-8")
     command = page.split("vllm serve MODEL --host", 1)[1].split("```")[0]
     said = {word for word in command.split() if word.startswith("--")} - {"--mm-processor-kwargs"}
-    options = {way: set(server.server_words(Path("model"), 1, way, "bfloat16")) for way in ("file", "nccl")}
+    options = {
+        way: set(server.server_words(Path("model"), 1, way, "bfloat16")) for way in ("file", "nccl")
+    }
     assert len(said) > 3 and said <= options["file"]
     (further,) = {word for word in options["nccl"] - options["file"] if word.startswith("--")}
     assert f"`{further} " in page and further not in command
@@ -303,17 +381,21 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch, free: list[float]) -> Setting:
     """A card that has so many GiB free, one after the other."""
     left = iter(free)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(next(left) * 2**30), 80 * 2**30))
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda device: (int(next(left) * 2**30), 80 * 2**30)
+    )
     return Setting(full=True, device=torch.device("cuda", 0))
 
 
-@pytest.mark.parametrize(("leak", "verdict"), [(0.0, Verdict.OK), (0.001, Verdict.OK), (0.5, Verdict.FAIL)])
+@pytest.mark.parametrize(
+    ("leak", "verdict"), [(0.0, CheckResult.OK), (0.001, CheckResult.OK), (0.5, CheckResult.FAIL)]
+)
 def test_sleeps_that_lose_memory_fail(monkeypatch, leak, verdict):
     slept: list[int] = []
     setting = on_a_card(monkeypatch, [60 - leak * sleep for sleep in range(engine.SLEEPS)])
     assert engine.free_after_sleeps(setting, lambda: slept.append(1)).verdict is verdict
     assert len(slept) == engine.SLEEPS
-    assert engine.free_after_sleeps(SMALL, lambda: None).verdict is Verdict.SKIPPED
+    assert engine.free_after_sleeps(SMALL, lambda: None).verdict is CheckResult.SKIPPED
 
 
 def test_one_cold_engine_that_hangs_is_stopped(tmp_path, monkeypatch):
@@ -322,21 +404,24 @@ def test_one_cold_engine_that_hangs_is_stopped(tmp_path, monkeypatch):
     assert engine._command(["stuck"], {}, seconds=1) == "not done after 1 s; stopped"
     monkeypatch.setattr(engine, "_command", lambda *_: "not done after 1 s; stopped")
     (line,) = engine.doctor(SMALL, "float32", tmp_path)
-    assert line.verdict is Verdict.FAIL and "not done after 1 s" in line.note
+    assert line.verdict is CheckResult.FAIL and "not done after 1 s" in line.note
 
 
 def test_one_card_is_told_what_two_would_show(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(server, "find_cpu_build", lambda: False)
-    monkeypatch.setattr(server, "_synced", lambda setting, way, *_: iter([holds(way, "1", "1", True, "")]))
+    monkeypatch.setattr(
+        server, "_synced", lambda setting, way, **_: iter([holds(way, "1", "1", True, "")])
+    )
     for check, before in ((cards, 0), (server, 1)):
         *found, line = check.run(Setting(full=True, device=torch.device("cuda", 0)))
-        assert line.verdict is Verdict.SKIPPED and "NCCL needs 2 cards, here is 1" in line.note
+        assert line.verdict is CheckResult.SKIPPED and "NCCL needs 2 cards, here is 1" in line.note
         assert len(found) == before, "weights go by files to a server on the same card"
 
 
 @pytest.mark.parametrize(
-    ("module", "verdict"), [("no_such_package.part", Verdict.SKIPPED), ("adora_vl.no_such", Verdict.FAIL)]
+    ("module", "verdict"),
+    [("no_such_package.part", CheckResult.SKIPPED), ("adora_vl.no_such", CheckResult.FAIL)],
 )
 def test_a_package_that_is_not_here_is_named_and_no_failure(tmp_path, monkeypatch, module, verdict):
     (tmp_path / "needs_it.py").write_text(f"import {module}")
@@ -344,7 +429,7 @@ def test_a_package_that_is_not_here_is_named_and_no_failure(tmp_path, monkeypatc
     monkeypatch.delitem(sys.modules, "needs_it", raising=False)
     (line,) = checks.guarded(GPUCheck("x", "needs_it:run", 300), SMALL)
     assert line.verdict is verdict and module.split(".")[0] in line.note
-    assert verdict is Verdict.FAIL or line.note == "no_such_package not installed"
+    assert verdict is CheckResult.FAIL or line.note == "no_such_package not installed"
 
 
 @slow
@@ -353,7 +438,10 @@ def test_without_vllm_and_deepspeed_every_check_that_needs_neither_can_be_import
     loads = "from benchmarks.gpu.checks import CHECKS\n[check.load() for check in CHECKS]\n"
     root = Path(__file__).parents[3]
     done = subprocess.run(
-        [sys.executable, "-c", block + loads], env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", block + loads],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]

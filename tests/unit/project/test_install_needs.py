@@ -16,7 +16,7 @@ WITHOUT_HEADERS = """#!/bin/sh
 case "$*" in *Python.h*) exit 1 ;; esac
 exec {python} "$@"
 """
-STOPS = """#!/bin/sh
+CHECKS = """#!/bin/sh
 case "$*" in *"-m venv"*) echo "makes the environment" >&2; exit 7 ;; esac
 exec {python} "$@"
 """
@@ -40,16 +40,23 @@ def install(
         (own / program).chmod(0o755)
     (own / "asked").write_text(python.format(python=sys.executable))
     (own / "asked").chmod(0o755)
-    given = {"PATH": str(own), "PYTHON": str(own / "asked"), "ADORA_DEVICE": device, "HOME": os.environ["HOME"]}
+    given = {
+        "PATH": str(own),
+        "PYTHON": str(own / "asked"),
+        "ADORA_DEVICE": device,
+        "HOME": os.environ["HOME"],
+    }
     command = [str(own / "bash"), "setup/install.sh"]
-    return subprocess.run(command, cwd=folder, env=given | environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=given | environment, capture_output=True, text=True, check=False
+    )
 
 
 def test_a_missing_compiler_or_header_is_named_before_anything_is_made(case):
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     cases = [
-        ("gcc", STOPS, [], {}, "Triton needs a C compiler on a GPU, and 'gcc' was not found"),
-        ("CC", STOPS, ["gcc"], {"CC": "othercc"}, "and 'othercc' was not found"),
+        ("gcc", CHECKS, [], {}, "Triton needs a C compiler on a GPU, and 'gcc' was not found"),
+        ("CC", CHECKS, ["gcc"], {"CC": "othercc"}, "and 'othercc' was not found"),
         (
             "header",
             WITHOUT_HEADERS,
@@ -65,8 +72,10 @@ def test_a_missing_compiler_or_header_is_named_before_anything_is_made(case):
             assert not (folder / ".venv").exists()
 
 
-@pytest.mark.parametrize(("device", "programs"), [("gpu", ["gcc"]), ("gpu", ["clang"]), ("cpu", [])])
+@pytest.mark.parametrize(
+    ("device", "programs"), [("gpu", ["gcc"]), ("gpu", ["clang"]), ("cpu", [])]
+)
 def test_with_what_it_needs_it_goes_on(device, programs, tmp_path):
     """As far as the environment, which a stand-in refuses to make."""
-    done = install(tmp_path, device, STOPS, *programs)
+    done = install(tmp_path, device, CHECKS, *programs)
     assert "Triton needs" not in done.stderr and "1/4 environment" in done.stdout + done.stderr

@@ -11,7 +11,9 @@ ROOT = Path(__file__).parents[3]
 
 def test_every_room_has_a_floor():
     """A room that the contract does not name could import whatever it likes."""
-    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ][0]
     named = {name for layer in contract["layers"] for name in re.split(r" [|:] ", layer)}
     rooms = {
         f"adora_vl.{path.stem}"

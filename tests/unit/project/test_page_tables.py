@@ -1,4 +1,6 @@
-"""Of each table of figures on the pages, a cheap row or column is what the command prints that made the table."""
+"""Of each table of figures on the pages, a cheap row or column is what the command prints that made
+the table.
+"""
 
 import json
 import re
@@ -8,15 +10,16 @@ import yaml
 
 from adora_vl.train import main as train
 from benchmarks import grading, scanned, step, what_fits
-from benchmarks import slice as part
-from benchmarks.attenuation.__main__ import RUNS
-from benchmarks.attenuation.report import all_tables
 from benchmarks.grading_corpus import cases
 from data_prep.cli import main as data_prep
 from eval.__main__ import main as evaluate
 from tests.conftest import REPOSITORY
 
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "benchmarks" / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+PAGES = [
+    REPOSITORY / "README.md",
+    REPOSITORY / "benchmarks" / "README.md",
+    *(REPOSITORY / "docs").glob("*.md"),
+]
 TEXT = "\n".join(page.read_text() for page in PAGES)
 TABLES = {}  # rows by the first column's title, where two rows or more have two figures or more
 for title, body in re.findall(r"^\| (.+?) \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", TEXT, re.MULTILINE):
@@ -29,32 +32,41 @@ def dry_run(folder, words):
     """The GiB of three phases with the largest batch, and the most of all."""
     train([*words.split(), "--dry-run", "--json", str(folder / "dry_run.json")])
     found = json.loads((folder / "dry_run.json").read_text())
-    phases = (found["phases"].get(name, {}) for name in ("rollouts", "forward and backward", "optimizer step"))
+    phases = (
+        found["phases"].get(name, {})
+        for name in ("rollouts", "forward and backward", "optimizer step")
+    )
     gib = [f"{sum(parts.values()) / 2**30:.1f}" for parts in phases]
-    return [*gib, str(found["largest_per_device_train_batch_size"] or "none")], f"{found['peak_bytes'] / 2**30:.1f}"
+    return [
+        *gib,
+        str(found["largest_per_device_train_batch_size"] or "none"),
+    ], f"{found['peak_bytes'] / 2**30:.1f}"
 
 
-def predictions(folder, recipes, larger_models, sliced):
+def predictions(folder, recipes, larger_models):
     four = TEXT.split("**Four GPUs.**")[1].split("adora_7b_geo3k.yaml ")[1].split(" --vllm")[0]
     names = {"7B": "7b_geo3k", "3B, LoRA (1)": "3b_24gb", "3B, LoRA": "3b_1gpu_lora"}
     for gpus, model, launcher, card, share, *gib, _, batch, _ in recipes:
-        words = f"--config configs/train/adora_{names[model]}.yaml --vllm_gpu_memory_utilization {share} --processes "
-        words += f"{gpus} --accelerate-config configs/accelerate/{launcher.split('`')[1]}.yaml --card-gib {card} "
+        words = (
+            f"--config configs/train/adora_{names[model]}.yaml --vllm_gpu_memory_utilization "
+            f"{share} --processes "
+        )
+        words += (
+            f"{gpus} --accelerate-config configs/accelerate/{launcher.split('`')[1]}.yaml "
+            f"--card-gib {card} "
+        )
         words += (four if gpus == "4" else "") + (" --beta 0" if "beta" in launcher else "")
         assert dry_run(folder, words)[0] == [*(cell.split()[0] for cell in gib), batch], words
     (command,) = re.findall(r"python -m adora_vl.train ((?:.*\\\n)*.*--machines 4.*)\n", TEXT)
     for model, machines, _, parallel, *printed in larger_models:
-        words = command.replace("\\\n", "").replace("-32B-", f"-{model}-").replace("size 4", f"size {parallel}")
-        assert dry_run(folder, words.replace("machines 4", f"machines {machines}"))[0] == printed, words
-    part.slice_config(1, 4).save_pretrained(folder / "model")
-    (folder / "model" / "pytorch_model.bin").touch()  # a dry run looks whether there are weights, and reads none
-    rows = part.draw_rows(part.ROWS)
-    part.save_processor(folder / "model", rows)
-    part.write_data(folder / "data", rows)
-    for (launcher, changed), cell in zip(part.CASES.values(), sliced[4][1:], strict=True):
-        words = f"--config {part.CONFIG} --model_name_or_path {folder}/model --dataset_name {folder}/data "
-        words += f"--accelerate-config configs/accelerate/{launcher}.yaml {' '.join(changed)}"
-        assert cell.startswith(f"{dry_run(folder, words)[1]} and "), words
+        words = (
+            command.replace("\\\n", "")
+            .replace("-32B-", f"-{model}-")
+            .replace("size 4", f"size {parallel}")
+        )
+        assert dry_run(folder, words.replace("machines 4", f"machines {machines}"))[0] == printed, (
+            words
+        )
 
 
 def policy_step(folder, rows):
@@ -62,7 +74,9 @@ def policy_step(folder, rows):
     printed = step.page_row(one, 697, step.answer_lengths(400, 1024, 8, equal=False))
     assert printed == f"| 697 | {rows[1][1]} | 1 | 1 | **1.00** | 1.00 |"
     for _, _, *cells, _ in rows:  # the ratio of rounded seconds
-        for stock, ours, ratio in zip(*(map(float, cell.split(", ")) for cell in cells), strict=True):
+        for stock, ours, ratio in zip(
+            *(map(float, cell.split(", ")) for cell in cells), strict=True
+        ):
             assert ratio == pytest.approx(ours / stock, abs=0.011)
 
 
@@ -70,7 +84,9 @@ def pretended_card(folder, flops, memory):
     """The command takes minutes for each row; the last columns follow from the others."""
     for prompt, answers, stock, ours, ratio, tokens, _ in flops:
         same = answers.removeprefix("all ").replace(",", "")
-        lengths = [int(same)] * 8 if same.isdecimal() else step.answer_lengths(400, 1024, 8, equal=False)
+        lengths = (
+            [int(same)] * 8 if same.isdecimal() else step.answer_lengths(400, 1024, 8, equal=False)
+        )
         wide = int(prompt.replace(",", ""))
         assert tokens == f"{(wide + sum(lengths)) / 8 / (wide + max(lengths)):.2f}"
         assert float(ratio) == pytest.approx(float(ours) / float(stock), abs=0.009)
@@ -88,14 +104,10 @@ def graders(folder, rows):
     assert f"gives it in {rows[3][1]}, and hung in {rows[4][5]}" in TEXT
 
 
-def stored_runs(folder, *tables):
-    said = all_tables([json.loads(line) for line in RUNS.read_text().splitlines()]).replace("**", "").splitlines()
-    assert [row for rows in tables for row in rows if f"| {' | '.join(row)} |" not in said] == []
-    assert f"```\n{said[-1]}\n" in TEXT, "how many runs, of which commit"
-
-
 def digits(folder, *tables):
-    said = scanned.tables(yaml.safe_load(scanned.PLAN.read_text()), scanned.read_runs(scanned.RUNS)).replace("**", "")
+    said = scanned.tables(
+        yaml.safe_load(scanned.PLAN.read_text()), scanned.read_runs(scanned.RUNS)
+    ).replace("**", "")
     assert [row for rows in tables for row in rows if f"| {' | '.join(row)} |" not in said] == []
 
 
@@ -105,8 +117,27 @@ def before_training(folder, plain, demo, budget):
         ("tiny", ["600"], [plain[0][1], budget[0][5]]),
         ("tiny_perimeter", ["400", "--families", "perimeter"], [demo[0][1], budget[-1][5]]),
     ):
-        data_prep(["synthetic", "--output", f"{folder}/{model}-data", "--rows", "8", "--test-rows", *words])
-        asked = ["--engine", "transformers", "--max-tokens", "60", "--model", model, "--data", f"{folder}/{model}-data"]
+        data_prep(
+            [
+                "synthetic",
+                "--output",
+                f"{folder}/{model}-data",
+                "--rows",
+                "8",
+                "--test-rows",
+                *words,
+            ]
+        )
+        asked = [
+            "--engine",
+            "transformers",
+            "--max-tokens",
+            "60",
+            "--model",
+            model,
+            "--data",
+            f"{folder}/{model}-data",
+        ]
         evaluate(["geometry3k", "run", *asked, "--output", f"{folder}/{model}"])
         right = 100 * json.loads((folder / model / "score.json").read_text())["accuracy"]
         assert [float(cell) for cell in cells] == pytest.approx([right, right], abs=1), model
@@ -119,18 +150,34 @@ def small_cards(folder, rows):
 
 CHECKS = {
     small_cards: ["card, GB"],
-    predictions: ["GPUs", "model", "two CPU cores, 24 GiB"],
+    predictions: ["GPUs", "model"],
     policy_step: ["prompt, tokens"],
     pretended_card: ["prompt", "recipe, on a pretended card"],
     graders: ["grader"],
     before_training: ["accuracy", "after 50 steps, in percent", "task"],
-    stored_runs: ["accuracy, end (seeds)", "accuracy, mean over steps (seeds)", "R2, recipe and arm", "arm",
-                  "difference in points [95 %]", "reward"],
-    digits: [f"{case}: {title}" for case in ("long is better", "short is as good")
-             for title in ("arm", "difference in points [95 %]")],
-}  # fmt: skip
-# The tests of the rewards hold the presets; the others are read, or take an engine for half an hour or a card.
-UNCOMPARED = {"verdict", "median", "start", "generations ahead", "on an H200", "prompt, rollouts x tokens"}
+    digits: [
+        f"{case}: {title}"
+        for case in ("long is better", "short is as good")
+        for title in ("arm", "difference in points [95 %]")
+    ],
+}
+# The tests of the rewards hold the presets; the others are read, take an engine for half an hour or
+# a card, or are of experiments whose pages name the commit at which their commands run.
+UNCOMPARED = {
+    "R2, recipe and arm",
+    "accuracy, end (seeds)",
+    "accuracy, mean over steps (seeds)",
+    "arm",
+    "difference in points [95 %]",
+    "reward",
+    "two CPU cores, 24 GiB",
+    "verdict",
+    "median",
+    "start",
+    "generations ahead",
+    "on an H200",
+    "prompt, rollouts x tokens",
+}
 
 
 def test_every_table_of_figures_is_compared():

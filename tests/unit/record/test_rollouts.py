@@ -1,4 +1,6 @@
-"""The record of the rollouts: right, whole after a crash, nothing twice after a resume, and bounded."""
+"""The record of the rollouts: right, whole after a crash, nothing twice after a resume, and
+bounded.
+"""
 
 import shutil
 from pathlib import Path
@@ -20,10 +22,10 @@ from adora_vl.record.metrics import METRICS, read_metrics, tool_figures
 from adora_vl.record.recorder import Recorder
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
-from adora_vl.rollout.rollouts import Call, Picture, Rollout, Span
+from adora_vl.rollout.rollouts import Call, Picture, Rollout, Segment
 from adora_vl.training.advantages import Advantages
 from adora_vl.training.generation import Generation
-from adora_vl.training.scores import Rewards, Scores, weighted_sum
+from adora_vl.training.scoring import Rewards, Scores, weighted_sum
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
 
@@ -31,7 +33,11 @@ NAN = float("nan")
 
 
 def rows(step: int, count: int = 4, **more: Any) -> dict[str, list[Any]]:
-    columns = {"step": [step] * count, "id": [f"p{step}"] * count, "completion": [f"answer {i}" for i in range(count)]}
+    columns = {
+        "step": [step] * count,
+        "id": [f"p{step}"] * count,
+        "completion": [f"answer {i}" for i in range(count)],
+    }
     return {**columns, **more}
 
 
@@ -55,8 +61,11 @@ def test_the_criteria_of_groups_by_hand():
 
 def test_rewards_and_drift_of_a_rollout_by_hand():
     parts_BF = torch.tensor([[1.0, 2.0], [NAN, 2.0], [NAN, NAN]])
-    assert weighted_sum(parts_BF, torch.tensor([1.0, 0.5])).tolist() == pytest.approx([2, 1, NAN], nan_ok=True)
-    trainer, engine = torch.tensor([[1.0, 2.0, 9.0], [1.0, 1.0, 1.0]]), torch.tensor([[1.5, NAN, 0.0], [NAN] * 3])
+    assert weighted_sum(parts_BF, torch.tensor([1.0, 0.5])).tolist() == pytest.approx(
+        [2, 1, NAN], nan_ok=True
+    )
+    trainer = torch.tensor([[1.0, 2.0, 9.0], [1.0, 1.0, 1.0]])
+    engine = torch.tensor([[1.5, NAN, 0.0], [NAN] * 3])
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     assert rollout_drift(trainer, engine, mask).tolist() == pytest.approx([0.5, NAN], nan_ok=True)
 
@@ -69,9 +78,13 @@ def test_the_text_of_a_message_in_every_form():
 
 def test_a_figure_that_is_not_there_is_null():
     table = rollouts.as_table(
-        rows(1, 2, drift=[NAN, 0.5], extracted=[None, "7"], tds=[], **{"reward/x": [1.0, None]}), {"k": 1}
+        rows(1, 2, drift=[NAN, 0.5], extracted=[None, "7"], tds=[], **{"reward/x": [1.0, None]}),
+        {"k": 1},
     )
-    assert table["drift"].to_pylist() == [None, 0.5] and table["reward/x"].to_pylist() == [1.0, None]
+    assert table["drift"].to_pylist() == [None, 0.5] and table["reward/x"].to_pylist() == [
+        1.0,
+        None,
+    ]
     assert table["tds"].to_pylist() == [None, None] and b"adora_vl" in table.schema.metadata
 
 
@@ -82,7 +95,10 @@ def test_generations_of_one_step_are_numbered_through(tmp_path):
     record.add(rows(1), generations=2)
     record.flush(1)
     table = recorded(record.folder)
-    assert table["group"].to_pylist() == [0, 0, 1, 1, 2, 2, 3, 3] and table["rollout"].to_pylist() == [0, 1] * 4
+    assert (
+        table["group"].to_pylist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        and table["rollout"].to_pylist() == [0, 1] * 4
+    )
     record.flush(2)  # a step whose rollouts are those of the one before
     assert len(rollouts.parts(record.folder)) == 1
 
@@ -129,11 +145,16 @@ def test_a_resume_cuts_at_its_step_also_inside_a_merged_file(tmp_path):
         folder = tmp_path / str(step)
         folder.mkdir()
         for number in range(1, 41):
-            rollouts.write_part(folder, rollouts.as_table(rows(number), {"kept": 1}), number, number)
+            rollouts.write_part(
+                folder, rollouts.as_table(rows(number), {"kept": 1}), number, number
+            )
             rollouts.merge_small(folder)
         rollouts.cut_after(folder, step)
         assert steps(folder) == [number for number in range(1, step + 1) for _ in range(4)]
-        assert rollouts.parts(folder)[-1].last == step and b"adora_vl" in recorded(folder).schema.metadata
+        assert (
+            rollouts.parts(folder)[-1].last == step
+            and b"adora_vl" in recorded(folder).schema.metadata
+        )
         (folder / "notes.txt").write_text("somebody else's")
         rollouts.cut_after(folder, 0)
         assert [path.name for path in folder.iterdir()] == ["notes.txt"]
@@ -151,13 +172,21 @@ def test_the_oldest_go_when_the_bound_is_reached(tmp_path):
 
 def test_rollouts_and_diagrams_have_half_of_the_room_each(tmp_path):
     (tmp_path / "one").mkdir()
-    size = rollouts.write_part(tmp_path / "one", rollouts.as_table(rows(1), {}), 1, 1).path.stat().st_size
+    size = (
+        rollouts.write_part(tmp_path / "one", rollouts.as_table(rows(1), {}), 1, 1)
+        .path.stat()
+        .st_size
+    )
     record = rollouts.Record(tmp_path, 7 * size / 1e9, {})
     record.start(0)
     for step in range(1, 10):
         record.add(rows(step), generations=4)
         record.flush(step)
-    assert sorted({*steps(record.folder)}) == [7, 8, 9] and record.diagrams.limit_bytes == pytest.approx(3.5 * size)
+    assert sorted({*steps(record.folder)}) == [
+        7,
+        8,
+        9,
+    ] and record.diagrams.limit_bytes == pytest.approx(3.5 * size)
 
 
 def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, capsys):
@@ -170,26 +199,35 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, caps
 
     monkeypatch.setattr(pq, "write_table", full)
     record.flush(1)
-    assert record.failed and "step 1: the rollouts are no longer recorded" in capsys.readouterr().err
+    assert (
+        record.failed and "step 1: the rollouts are no longer recorded" in capsys.readouterr().err
+    )
 
 
 def generation_of(asked: list[Any], ranks: int) -> Generation:
     """Of groups of two; every rank has these rows."""
-    generation, count = Generation.restored(0, []), ranks * len(asked)
+    generation = Generation.restored(0, [])
+    count = ranks * len(asked)
     generation.rows = asked
-    rewards_BF, lengths_B = torch.ones(count, 1), torch.full((count,), 3.0)
+    rewards_BF = torch.ones(count, 1)
+    lengths_B = torch.full((count,), 3.0)
     rewards = Rewards.of(rewards_BF, {}, torch.ones(1), ["accuracy"], 2)
     generation.scores = Scores(rewards, lengths_B, lengths_B > 9, lengths_B)
     groups = Groups(rewards_BF.view(-1, 2), lengths_B.view(-1, 2), lengths_B.view(-1, 2) > 9)
-    generation.advantages = Advantages(groups, weigh_groups(groups), groups.rewards_PG, groups.rewards_PG, {})
+    generation.advantages = Advantages(
+        groups, weigh_groups(groups), groups.rewards_PG, groups.rewards_PG, {}
+    )
     return generation
 
 
 def test_a_rollout_with_tools_is_recorded_as_a_conversation(tmp_path):
-    recorder = Recorder(step_context(output_dir=str(tmp_path)), decode=lambda tokens: f"said {[*tokens]}")
+    recorder = Recorder(
+        step_context(output_dir=str(tmp_path)), decode=lambda tokens: f"said {[*tokens]}"
+    )
     recorder.record.start(0)
-    image, call = Image.new("RGB", (8, 8)), Call("zoom", "{}", "Picture", 0.5, False, 1)
-    spans = Span((1, 2), (0.0, 0.0), 0), Span((5, 6, 7), None, 0), Span((3,), (0.0,), 0)
+    image = Image.new("RGB", (8, 8))
+    call = Call("zoom", "{}", "Picture", 0.5, False, 1)
+    spans = Segment((1, 2), (0.0, 0.0), 0), Segment((5, 6, 7), None, 0), Segment((3,), (0.0,), 0)
     looked = Rollout(spans, "stop", pictures=(Picture("x", image, 1),), calls=(call,))
     generation = generation_of([{"id": 7, "problem": "?", "prompt": "?"}] * 2, 1)
     generation.rollouts = [looked, Rollout(spans[:1], "stop")]
@@ -198,24 +236,40 @@ def test_a_rollout_with_tools_is_recorded_as_a_conversation(tmp_path):
     first, second = recorded(recorder.record.folder).to_pylist()
     assert [first["calls"], second["calls"], len(second["turns"])] == [1, 0, 1]
     assert [(t["by"], t["text"], t["tokens"], t["seconds"]) for t in first["turns"]] == [
-        ("model", "said [1, 2]", 2, 0.0), ("tool", "Picture", 3, 0.5), ("model", "said [3]", 1, 0.0),
-    ]  # fmt: skip
+        ("model", "said [1, 2]", 2, 0.0),
+        ("tool", "Picture", 3, 0.5),
+        ("model", "said [3]", 1, 0.0),
+    ]
     assert (recorder.record.folder / "_images" / first["turns"][1]["images"][0]).is_file()
 
 
 def test_what_a_call_gains_is_counted_within_groups_that_have_both():
     rewards_PG = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
-    facts = torch.tensor([[1, 0, 0.5, 0], [0, 0, 0, 0], [2, 1, 0.5, 0], [1, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0]])
+    facts = torch.tensor(
+        [[1, 0, 0.5, 0], [0, 0, 0, 0], [2, 1, 0.5, 0], [1, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
+    )
     figures = tool_figures(rewards_PG, facts)
-    assert figures["adora/tool_gain"] == 1 and figures["adora/called"] == 0.5 and figures["adora/tools_s"] == 1
-    assert figures["tools/failure_frequency"] == 0.25 and figures["tools/call_frequency"] == pytest.approx(4 / 6)
+    assert (
+        figures["adora/tool_gain"] == 1
+        and figures["adora/called"] == 0.5
+        and figures["adora/tools_s"] == 1
+    )
+    assert figures["tools/failure_frequency"] == 0.25 and figures[
+        "tools/call_frequency"
+    ] == pytest.approx(4 / 6)
     assert "adora/tool_gain" not in tool_figures(rewards_PG[1:], facts[2:])
 
 
 def test_a_problem_is_recorded_with_its_choices(tmp_path):
     recorder = Recorder(step_context(output_dir=str(tmp_path)))
     recorder.record.start(0)
-    asked = {"id": 7, "problem": "Which?", "answer": "B", "choices": ["3", "4"], "prompt": "Which?\nChoices: ..."}
+    asked = {
+        "id": 7,
+        "problem": "Which?",
+        "answer": "B",
+        "choices": ["3", "4"],
+        "prompt": "Which?\nChoices: ...",
+    }
     more: list[dict[str, Any]] = [{}, {}, {"choices": None}, {"choices": []}]
     rows = [{**asked, **one} for one in more]
     recorder.add(generation_of(rows, 1), {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"])
@@ -227,19 +281,29 @@ def test_a_problem_is_recorded_with_its_choices(tmp_path):
 
 
 def test_every_second_generation_is_recorded_whole_however_many_steps_learn_from_it(tmp_path):
-    sizes: dict[str, Any] = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 1}
+    sizes: dict[str, Any] = {
+        "steps_per_generation": 4,
+        "gradient_accumulation_steps": 2,
+        "num_iterations": 1,
+    }
     recorder = Recorder(step_context(output_dir=str(tmp_path), adora_record_every=2, **sizes))
     assert [step for step in range(12) if recorder.records(step)] == [0, 1, 4, 5, 8, 9]
 
 
 def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_path, monkeypatch):
-    """Of two ranks, whose rollouts are recorded rank by rank. The other one measures one of this rank's too."""
-    seen = iter([[], [{1: 10.5, 3: 10.25, 0: 0.75, -1: 9.0}]])  # a number below 0 is of an earlier step
+    """Of two ranks, whose rollouts are recorded rank by rank.
+
+    The other one measures one of this rank's too.
+    """
+    seen = iter([[], [{1: 10.5, 3: 10.25, 0: 0.75}]])
     monkeypatch.setattr(recorder_module, "gather_object", lambda own: [*own, *(next(seen) or own)])
     ranks = SimpleNamespace(
-        process_index=0, num_processes=2, is_main_process=True, device=torch.device("cpu"),
+        process_index=0,
+        num_processes=2,
+        is_main_process=True,
+        device=torch.device("cpu"),
         gather=lambda own: torch.cat([own, own + 10]),
-    )  # fmt: skip
+    )
     recorder = Recorder(step_context(output_dir=str(tmp_path), accelerator=ranks))
     recorder.record.start(0)
     numbers = recorder.number(2)
@@ -256,7 +320,10 @@ def test_a_diagram_is_stored_once_and_small(tmp_path):
     wide = Image.effect_noise((1000, 100), 50).convert("RGB")
     diagrams = rollouts.Diagrams(tmp_path / "images", 1e9)
     names = diagrams.keep("a", [wide])
-    assert diagrams.keep("b", [wide.copy()]) == names == diagrams.keep("a", []) and diagrams.keep("c", []) == []
+    assert (
+        diagrams.keep("b", [wide.copy()]) == names == diagrams.keep("a", [])
+        and diagrams.keep("c", []) == []
+    )
     assert diagrams.keep(None, [wide.rotate(90)]) != names
     with Image.open(tmp_path / "images" / names[0]) as stored:
         assert stored.size == (512, 51)
@@ -268,23 +335,39 @@ def test_a_diagram_is_stored_once_and_small(tmp_path):
 def test_a_real_run_records_what_its_metrics_say(adora_run):
     table = recorded(adora_run / "rollouts").to_pandas()
     assert table["step"].tolist() == [step for step in range(1, STEPS + 1) for _ in range(16)]
-    metrics = {line["step"]: line for line in read_metrics(adora_run / "metrics.jsonl") if line["kind"] == "train"}
+    metrics = {
+        line["step"]: line
+        for line in read_metrics(adora_run / "metrics.jsonl")
+        if line["kind"] == "train"
+    }
     assert sorted(metrics) == list(range(1, STEPS + 1))
     for step, of_step in table.groupby("step"):
         groups = of_step.groupby("group")
-        assert len(groups) == 4 and groups["id"].nunique().eq(1).all() and (groups["weight"].nunique() == 1).all()
-        line = metrics[step]  # float32: a mean of 16 numbers up to 1 is off by 16 x 6e-8 at most, in any order
+        assert (
+            len(groups) == 4
+            and groups["id"].nunique().eq(1).all()
+            and (groups["weight"].nunique() == 1).all()
+        )
+        # float32: a mean of 16 numbers up to 1 is off by 16 x 6e-8 at most, in any order
+        line = metrics[step]
         assert of_step["reward"].mean() == pytest.approx(line["reward"], abs=1e-6)
-        assert groups["pass_rate"].first().mean() == pytest.approx(line["adora/pass_rate"], abs=1e-6)
+        assert groups["pass_rate"].first().mean() == pytest.approx(
+            line["adora/pass_rate"], abs=1e-6
+        )
         assert groups["tds"].first().mean() == pytest.approx(line["adora/tds_share"])
         assert groups["weight"].first().mean() == pytest.approx(line["adora/weight_mean"])
         assert of_step["length"].mean() == pytest.approx(line["completions/mean_length"])
         assert (of_step["verdict"] == "correct").mean() == pytest.approx(line["grading/correct"])
-        assert {f"seconds/{phase}" for phase in ("rollout", "grading", "policy", "sync", "other")} <= line.keys()
+        assert {
+            f"seconds/{phase}" for phase in ("rollout", "grading", "policy", "sync", "other")
+        } <= line.keys()
         assert line["seconds/rollout"] > 0 and line["seconds/policy"] > 0
     uneven = table.groupby(["step", "group"])["reward"].transform("nunique") > 1
-    weighted = table["advantage_raw"] * table["weight"]  # one float32 product of a number below 4: 2.4e-7 at most
-    assert table.loc[uneven, "advantage"].tolist() == pytest.approx(weighted[uneven].tolist(), abs=1e-6)
+    # one float32 product of a number below 4: 2.4e-7 at most
+    weighted = table["advantage_raw"] * table["weight"]
+    assert table.loc[uneven, "advantage"].tolist() == pytest.approx(
+        weighted[uneven].tolist(), abs=1e-6
+    )
     assert (table.loc[~uneven, "advantage"] == 0).all() and uneven.any()
     assert (table["reward/adora_reward"] == table["reward"]).all()
     for names in table["images"]:
@@ -294,12 +377,20 @@ def test_a_real_run_records_what_its_metrics_say(adora_run):
 @pytest.mark.slow
 @pytest.mark.core
 def test_a_run_that_went_on_has_every_step_once(adora_run, resumed_run, tmp_path):
-    """And the same figures and rollouts in each; then it goes on with every second generation recorded."""
-    whole, again = (recorded(run / "rollouts").to_pandas() for run in (adora_run, resumed_run.folder))
+    """And the same figures and rollouts in each; then it goes on with every second generation
+    recorded.
+    """
+    whole, again = (
+        recorded(run / "rollouts").to_pandas() for run in (adora_run, resumed_run.folder)
+    )
     pd.testing.assert_frame_equal(again, whole)
-    pd.testing.assert_frame_equal(pd.read_parquet(resumed_run.folder / "rollouts"), whole)  # as a stranger reads it
+    # as a stranger reads it
+    pd.testing.assert_frame_equal(pd.read_parquet(resumed_run.folder / "rollouts"), whole)
     before, after = (
-        [(line["step"], line["kind"], line.get("loss"), line.get("reward")) for line in read_metrics(run / METRICS)]
+        [
+            (line["step"], line["kind"], line.get("loss"), line.get("reward"))
+            for line in read_metrics(run / METRICS)
+        ]
         for run in (adora_run, resumed_run.folder)
     )
     assert before == after

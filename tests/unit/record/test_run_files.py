@@ -1,4 +1,6 @@
-"""What a run says and leaves behind: its log line, metrics, manifest, model cards and the commands to go on with."""
+"""What a run says and leaves behind: its log line, metrics, manifest, model cards and the commands
+to go on with.
+"""
 
 import json
 import math
@@ -83,8 +85,12 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
     with phases.phase("rollout"):  # an evaluation between two steps
         spend(64)
     assert phases.take() == {"rollout": 10, "grading": 16, "policy": 32, "sync": 4, "other": 65}
-    assert phases.take() == dict.fromkeys(("rollout", "grading", "policy", "sync", "other"), 0), "none of sleep mode"
-    assert PhaseClock(print, clock, settle=lambda: None, sleep_mode=True).take() == dict.fromkeys(PHASES, 0)
+    assert phases.take() == dict.fromkeys(("rollout", "grading", "policy", "sync", "other"), 0), (
+        "none of sleep mode"
+    )
+    assert PhaseClock(print, clock, settle=lambda: None, sleep_mode=True).take() == dict.fromkeys(
+        PHASES, 0
+    )
 
     phases.enter("policy")
     with pytest.raises(RuntimeError), phases.phase("grading"):
@@ -96,14 +102,28 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
 
 
 LOGS = {
-    "reward": 0.41234, "adora/pass_rate": 0.375, "adora/tds_share": 0.25, "completions/mean_length": 211.4,
-    "adora/drift": 2.1e-6, "seconds/rollout": 12.34, "seconds/grading": 0.02, "seconds/policy": 7.5,
-    "seconds/sync": 0.5, "seconds/other": 0.1, "grad_norm": 1.0,
-}  # fmt: skip
+    "reward": 0.41234,
+    "adora/pass_rate": 0.375,
+    "adora/tds_share": 0.25,
+    "completions/mean_length": 211.4,
+    "adora/drift": 2.1e-6,
+    "seconds/rollout": 12.34,
+    "seconds/grading": 0.02,
+    "seconds/policy": 7.5,
+    "seconds/sync": 0.5,
+    "seconds/other": 0.1,
+    "grad_norm": 1.0,
+}
 
 
 def _log(step, silent=True, **figures):
-    return {"step": step, "reward": 0.0, "reward_std": 0.0, "frac_reward_zero_std": float(silent), **figures}
+    return {
+        "step": step,
+        "reward": 0.0,
+        "reward_std": 0.0,
+        "frac_reward_zero_std": float(silent),
+        **figures,
+    }
 
 
 @pytest.mark.parametrize(
@@ -117,7 +137,11 @@ def _log(step, silent=True, **figures):
 )
 def test_a_run_that_cannot_learn_says_since_when_and_why(figures, reason):
     began = [_log(1), _log(2, silent=False)]
-    history = [*began, *(_log(step, **figures) for step in range(3, 8)), {"step": 7, "eval_reward": 0.0}]
+    history = [
+        *began,
+        *(_log(step, **figures) for step in range(3, 8)),
+        {"step": 7, "eval_reward": 0.0},
+    ]
     said = no_signal(history)
     assert said is not None and "in the last 5 steps" in said and reason in said
     assert no_signal([*began, _log(7, **figures)]) == said  # logged every fifth step
@@ -131,18 +155,28 @@ def test_the_progress_line():
         "step   40/1000  reward 0.412  pass 38%  TDS 25%  length 211  drift 2e-06 | "
         "20 s: rollout 12 grading 0.02 policy 7.50 sync 0.50 other 0.10 | 3m05s left"
     )
-    assert progress_line({"reward": 1.0, "adora/drift": None}, 1, 9, None) == "step 1/9  reward 1.000"
+    assert (
+        progress_line({"reward": 1.0, "adora/drift": None}, 1, 9, None) == "step 1/9  reward 1.000"
+    )
     both = {**LOGS, "rewards/adora_reward/mean": 0.4}
-    assert "accuracy" not in progress_line({**both, "grading/correct": 0.375000001}, 40, 1000, 185.2)
+    assert "accuracy" not in progress_line(
+        {**both, "grading/correct": 0.375000001}, 40, 1000, 185.2
+    )
     for logs in (
         {**both, "grading/correct": 0.25},  # such as a low adora_correct_above
         {**both, "rewards/brevity/mean": 0.9, "grading/correct": 0.25},
     ):
         assert "  pass 38%  accuracy 25%  TDS 25%" in progress_line(logs, 40, 1000, 185.2)
-    assert figure_rows([logs])[1:3] == [("pass rate", "0.375", "0.375"), ("accuracy", "0.250", "0.250")]
+    assert figure_rows([logs])[1:3] == [
+        ("pass rate", "0.375", "0.375"),
+        ("accuracy", "0.250", "0.250"),
+    ]
     without = progress_line({"reward": 1.0, "rewards/missing": 0.375}, 1, 9, None)
     assert without == "step 1/9  reward 1.000  without reward 37.5%"
-    assert progress_line({"reward": 1.0, "rewards/missing": 0.0}, 1, 9, None) == "step 1/9  reward 1.000"
+    assert (
+        progress_line({"reward": 1.0, "rewards/missing": 0.0}, 1, 9, None)
+        == "step 1/9  reward 1.000"
+    )
     durations = {0.4: "0s", 59.4: "59s", 60: "1m00s", 7620: "2h07m", 97200: "1d03h"}
     assert {seconds: duration(seconds) for seconds in durations} == durations
 
@@ -152,7 +186,9 @@ def settings(folder: Path) -> SimpleNamespace:
 
 
 def state(step: int, history: list[dict] | None = None, first: bool = True) -> SimpleNamespace:
-    return SimpleNamespace(global_step=step, max_steps=10, log_history=history or [], is_world_process_zero=first)
+    return SimpleNamespace(
+        global_step=step, max_steps=10, log_history=history or [], is_world_process_zero=first
+    )
 
 
 def test_only_the_first_rank_speaks(tmp_path, capsys):
@@ -175,12 +211,17 @@ def test_a_log_file_gets_lines_and_no_bar(tmp_path, capsys):
     assert re.fullmatch(r"step  1/10  reward 0\.412 .* left\n", out) and err == ""
 
 
-def test_the_time_left_is_that_of_the_steps_left_at_the_pace_of_this_start(tmp_path, capsys, monkeypatch):
-    """A run that goes on at step 4 of 10, with 10 seconds a step: after step 6 there are 40. What comes before
-    its first step, as the self-check, counts nowhere.
+def test_the_time_left_is_that_of_the_steps_left_at_the_pace_of_this_start(
+    tmp_path, capsys, monkeypatch
+):
+    """A run that goes on at step 4 of 10, with 10 seconds a step: after step 6 there are 40.
+
+    What comes before its first step, as the self-check, counts nowhere.
     """
     seconds = iter(range(0, 99, 10))
-    monkeypatch.setattr("adora_vl.record.metrics.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(
+        "adora_vl.record.metrics.time", SimpleNamespace(monotonic=lambda: next(seconds))
+    )
     line = ProgressLine()
     line.on_train_begin(settings(tmp_path), state(4), None)
     next(seconds)
@@ -192,11 +233,18 @@ def test_the_time_left_is_that_of_the_steps_left_at_the_pace_of_this_start(tmp_p
 
 
 def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
-    """The lines of steps that a crash has undone go away, a half line too; nothing is there twice or missing."""
+    """The lines of steps that a crash has undone go away, a half line too; nothing is there twice
+    or missing.
+    """
     file = MetricsFile()
     file.on_train_begin(settings(tmp_path), state(0), None)
     for step in range(1, 6):
-        file.on_log(settings(tmp_path), state(step), None, logs={"reward": step / 10, "step_time": float(step)})
+        file.on_log(
+            settings(tmp_path),
+            state(step),
+            None,
+            logs={"reward": step / 10, "step_time": float(step)},
+        )
         file.on_log(settings(tmp_path), state(step), None, logs={"eval_a_accuracy": 0.1})
         file.on_log(settings(tmp_path), state(step), None, logs={"eval_b_accuracy": 0.2})
     path = tmp_path / "metrics.jsonl"
@@ -205,7 +253,9 @@ def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
         stream.write('{"step": 6, "kind": "tra')
     history = [{"step": step, "reward": step / 10} for step in (1, 2, 3)]
     file.on_train_begin(settings(tmp_path), state(3, history), None)
-    assert sorted(read_metrics(path), key=str) == sorted((line for line in before if line["step"] <= 3), key=str)
+    assert sorted(read_metrics(path), key=str) == sorted(
+        (line for line in before if line["step"] <= 3), key=str
+    )
     file.on_log(settings(tmp_path), state(4), None, logs={"reward": 0.4})
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 3, 4]
@@ -216,42 +266,75 @@ def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
     ended = as_line({"train_runtime": 9.0}, 3, "then")  # a run that goes on has not ended there
     lines = resumed_lines([as_line({"reward": 0.25}, 2, "then"), ended], history, 3)
     assert [(line["step"], line["kind"]) for line in lines] == [(2, "eval"), (2, "train")]
-    assert lines[1]["reward"] == 0.25 and lines[1]["time"] == "then"  # the file's own line comes first
+    assert (
+        lines[1]["reward"] == 0.25 and lines[1]["time"] == "then"
+    )  # the file's own line comes first
 
 
 def test_figures_that_are_not_finite_are_null():
-    line = as_line({"reward": 1.0, "grad_norm": math.nan, "kl": math.inf, "note": "x", "off": None, "odd": [1]}, 1, "")
-    assert (line["grad_norm"], line["kl"], line["note"], line["off"], line["odd"]) == (None, None, "x", None, "[1]")
+    line = as_line(
+        {
+            "reward": 1.0,
+            "grad_norm": math.nan,
+            "kl": math.inf,
+            "note": "x",
+            "off": None,
+            "odd": [1],
+        },
+        1,
+        "",
+    )
+    assert (line["grad_norm"], line["kl"], line["note"], line["off"], line["odd"]) == (
+        None,
+        None,
+        "x",
+        None,
+        "[1]",
+    )
     assert as_line({"train_runtime": 1.0, "reward": 1.0}, 1, None)["kind"] == "end"
 
 
 ADORA = {"adora": {"mode": "attenuation", "factor": 0.1}}
-NEUTRAL = {
-    "adora_rollouts": {"replay": 0},
-    "adora_extensions": {"noisy_rollouts": {"share": 0.0}, "visual_tokens": {"share": 1.0, "scale_min": 1.0}},
-}  # fmt: skip
+NEUTRAL: dict[str, Any] = {"adora_extensions": {}}
 
 
 RECIPES: list[tuple[dict[str, Any], str]] = [
     ({}, "ADORA attenuation, factor 0.1"),
-    ({"adora_method": "adora"}, "ADORA"),  # recorded by an earlier version
     ({"adora_method": {"grpo": {}}}, "GRPO"),
     ({"adora_method": {"dapo": {}, **ADORA}}, "DAPO + ADORA attenuation, factor 0.1"),
     ({"adora_method": {"dapo": {}, "adora": {"mode": "off"}}, "loss_type": "dapo"}, "DAPO"),
     ({"adora_method": {"adora": {"mode": "off"}}}, "GRPO"),
-    ({"adora_method": {"my.py:mine": {}, "adora": {"factor": 0.5}}}, "mine + ADORA attenuation, factor 0.5"),
-    ({"adora_method": {"adora": {"assign": "random"}}}, "ADORA attenuation, factor 0.1, assign random"),
     (
-        {"adora_method": {"adora": {"factor": {"start": 0.5, "end": 0.1, "shape": "cosine", "steps": [0, 9]}}}},
+        {"adora_method": {"my.py:mine": {}, "adora": {"factor": 0.5}}},
+        "mine + ADORA attenuation, factor 0.5",
+    ),
+    (
+        {"adora_method": {"adora": {"assign": "random"}}},
+        "ADORA attenuation, factor 0.1, assign random",
+    ),
+    (
+        {
+            "adora_method": {
+                "adora": {"factor": {"start": 0.5, "end": 0.1, "shape": "cosine", "steps": [0, 9]}}
+            }
+        },
         "ADORA attenuation, factor 0.5 to 0.1",
     ),
-    ({"adora_method": {"adora": {"steps": [0, 30]}}}, "ADORA attenuation, factor 0.1, steps [0, 30]"),
-    ({"adora_method": "grpo", "loss_type": "sapo"}, "GRPO, SAPO loss"),
-    ({"adora_method": "grpo", "adora_extensions": {"noisy_rollouts": {"share": 0.5}}}, "GRPO, noisy rollouts 0.5"),
-    ({"adora_method": "grpo", "adora_rollouts": {"replay": 64}}, "GRPO, replay of 64 groups"),
     (
-        {"adora_method": "rrb", "adora_extensions": {"visual_tokens": {"share": 0.4, "scale_min": 0.9}}},
-        "RRB, visual tokens 0.4, visual scale from 0.9",
+        {"adora_method": {"adora": {"steps": [0, 30]}}},
+        "ADORA attenuation, factor 0.1, steps [0, 30]",
+    ),
+    ({"adora_method": {"grpo": {}}, "loss_type": "sapo"}, "GRPO, SAPO loss"),
+    (
+        {"adora_method": {"grpo": {}}, "adora_extensions": {"noisy.py:Noisy": {"share": 0.5}}},
+        "GRPO, extension Noisy",
+    ),
+    (
+        {
+            "adora_method": {"docs/rrb.py:Rrb": {}},
+            "adora_extensions": {"a.py:One": {}, "b.py:Two": {}},
+        },
+        "Rrb, extension One, extension Two",
     ),
 ]
 
@@ -278,11 +361,16 @@ def test_the_metrics_of_a_batch_by_hand():
             "length_correct": (9 + 4 + 4 + 6) / 4,
             "length_wrong": (5 + 7 + 7 + 100) / 4,
             "pass_rate": (0.5 + 1 + 0 + 0.5) / 4,
-            "ties": 0.0,  # of the one TDS group with right and wrong answers, whose wrong one was truncated
+            # of the one TDS group with right and wrong answers, whose wrong one was truncated
+            "ties": 0.0,
         }
     )
-    none_correct = adora_metrics(weigh_groups(Groups(rewards[2:3], lengths[2:3], lengths[2:3] > 99)))
-    assert none_correct["length_correct"] != none_correct["length_correct"]  # NaN, which TRL leaves out of its log
+    none_correct = adora_metrics(
+        weigh_groups(Groups(rewards[2:3], lengths[2:3], lengths[2:3] > 99))
+    )
+    assert (
+        none_correct["length_correct"] != none_correct["length_correct"]
+    )  # NaN, which TRL leaves out of its log
 
 
 def _weighed(*lengths: list[int], **options: Any) -> AdoraWeighting:
@@ -293,18 +381,22 @@ def _weighed(*lengths: list[int], **options: Any) -> AdoraWeighting:
 
 
 def test_ties_are_counted_among_the_groups_that_the_length_marks():
-    lengths = torch.tensor([[6, 6, 6], [6, 5, 7], [5, 9, 9], [5, 6, 9], [9, 5, 5], [4, 4, 4], [7, 7, 7]])
+    lengths = torch.tensor(
+        [[6, 6, 6], [6, 5, 7], [5, 9, 9], [5, 6, 9], [9, 5, 5], [4, 4, 4], [7, 7, 7]]
+    )
     rewards = torch.tensor([[1.0, 0.0, 0.0]] * 5 + [[1.0] * 3, [0.1, 0.0, 0.0]])
     weighting = weigh_groups(Groups(rewards, lengths, lengths >= 100))
     assert weighting.tds_P.tolist() == [True, True, True, True, False, True, False]
-    # Two ties and two that are shorter. The one that is longer is not marked, and all right or all wrong is no contest.
+    # Two ties and two that are shorter. The one that is longer is not marked, and all right or all
+    # wrong is no contest.
     assert adora_metrics(weighting)["ties"] == 2 / 4
     none = adora_metrics(_weighed([9, 5, 5]))["ties"]
     assert none != none, "NaN, which TRL leaves out of its log, where no group is marked"
 
 
 def test_a_run_says_once_that_many_attenuated_groups_are_ties(capsys):
-    tie, shorter = [6, 6, 6], [5, 9, 9]
+    tie = [6, 6, 6]
+    shorter = [5, 9, 9]
 
     def said(*generations: AdoraWeighting, speaks: bool = True, **options: Any) -> str:
         notice = TieNotice(Adora(**options), speaks=speaks)
@@ -312,7 +404,8 @@ def test_a_run_says_once_that_many_attenuated_groups_are_ties(capsys):
             notice.count(weighting)
         return capsys.readouterr().err
 
-    often, seldom = _weighed(*[tie] * 4, *[shorter] * 26), _weighed(*[tie] * 2, *[shorter] * 28)
+    often = _weighed(*[tie] * 4, *[shorter] * 26)
+    seldom = _weighed(*[tie] * 2, *[shorter] * 28)
     assert said(often) == "", "30 groups are too few to say anything"
     line = said(often, often, often)
     assert line.count("\n") == 1 and line.startswith("8 of 60 attenuated groups are ties")
@@ -324,7 +417,9 @@ def test_a_run_says_once_that_many_attenuated_groups_are_ties(capsys):
 
 def test_the_summary_compares_the_first_and_the_last_fifth(tmp_path):
     config = AdoraGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
-    history = [{"step": i, "reward": i / 10, "adora/drift": 1e-6} for i in range(10)] + [{"train_runtime": 1.0}]
+    history = [{"step": i, "reward": i / 10, "adora/drift": 1e-6} for i in range(10)] + [
+        {"train_runtime": 1.0}
+    ]
     text = "\n".join(summary_lines(history, config, tmp_path / "merged", 90))
     assert "Trained 9 steps in 1.5 min" in text
     assert "reward                     0.050       0.850" in text
@@ -332,24 +427,47 @@ def test_the_summary_compares_the_first_and_the_last_fifth(tmp_path):
     assert f"--model {tmp_path / 'merged'} " in text
     assert "Trained 0 steps" in "\n".join(summary_lines([], config, tmp_path, 1))
 
-    # A run shorter than its logging interval: `Trainer` then logs once, and everything stands in that entry.
+    # A run shorter than its logging interval: `Trainer` then logs once, and everything stands in
+    # that entry.
     history = [{"step": 2, "train_runtime": 1.0, "reward": 0.25}, {"step": 2, "eval_reward": 0.75}]
     text = "\n".join(summary_lines(history, config, tmp_path / "merged", 90))
-    assert "Trained 2 steps" in text and "reward                     0.250       0.250" in text and "0.75" not in text
+    assert (
+        "Trained 2 steps" in text
+        and "reward                     0.250       0.250" in text
+        and "0.75" not in text
+    )
 
 
 START = as_called(str(Path(sys.executable).with_name("accelerate")))
-LAUNCH = ["/venv/bin/accelerate", "launch", "--config_file", "c.yaml", "-m", "adora_vl.train", "--config", "y y.yaml"]
+LAUNCH = [
+    "/venv/bin/accelerate",
+    "launch",
+    "--config_file",
+    "c.yaml",
+    "-m",
+    "adora_vl.train",
+    "--config",
+    "y y.yaml",
+]
 
 
 STARTED = [
-    (["/venv/bin/python", *LAUNCH], "accelerate launch --config_file c.yaml -m adora_vl.train --config 'y y.yaml'"),
-    (["python", "-m", "accelerate.commands.launch", "-m", "adora_vl.train"], f"{START} launch -m adora_vl.train"),
+    (
+        ["/venv/bin/python", *LAUNCH],
+        "accelerate launch --config_file c.yaml -m adora_vl.train --config 'y y.yaml'",
+    ),
+    (
+        ["python", "-m", "accelerate.commands.launch", "-m", "adora_vl.train"],
+        f"{START} launch -m adora_vl.train",
+    ),
     (["python", *LAUNCH[:4], "my_script.py"], f"{interpreter()} -m adora_vl.train --seed 1"),
     (["bash"], f"{interpreter()} -m adora_vl.train --seed 1"),
-    (["python", *LAUNCH[:6], "--hub_token", "hf_x", "--api_secret=s", "--seed", "1"],
-     "accelerate launch --config_file c.yaml -m adora_vl.train --hub_token ... --api_secret=... --seed 1"),
-]  # fmt: skip
+    (
+        ["python", *LAUNCH[:6], "--hub_token", "hf_x", "--api_secret=s", "--seed", "1"],
+        "accelerate launch --config_file c.yaml -m adora_vl.train --hub_token ... "
+        "--api_secret=... --seed 1",
+    ),
+]
 
 
 def test_the_command_that_started_a_run(tmp_path):
@@ -358,18 +476,26 @@ def test_the_command_that_started_a_run(tmp_path):
         (tmp_path / "cmdline").write_bytes("\0".join(started).encode() + b"\0")
         found.append(launch_command(["--seed", "1"], tmp_path / "cmdline"))
     assert found == [command for _, command in STARTED]
-    assert launch_command(["--seed", "1"], tmp_path / "no") == f"{interpreter()} -m adora_vl.train --seed 1"
+    assert (
+        launch_command(["--seed", "1"], tmp_path / "no")
+        == f"{interpreter()} -m adora_vl.train --seed 1"
+    )
 
 
 def test_the_commands_after_a_run(tmp_path):
-    place = f"{interpreter()} -m eval.geometry3k run --model m --data DATA --output o"
+    place = f"{interpreter()} -m eval.problems run --model m --data DATA --output o"
     assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == place
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "test-00000-of-00001.parquet").touch()
-    words = f"{interpreter()} -m eval.geometry3k run --model m --data {tmp_path} --output o --max-tokens 40"
+    words = (
+        f"{interpreter()} -m eval.problems run --model m --data {tmp_path} --output o "
+        "--max-tokens 40"
+    )
     assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == words
     (tmp_path / "manifest.json").write_text(json.dumps({"made_by": MADE_BY, "source": "knights"}))
-    assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == words.replace("geometry3k", "knights")
+    assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == words.replace(
+        "problems", "knights"
+    )
     assert view_command(Path("a b"), Path("c")) == f"{interpreter()} -m adora_vl.report 'a b' c"
 
 
@@ -378,15 +504,26 @@ def test_an_adapter_alone_is_to_be_merged_before_it_is_evaluated(tmp_path):
     config = AdoraGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, max_steps=10)
     (tmp_path / "adapter_config.json").touch()
     *_, merge, evaluate = summary_lines([], config, tmp_path, 1)
-    assert merge == f"Merge it      {interpreter()} -m adora_vl.export {tmp_path} {tmp_path / MERGED}"
+    assert (
+        merge == f"Merge it      {interpreter()} -m adora_vl.export {tmp_path} {tmp_path / MERGED}"
+    )
     assert evaluate.startswith("Evaluate it") and f"--model {tmp_path} " in evaluate
     (tmp_path / "config.json").touch()
     assert not any(line.startswith("Merge it") for line in summary_lines([], config, tmp_path, 1))
 
 
 def test_training_longer_is_offered_where_it_is_a_continuation(tmp_path):
-    for schedule, saved, offered in (("constant", False, False), ("constant", True, True), ("linear", True, False)):
-        keys: dict[str, Any] = {"use_cpu": True, "bf16": False, "max_steps": 10, "lr_scheduler_type": schedule}
+    for schedule, saved, offered in (
+        ("constant", False, False),
+        ("constant", True, True),
+        ("linear", True, False),
+    ):
+        keys: dict[str, Any] = {
+            "use_cpu": True,
+            "bf16": False,
+            "max_steps": 10,
+            "lr_scheduler_type": schedule,
+        }
         config = AdoraGRPOConfig(output_dir=str(tmp_path), **keys)
         if saved:
             (tmp_path / "checkpoint-10").mkdir(exist_ok=True)
@@ -401,33 +538,57 @@ def test_the_manifest_of_a_real_run(adora_run, resumed_run):
     assert manifest["config"]["adora_method"]["adora"]["mode"] == "attenuation"
     assert manifest["config"]["learning_rate"] == 1e-3
     assert manifest["data"]["rows"] == 32 and len(manifest["data"]["fingerprint"]) == 32
-    assert manifest["data"]["source"] == "synthetic" and {"torch", "trl", "python"} <= manifest["versions"].keys()
+    assert (
+        manifest["data"]["source"] == "synthetic"
+        and {"torch", "trl", "python"} <= manifest["versions"].keys()
+    )
     assert manifest["command"].startswith(f"{interpreter()} -m adora_vl.train --config ")
     assert not [key for key in manifest["config"] if key.endswith("token")]
     assert len(manifest["starts"]) == 1 and manifest["starts"][0]["checkpoint"] is None
     facts = facts_of_run(manifest)
-    assert facts["recipe"] == "ADORA attenuation, factor 0.1" and facts["status"] == f"finished at step {STEPS}"
+    assert (
+        facts["recipe"] == "ADORA attenuation, factor 0.1"
+        and facts["status"] == f"finished at step {STEPS}"
+    )
 
     starts = read_manifest(resumed_run.folder)["starts"]
-    assert [start["checkpoint"] for start in starts] == [None, str(resumed_run.folder / "checkpoint-2")]
+    assert [start["checkpoint"] for start in starts] == [
+        None,
+        str(resumed_run.folder / "checkpoint-2"),
+    ]
 
 
 def test_a_manifest_of_somebody_else_is_not_read(tmp_path):
     (tmp_path / "manifest.json").write_text('{"made_by": "data_prep"}')
     assert read_manifest(tmp_path) == {} and facts_of_run({}) == {}
-    manifest = {"made_by": "adora_vl.train", "status": "running", "starts": [{"time": "t", "checkpoint": "c"}]}
+    manifest = {
+        "made_by": "adora_vl.train",
+        "status": "running",
+        "starts": [{"time": "t", "checkpoint": "c"}],
+    }
     write_manifest(manifest, tmp_path)
     end_manifest(manifest, tmp_path, "stopped", 3)
     assert read_manifest(tmp_path)["starts"] == [{"time": "t", "checkpoint": "c"}]
 
 
 def test_a_run_that_fails_says_so(tmp_path):
-    manifest = {"made_by": "adora_vl.train", "status": "running", "starts": [{"time": "t", "checkpoint": None}]}
+    manifest = {
+        "made_by": "adora_vl.train",
+        "status": "running",
+        "starts": [{"time": "t", "checkpoint": None}],
+    }
     with pytest.raises(ValueError), failure_noted(manifest, tmp_path, lambda: 7, is_main=True):
         raise ValueError("the cause\nand more")
     found = read_manifest(tmp_path)
-    assert (found["status"], found["steps"], found["error"]) == ("failed", 7, "ValueError: the cause")
-    with pytest.raises(ValueError), failure_noted(manifest, tmp_path / "other", lambda: 7, is_main=False):
+    assert (found["status"], found["steps"], found["error"]) == (
+        "failed",
+        7,
+        "ValueError: the cause",
+    )
+    with (
+        pytest.raises(ValueError),
+        failure_noted(manifest, tmp_path / "other", lambda: 7, is_main=False),
+    ):
         raise ValueError
     assert not (tmp_path / "other").exists()
 
@@ -449,7 +610,9 @@ def test_every_saved_model_has_its_card_and_stays_whole(adora_run, tmp_path):
 
 def test_the_code_of_the_card_runs(adora_run, monkeypatch, capsys, tmp_path):
     """As a stranger would: copied out of the card, in the model's folder, with a picture of theirs."""
-    out = shutil.copytree(adora_run, tmp_path / "model", ignore=shutil.ignore_patterns("checkpoint-*", "rollouts"))
+    out = shutil.copytree(
+        adora_run, tmp_path / "model", ignore=shutil.ignore_patterns("checkpoint-*", "rollouts")
+    )
     files = f"{read_manifest(adora_run)['data']['folder']}/data/train-*.parquet"
     row = load_dataset("parquet", data_files=files)["train"]
     row.cast_column("images", [ImageFeature()])[0]["images"][0].save(out / "diagram.png")
@@ -462,13 +625,28 @@ def test_the_code_of_the_card_runs(adora_run, monkeypatch, capsys, tmp_path):
 
 def test_a_card_without_facts_one_of_an_adapter_and_one_of_a_text_only_policy():
     card = model_card({}, [], 0)
-    assert "Nothing was logged before this was saved." in card and "Not recorded." in card and "base_model" not in card
+    assert (
+        "Nothing was logged before this was saved." in card
+        and "Not recorded." in card
+        and "base_model" not in card
+    )
     config = {"adora_method": {"grpo": {}}, "adora_reward": ["a|b"], "use_peft": True}
-    model, data = {"name": "Qwen/Qwen2.5-VL-7B-Instruct"}, {"folder": "data/geometry3k", "input": "/home/me/raw"}
+    model = {"name": "Qwen/Qwen2.5-VL-7B-Instruct"}
+    data = {"folder": "data/geometry3k", "input": "/home/me/raw"}
     card = model_card({"model": model, "config": config, "data": data}, [], 7)
-    assert 'base_model: "Qwen/Qwen2.5-VL-7B-Instruct"' in card and "python -m adora_vl.export" in card
-    assert "7 steps of GRPO\n" in card and '| adora_reward | ["a\\|b"] |' in card and "```python" in card
-    assert "| dataset | data/geometry3k |" in card and "| input | raw |" in card and "/home" not in card
+    assert (
+        'base_model: "Qwen/Qwen2.5-VL-7B-Instruct"' in card and "python -m adora_vl.export" in card
+    )
+    assert (
+        "7 steps of GRPO\n" in card
+        and '| adora_reward | ["a\\|b"] |' in card
+        and "```python" in card
+    )
+    assert (
+        "| dataset | data/geometry3k |" in card
+        and "| input | raw |" in card
+        and "/home" not in card
+    )
 
     card = model_card({"model": {"sees_images": False}}, [], 1)
     assert "AutoModelForCausalLM" in card and "pipeline_tag: text-generation" in card
@@ -483,6 +661,9 @@ def test_the_summary_of_a_real_run_names_files_and_commands_that_exist(resumed_r
         assert Path(words[name].split("  (")[0]).exists(), name
     assert view([*words["View it"].split()[3:], "--output", str(tmp_path / "page.html")]) == 0
     folder = re.search(r"--data (\S+)", words["Evaluate it"])
-    assert folder and json.loads((Path(folder[1]) / "manifest.json").read_text())["made_by"] == "data_prep"
+    assert (
+        folder
+        and json.loads((Path(folder[1]) / "manifest.json").read_text())["made_by"] == "data_prep"
+    )
     expected = " ".join(arguments(resumed_run.folder)) + f" --max_steps {2 * STEPS}"
     assert words["Train longer"] == f"{interpreter()} -m adora_vl.train {expected}"

@@ -23,29 +23,40 @@ from adora_vl.train import main
 from tests.support.tiny_run import arguments
 
 TRACKERS = [name for name in ("tensorboard", "wandb", "trackio") if find_spec(name)]
-STEPS, ROLLOUTS = 2, 16
+STEPS = 2
+ROLLOUTS = 16
 TABLES = STEPS + 1  # TRL repeats the last one at the end of a run
 FIGURE = "adora/pass_rate"
 
 
 def needs(name: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(name not in TRACKERS, reason=f"{name} is not installed: pip install '.[trackers]'")
+    return pytest.mark.skipif(
+        name not in TRACKERS, reason=f"{name} is not installed: pip install '.[trackers]'"
+    )
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One run with all trackers that are there. It is a process of its own, since trackio reads its folder's name when
-    it is imported.
+    """One run with all trackers that are there.
+
+    It is a process of its own, since trackio reads its folder's name when it is imported.
     """
     folder = tmp_path_factory.mktemp("run") / "tracked"
     words = arguments(
-        folder, max_steps=STEPS, save_strategy="no", report_to=",".join(TRACKERS), log_completions="true",
-        run_name="first", project="tracked",
-    )  # fmt: skip
+        folder,
+        max_steps=STEPS,
+        save_strategy="no",
+        report_to=",".join(TRACKERS),
+        log_completions="true",
+        run_name="first",
+        project="tracked",
+    )
     offline = {
-        "TRACKIO_DIR": str(folder.parent / "trackio"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path),
+        "TRACKIO_DIR": str(folder.parent / "trackio"),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
         "TERM": "dumb",
-    }  # fmt: skip
+    }
     command = [sys.executable, "-m", "adora_vl.train", *words]
     subprocess.run(command, check=True, env={**os.environ, **offline}, stdin=subprocess.DEVNULL)
     return folder
@@ -67,8 +78,12 @@ def test_tensorboard_has_our_figures(run):
     read = EventAccumulator(str(events.parent))
     read.Reload()
     scalars = read.Scalars(f"train/{FIGURE}")
-    assert [one.step for one in scalars] == [1, 2] and [one.value for one in scalars] == pytest.approx(figures(run))
-    assert {"train/reward", "train/grading/correct", "train/seconds/rollout"} <= set(read.Tags()["scalars"])
+    assert [one.step for one in scalars] == [1, 2] and [
+        one.value for one in scalars
+    ] == pytest.approx(figures(run))
+    assert {"train/reward", "train/grading/correct", "train/seconds/rollout"} <= set(
+        read.Tags()["scalars"]
+    )
 
 
 @needs("wandb")
@@ -84,7 +99,11 @@ def test_wandb_has_them_with_rollouts_and_images_and_stays_offline(run):
         rows = [dict(zip(table["columns"], values, strict=True)) for values in table["data"]]
         assert len(rows) == ROLLOUTS
         for row in rows:
-            assert "<image>" in row["prompt"] and isinstance(row["adora_weight"], float) and row["verdict"]
+            assert (
+                "<image>" in row["prompt"]
+                and isinstance(row["adora_weight"], float)
+                and row["verdict"]
+            )
             (image,) = row["image"]
             assert image["path"].startswith("media/images/") and image["width"] > 0
     assert any(content.startswith(b"\x89PNG") for content in staged)
@@ -95,8 +114,13 @@ def test_wandb_has_them_with_rollouts_and_images_and_stays_offline(run):
 def test_trackio_has_them_with_rollouts_and_images_and_stays_here(run):
     folder = run.parent / "trackio"
     with sqlite3.connect(folder / "tracked.db") as database:
-        lines = [json.loads(text) for (text,) in database.execute("select metrics from metrics order by id")]
-    assert [line[f"train/{FIGURE}"] for line in lines if f"train/{FIGURE}" in line] == pytest.approx(figures(run))
+        lines = [
+            json.loads(text)
+            for (text,) in database.execute("select metrics from metrics order by id")
+        ]
+    assert [
+        line[f"train/{FIGURE}"] for line in lines if f"train/{FIGURE}" in line
+    ] == pytest.approx(figures(run))
     tables = [line["completions"]["_value"] for line in lines if "completions" in line]
     assert [len(table) for table in tables] == [ROLLOUTS] * TABLES
     for row in (row for table in tables for row in table):
@@ -105,13 +129,20 @@ def test_trackio_has_them_with_rollouts_and_images_and_stays_here(run):
         assert (folder / "media" / image["file_path"]).is_file()
 
 
-def test_a_tracker_that_is_not_installed_is_one_line_before_anything_is_loaded(tmp_path, monkeypatch, capsys):
+def test_a_tracker_that_is_not_installed_is_one_line_before_anything_is_loaded(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(backends, "find_spec", lambda name: None)
-    monkeypatch.setattr("adora_vl.start.road.resolve_model", lambda name: pytest.fail("a model was looked for"))
+    monkeypatch.setattr(
+        "adora_vl.preflight.run_checks.resolve_model",
+        lambda name: pytest.fail("a model was looked for"),
+    )
     for name, package in (("wandb", "wandb"), ("mlflow", "mlflow"), ("flyte", "flytekit")):
         assert main(arguments(tmp_path / "run", report_to=name)) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"error: report_to: '{name}' is not installed; pip install {package}, or leave it out")
+        assert line.startswith(
+            f"error: report_to: '{name}' is not installed; pip install {package}, or leave it out"
+        )
     assert not (tmp_path / "run").exists()
 
 
@@ -130,9 +161,13 @@ def logs(size: int = 2) -> dict[str, Any]:
     """As TRL makes them."""
     column: Callable[[], deque[Any]] = partial(deque, maxlen=size)
     return {
-        "images": column(), "prompt": column(), "completion": column(), "rewards": defaultdict(column),
-        "advantages": column(), "extra": defaultdict(column),
-    }  # fmt: skip
+        "images": column(),
+        "prompt": column(),
+        "completion": column(),
+        "rewards": defaultdict(column),
+        "advantages": column(),
+        "extra": defaultdict(column),
+    }
 
 
 def test_what_was_kept_comes_back():
@@ -147,7 +182,10 @@ def test_what_was_kept_comes_back():
     from_json(to_json(full), stale)
     assert stale["prompt"] == full["prompt"] and stale["completion"] == full["completion"]
     assert stale["advantages"] == full["advantages"] and stale["advantages"].maxlen == 2
-    assert stale["rewards"]["accuracy"][0] == 1.0 and stale["rewards"]["accuracy"][1] != stale["rewards"]["accuracy"][1]
+    assert (
+        stale["rewards"]["accuracy"][0] == 1.0
+        and stale["rewards"]["accuracy"][1] != stale["rewards"]["accuracy"][1]
+    )
     assert list(stale["extra"]["mine"]) == [0.5, "{1, 2}"]
     from_json("", stale)
     assert list(stale["completion"]) == ["a", "b"], "a checkpoint without a table changes nothing"
@@ -157,8 +195,16 @@ def test_prompts_of_a_rank_with_images_and_of_one_without_make_one_column(tmp_pa
     """pandas cannot write texts and lists into one column, and two ranks send just that."""
     prompts: deque[Any] = deque(
         [
-            [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is x?"}]}],
-            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 2?"}],
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "image"}, {"type": "text", "text": "What is x?"}],
+                }
+            ],
+            [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "What is 2 + 2?"},
+            ],
         ]
     )
     before = [list(prompt) for prompt in prompts]
@@ -167,7 +213,10 @@ def test_prompts_of_a_rank_with_images_and_of_one_without_make_one_column(tmp_pa
     in_one_form(prompts)
     pd.DataFrame({"prompt": prompts}).to_parquet(tmp_path / "table.parquet")
     assert prompts[0] == before[0]
-    assert [message["content"][0]["text"] for message in prompts[1]] == ["Be brief.", "What is 2 + 2?"]
+    assert [message["content"][0]["text"] for message in prompts[1]] == [
+        "Be brief.",
+        "What is 2 + 2?",
+    ]
     plain: list[Any] = [before[1], "text", ["a", "b"]]
     alone: deque[Any] = deque(plain)
     in_one_form(alone)

@@ -1,4 +1,6 @@
-"""The page of a run in a real browser: what a person finds there, and that no text of a model does anything."""
+"""The page of a run in a real browser: what a person finds there, and that no text of a model does
+anything.
+"""
 
 import json
 import re
@@ -18,7 +20,11 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    return make_page(folder / "page.html", write_run(folder / "adora", 12), write_run(folder / "grpo", 60, groups=1))
+    return make_page(
+        folder / "page.html",
+        write_run(folder / "adora", 12),
+        write_run(folder / "grpo", 60, groups=1),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -30,28 +36,45 @@ def test_texts_of_a_model_do_nothing(browser, attacked, tmp_path):
     """A page that would run them says so in its title, and a plain page with the same text does."""
     assert_that_it_runs(ATTACK, browser, tmp_path)
     browser.open(attacked)
-    assert browser.text(".rollout .text") == ATTACK == browser.text(".problem .text") == browser.text("h3 code")
+    assert (
+        browser.text(".rollout .text")
+        == ATTACK
+        == browser.text(".problem .text")
+        == browser.text("h3 code")
+    )
     assert ATTACK in browser.texts("#other-figure option")
     browser.put("#other-figure", ATTACK)
     browser.click("#follow")
     assert browser.text("#charts figcaption") == ATTACK
     assert "training report" in browser.js("document.title") and browser.errors == []
-    assert browser.js("document.querySelectorAll('iframe, script:not(#data), #charts img').length") == 1  # its own
-    assert [url for url in browser.requests if not url.startswith(("data:", "file:", "about:"))] == []
+    assert (
+        browser.js("document.querySelectorAll('iframe, script:not(#data), #charts img').length")
+        == 1
+    )  # its own
+    assert [
+        url for url in browser.requests if not url.startswith(("data:", "file:", "about:"))
+    ] == []
 
 
 def test_the_policy_alone_stops_what_would_not_be_escaped(browser, attacked, tmp_path):
     forgotten = tmp_path / "forgotten.html"
-    forgotten.write_text(attacked.read_text().replace("</h1>", f"</h1>{ATTACK.replace('{{SCRIPT}}', '')}", 1))
+    forgotten.write_text(
+        attacked.read_text().replace("</h1>", f"</h1>{ATTACK.replace('{{SCRIPT}}', '')}", 1)
+    )
     browser.open(forgotten)
     browser.wait_for_error("Content Security Policy")
     assert "training report" in browser.js("document.title")
-    refused = "(() => { try { document.body.innerHTML = '<p>'; return 'taken' } catch (e) { return e.name } })()"
+    refused = (
+        "(() => { try { document.body.innerHTML = '<p>'; return 'taken' } catch (e) { return "
+        "e.name } })()"
+    )
     assert browser.js(refused) == "TypeError"
 
 
 def test_a_person_finds_a_group(browser, page):
-    """By every filter, with the mouse; the counts are those of `write_run`: 12 steps x 2 groups and 60 x 1."""
+    """By every filter, with the mouse; the counts are those of `write_run`: 12 steps x 2 groups and
+    60 x 1.
+    """
     browser.look()
     browser.open(page)
     count = lambda: browser.text("#count").split(" groups")[0]  # noqa: E731
@@ -60,12 +83,22 @@ def test_a_person_finds_a_group(browser, page):
     browser.click("#page-on")
     assert len(browser.texts("#list button")) == 34 and browser.text("#page-number") == "2 of 2"
     for field, value, expected in (
-        ("run", "1", 60), ("weight", "tds", 12), ("weight", "changed", 12), ("weight", "one", 72),
-        ("weight", "signal", 12), ("weight", "held", 12),
-        ("verdict", "mixed", 12), ("verdict", "none", 72), ("verdict", "all", 0), ("verdict", "unparseable", 0),
-        ("id", "PROBLEM/1", 12), ("from", "50", 11), ("to", "2", 6), ("text", "step 60:", 1),
+        ("run", "1", 60),
+        ("weight", "tds", 12),
+        ("weight", "changed", 12),
+        ("weight", "one", 72),
+        ("weight", "signal", 12),
+        ("weight", "held", 12),
+        ("verdict", "mixed", 12),
+        ("verdict", "none", 72),
+        ("verdict", "all", 0),
+        ("verdict", "unparseable", 0),
+        ("id", "PROBLEM/1", 12),
+        ("from", "50", 11),
+        ("to", "2", 6),
+        ("text", "step 60:", 1),
         ("text", "find X in 1", 12),
-    ):  # fmt: skip
+    ):
         browser.put(f"#filter-{field}", value)
         assert count() == f"{expected} of 84", (field, value)
         browser.click("#filters button[type=reset]")
@@ -76,10 +109,13 @@ def test_a_person_finds_a_group(browser, page):
     browser.click("#list li:nth-child(3) button")
     assert browser.text("#detail h3") == "Step 9, adora problem/1"
     assert browser.text("#why") == (
-        "Attenuated to 0.1: TDS, the longest right rollout is longer than the mean of the finished wrong ones."
+        "Attenuated to 0.1: TDS, the longest right rollout is longer than the mean of the "
+        "finished wrong ones."
     )  # the record's word is shown, and so is what it rests on
     assert browser.texts(".rollout .verdict") == ["✓ right", "✗ wrong", "✗ wrong", "✗ wrong"]
-    assert browser.texts(".problem .choices li") == ["(A) 5", "(B) 7"], "as the prompt has them, and formulas printed"
+    assert browser.texts(".problem .choices li") == ["(A) 5", "(B) 7"], (
+        "as the prompt has them, and formulas printed"
+    )
     assert "1.5 → 0.15" in browser.text(".rollout .facts")
     assert browser.js("document.querySelector('#detail img').naturalWidth") == 60
     browser.click("#follow")
@@ -120,24 +156,39 @@ def test_the_keyboard_is_enough(browser, page):
 
 def test_the_result_comes_first_and_the_usual_curves_need_no_menu(browser, tmp_path):
     run = write_run(tmp_path / "adora", 20)
-    lines = [{**line, "loss": 0.1, "kl": 0.2, "grad_norm": 1.5} for line in read_metrics(run / "metrics.jsonl")]
-    held = [{"step": step, "kind": "eval", "eval_geometry3k_accuracy": 0.02 * step} for step in (5, 20)]
+    lines = [
+        {**line, "loss": 0.1, "kl": 0.2, "grad_norm": 1.5}
+        for line in read_metrics(run / "metrics.jsonl")
+    ]
+    held = [
+        {"step": step, "kind": "eval", "eval_geometry3k_accuracy": 0.02 * step} for step in (5, 20)
+    ]
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*lines, *held])))
     browser.open(make_page(tmp_path / "page.html", run))
-    assert browser.text("#result p") == "adora: held-out accuracy, geometry3k 10 % → 40 % (first and last evaluation)"
+    assert (
+        browser.text("#result p")
+        == "adora: held-out accuracy, geometry3k 10 % → 40 % (first and last evaluation)"
+    )
     titles = browser.texts("#charts figcaption")
-    assert {"Loss", "KL to the reference", "Gradient norm", "Held-out accuracy, geometry3k"} <= set(titles)
+    assert {"Loss", "KL to the reference", "Gradient norm", "Held-out accuracy, geometry3k"} <= set(
+        titles
+    )
     assert browser.js("document.getElementById('smoothing').value") == "5"
-    assert browser.js("document.querySelectorAll('#charts figure:first-child path.faint').length") == 1
+    assert (
+        browser.js("document.querySelectorAll('#charts figure:first-child path.faint').length") == 1
+    )
     faint = "document.querySelectorAll('#charts figure')[{}].querySelectorAll('path.faint').length"
-    assert browser.js(faint.format(titles.index("Held-out accuracy, geometry3k"))) == 0, "means over evaluations lag"
+    assert browser.js(faint.format(titles.index("Held-out accuracy, geometry3k"))) == 0, (
+        "means over evaluations lag"
+    )
     browser.put("#smoothing", "1")
     assert browser.js("document.querySelectorAll('#charts path.faint').length") == 0
 
 
 def test_the_four_views_of_a_benchmark_stand_in_one_chart(browser, tmp_path):
     views = {f"eval_geometry3k_{view}_accuracy": share for view, share in VIEWS.items()}
-    run, other = write_run(tmp_path / "adora", 3), write_run(tmp_path / "other", 3)
+    run = write_run(tmp_path / "adora", 3)
+    other = write_run(tmp_path / "other", 3)
     for folder in (run, other):
         held = [{"step": step, "kind": "eval", **views} for step in (1, 3)]
         file = folder / "metrics.jsonl"
@@ -145,16 +196,23 @@ def test_the_four_views_of_a_benchmark_stand_in_one_chart(browser, tmp_path):
     browser.open(make_page(tmp_path / "page.html", run))
     assert "held-out accuracy, geometry3k_image 60 %" in browser.text("#result p")
     titles = browser.texts("#charts figcaption")
-    assert [title for title in titles if title.startswith("Held-out")] == ["Held-out accuracy, geometry3k"]
+    assert [title for title in titles if title.startswith("Held-out")] == [
+        "Held-out accuracy, geometry3k"
+    ]
     chart = f"#charts figure:nth-child({titles.index('Held-out accuracy, geometry3k') + 1})"
     browser.js(f"document.querySelector('{chart} .plot').focus()")
     browser.press("ArrowLeft")
     said = browser.text(f"{chart} .reading")
     assert all(f"{view} {100 * share:.0f} %" in said for view, share in VIEWS.items()), said
-    colours = f"new Set([...document.querySelectorAll('{chart} svg path')].map(n => n.getAttribute('class'))).size"
+    colours = (
+        f"new Set([...document.querySelectorAll('{chart} svg path')].map(n => "
+        "n.getAttribute('class'))).size"
+    )
     assert browser.js(colours) == 4
     browser.open(make_page(tmp_path / "two.html", run, other))
-    assert sum(title.startswith("Held-out") for title in browser.texts("#charts figcaption")) == 4, "one of each view"
+    assert (
+        sum(title.startswith("Held-out") for title in browser.texts("#charts figcaption")) == 4
+    ), "one of each view"
 
 
 VIEWS = {"image": 0.6, "text": 0.7, "both": 0.8, "blank": 0.1}
@@ -162,9 +220,12 @@ VIEWS = {"image": 0.6, "text": 0.7, "both": 0.8, "blank": 0.1}
 
 def test_a_run_one_step_ahead_shows_how_old_its_rollouts_are_and_who_waited(browser, tmp_path):
     """Another run is not told that it lacks them."""
-    ahead, other = write_run(tmp_path / "ahead", 3), write_run(tmp_path / "other", 3)
+    ahead = write_run(tmp_path / "ahead", 3)
+    other = write_run(tmp_path / "other", 3)
     waited = {"adora/trainer_waited_s": 1.5, "adora/servers_waited_s": 0.5}
-    lines = [{**line, "adora/staleness": 1, **waited} for line in read_metrics(ahead / "metrics.jsonl")]
+    lines = [
+        {**line, "adora/staleness": 1, **waited} for line in read_metrics(ahead / "metrics.jsonl")
+    ]
     (ahead / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     own = {"Age of the rollouts in generations", "Seconds waited"}
     browser.open(make_page(tmp_path / "ahead.html", ahead))
@@ -185,9 +246,13 @@ def test_shares_go_from_0_to_100_percent_also_where_all_are_0(browser, tmp_path)
     lines = [{"step": step, "kind": "train", **dict.fromkeys(keys, 0.0)} for step in (1, 2, 3)]
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     browser.open(make_page(tmp_path / "page.html", run))
-    axis = {title: browser.js(f"[...document.querySelectorAll('#charts figure')[{number}].querySelectorAll("
-                              "'.tick[text-anchor=end]')].map(node => node.textContent)")
-            for number, title in enumerate(browser.texts("#charts figcaption"))}  # fmt: skip
+    axis = {
+        title: browser.js(
+            f"[...document.querySelectorAll('#charts figure')[{number}].querySelectorAll("
+            "'.tick[text-anchor=end]')].map(node => node.textContent)"
+        )
+        for number, title in enumerate(browser.texts("#charts figcaption"))
+    }
     shares = ("Share of TDS prompts", "Pass rate", "Held-out accuracy, geometry3k")
     whole = ["0 %", "20 %", "40 %", "60 %", "80 %", "100 %"]
     assert {title: axis[title] for title in shares} == dict.fromkeys(shares, whole)
@@ -198,47 +263,73 @@ def test_formulas_are_printed_and_their_source_is_a_click_away(browser, tmp_path
     problem = r"If $\frac{x}{2} < 5$ and \overline { C H }, what is $\foo$ for $5 and $6?"
     long = "so " * 400 + r"\(y_1\)"
     texts: dict[str, Any] = {
-        "problem": problem, "choices": None, "answer": r"2 \sqrt { 3 }", "extracted": r"\sqrt{12}", "completion": long,
-    }  # fmt: skip
+        "problem": problem,
+        "choices": None,
+        "answer": r"2 \sqrt { 3 }",
+        "extracted": r"\sqrt{12}",
+        "completion": long,
+    }
     browser.look()
     browser.open(make_page(tmp_path / "page.html", write_run(tmp_path / "adora", 1, **texts)))
     sources = "[...document.querySelectorAll('{} .formula')].map(node => node.title)"
-    assert browser.js(sources.format(".problem .text")) == [r"$\frac{x}{2} < 5$", r"\overline { C H }"]
+    assert browser.js(sources.format(".problem .text")) == [
+        r"$\frac{x}{2} < 5$",
+        r"\overline { C H }",
+    ]
     assert browser.js(sources.format(".gold")) == [r"2 \sqrt { 3 }"]
     assert set(browser.js(sources.format(".rollout"))) == {r"\sqrt{12}"}
     above, below = browser.js(
-        "[...document.querySelector('mfrac').children].map(n => n.getBoundingClientRect()).map(r => [r.top, r.bottom])"
+        "[...document.querySelector('mfrac').children].map(n => n.getBoundingClientRect()).map(r "
+        "=> [r.top, r.bottom])"
     )
     assert above[0] < above[1] <= below[0] < below[1], "the browser lays it out as a fraction"
-    assert browser.text(".problem .text").endswith(r", what is $\foo$ for $5 and $6?"), "what is not understood stays"
+    assert browser.text(".problem .text").endswith(r", what is $\foo$ for $5 and $6?"), (
+        "what is not understood stays"
+    )
     browser.click(".rollout button")  # the rest of a long text
     assert browser.js("document.querySelectorAll('.rollout msub').length") == 1
     browser.click("#source")
     assert browser.text(".problem .text") == problem and browser.text(".gold") == texts["answer"]
     assert browser.js("document.querySelectorAll('math').length") == 0
-    assert browser.js("document.activeElement.id + document.activeElement.getAttribute('aria-pressed')") == "sourcetrue"
+    assert (
+        browser.js(
+            "document.activeElement.id + document.activeElement.getAttribute('aria-pressed')"
+        )
+        == "sourcetrue"
+    )
     browser.press("Enter")
-    assert browser.js("document.querySelectorAll('.problem math').length") == 3 and browser.errors == []
+    assert (
+        browser.js("document.querySelectorAll('.problem math').length") == 3
+        and browser.errors == []
+    )
 
 
 def test_formulas_of_a_model_do_nothing(browser, tmp_path):
     script = "document.title='owned'"
     attacks = [
-        rf"$\href{{javascript:{script}}}{{CLICK}}$", rf"$\text{{{ATTACK}}}$", rf"\boxed{{{ATTACK}}}",
-        r"$\style{background:url(http://127.0.0.1:9/x)}{x}$", rf"\(\class{{skip}}{{x}}\) \[\mbox{{{ATTACK}}}\]",
-        r"$\def\a{\a\a}\a$", r"$\operatorname{<script>}$",
-    ]  # fmt: skip
+        rf"$\href{{javascript:{script}}}{{CLICK}}$",
+        rf"$\text{{{ATTACK}}}$",
+        rf"\boxed{{{ATTACK}}}",
+        r"$\style{background:url(http://127.0.0.1:9/x)}{x}$",
+        rf"\(\class{{skip}}{{x}}\) \[\mbox{{{ATTACK}}}\]",
+        r"$\def\a{\a\a}\a$",
+        r"$\operatorname{<script>}$",
+    ]
     text = " ".join(attacks)
     answers = {"answer": attacks[0][1:-1], "extracted": attacks[1]}
     fields: dict[str, Any] = dict.fromkeys(("problem", "completion"), text) | answers
     browser.look()
     browser.open(make_page(tmp_path / "page.html", write_run(tmp_path / "adora", 1, **fields)))
-    assert browser.js("document.querySelectorAll('.formula').length") > 4, "some of it is a formula, and harmless"
+    assert browser.js("document.querySelectorAll('.formula').length") > 4, (
+        "some of it is a formula, and harmless"
+    )
     browser.click(".problem math mi")
     wrong = ".formula :is(a, script, img, svg, iframe), math :is([href], [style], [class])"
     assert browser.js(f"document.querySelectorAll('{wrong}').length") == 0
     assert "training report" in browser.js("document.title") and browser.errors == []
-    assert [url for url in browser.requests if not url.startswith(("data:", "file:", "about:"))] == []
+    assert [
+        url for url in browser.requests if not url.startswith(("data:", "file:", "about:"))
+    ] == []
     browser.click("#source")
     assert browser.text(".problem .text") == text == browser.text(".rollout .text")
 
@@ -263,8 +354,13 @@ def test_an_address_leads_back_to_its_group(browser, page):
     assert browser.js("location.hash") == "#run=1&step=11&id=problem%2F0"
 
 
-def test_a_short_run_begins_with_its_rollouts_and_a_print_has_the_figures_and_no_buttons(browser, page, tmp_path):
-    above = "(y => y('#curves') < y('#groups'))(s => document.querySelector(s).getBoundingClientRect().y)"
+def test_a_short_run_begins_with_its_rollouts_and_a_print_has_the_figures_and_no_buttons(
+    browser, page, tmp_path
+):
+    above = (
+        "(y => y('#curves') < y('#groups'))(s => "
+        "document.querySelector(s).getBoundingClientRect().y)"
+    )
     browser.open(page)
     assert browser.js(above) and "temporarily disadvantageous" in browser.text("header")
     browser.open(make_page(tmp_path / "short.html", write_run(tmp_path / "short", 2)))
@@ -272,24 +368,35 @@ def test_a_short_run_begins_with_its_rollouts_and_a_print_has_the_figures_and_no
     browser.open(page)
     browser.page.emulate_media(media="print")
     browser.js("dispatchEvent(new Event('beforeprint'))")
-    hidden = "[...document.querySelectorAll('form, nav, .buttons, .keys')].every(n => n.getClientRects().length === 0)"
-    assert browser.js(hidden) and browser.js("document.querySelector('#figures').getClientRects().length") == 1
+    hidden = (
+        "[...document.querySelectorAll('form, nav, .buttons, .keys')].every(n => "
+        "n.getClientRects().length === 0)"
+    )
+    assert (
+        browser.js(hidden)
+        and browser.js("document.querySelector('#figures').getClientRects().length") == 1
+    )
     browser.page.emulate_media(media="screen")
 
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_it_is_legible_on_a_phone_and_in_the_dark(browser, page, dark):
-    """No sideways scrolling at 360 pixels, every field has a label, and contrasts of 4.5 and more (WCAG AA)."""
+    """No sideways scrolling at 360 pixels, every field has a label, and contrasts of 4.5 and more
+    (WCAG AA).
+    """
     browser.look(width=360, height=740, dark=dark)
     browser.open(page, "#run=0&step=11&id=problem%2F1")
     assert browser.js("document.documentElement.scrollWidth <= innerWidth")
-    assert browser.js("[...document.querySelectorAll('input, select')].every(n => n.labels.length === 1)")
+    assert browser.js(
+        "[...document.querySelectorAll('input, select')].every(n => n.labels.length === 1)"
+    )
     assert browser.js("[...document.querySelectorAll('img')].every(n => n.alt)")
     colours = browser.js(
-        "['h1', '.hint', '.reading', '.legend li', '.facts dt', '.verdict.wrong', '.verdict.correct', '.badge', 'code',"
-        " '.rollout .text', '#list button', '.line2'].map(s => { const n = document.querySelector(s);"
-        " let b = n; while (getComputedStyle(b).backgroundColor === 'rgba(0, 0, 0, 0)') b = b.parentElement;"
-        " return [s, getComputedStyle(n).color, getComputedStyle(b).backgroundColor]; })"
+        "['h1', '.hint', '.reading', '.legend li', '.facts dt', '.verdict.wrong', "
+        "'.verdict.correct', '.badge', 'code', '.rollout .text', '#list button', '.line2'].map(s "
+        "=> { const n = document.querySelector(s); let b = n; while "
+        "(getComputedStyle(b).backgroundColor === 'rgba(0, 0, 0, 0)') b = b.parentElement; return "
+        "[s, getComputedStyle(n).color, getComputedStyle(b).backgroundColor]; })"
     )
     for selector, ink, paper in colours:
         assert contrast(ink, paper) >= 4.5, (selector, ink, paper)
@@ -299,7 +406,9 @@ def test_it_is_legible_on_a_phone_and_in_the_dark(browser, page, dark):
 def luminance(colour: str) -> float:
     """WCAG 2's relative luminance of `rgb(r, g, b)`."""
     parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
@@ -317,11 +426,23 @@ def test_two_real_runs_over_each_other(browser, adora_run, grpo_run, tmp_path):
     browser.js("document.querySelector('.plot').focus()")
     browser.press("ArrowLeft")
     last = [read_metrics(run / "metrics.jsonl")[STEPS - 1] for run in (adora_run, grpo_run)]
-    shown = [float(text) for text in re.findall(r"(?:adora|grpo) ([\d.]+)", browser.text(".reading"))]
+    shown = [
+        float(text) for text in re.findall(r"(?:adora|grpo) ([\d.]+)", browser.text(".reading"))
+    ]
     assert shown == pytest.approx([line["reward"] for line in last], abs=1e-3)
     titles = browser.texts("figcaption")
-    assert {"Pass rate", "Entropy, nats per token", "Seconds per step, adora", "Seconds per step, grpo"} <= set(titles)
-    assert "Not logged by these runs: KL to the reference; Drift of engine" in browser.text("#charts > .hint")
+    assert {
+        "Pass rate",
+        "Entropy, nats per token",
+        "Seconds per step, adora",
+        "Seconds per step, grpo",
+    } <= set(titles)
+    assert "Not logged by these runs: KL to the reference; Drift of engine" in browser.text(
+        "#charts > .hint"
+    )
     browser.put("#filter-run", "1")
     assert browser.text("#why").startswith("GRPO, weight 1; ADORA's criteria say ")
-    assert browser.js("document.querySelector('#detail img').naturalWidth") > 0 and browser.errors == []
+    assert (
+        browser.js("document.querySelector('#detail img').naturalWidth") > 0
+        and browser.errors == []
+    )

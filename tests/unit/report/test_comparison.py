@@ -6,29 +6,58 @@ from typing import Any
 
 import pytest
 
+from adora_vl.evals.records import Graded, RowGrade
+from adora_vl.evals.scoring.score import aggregate, verdict
+from adora_vl.evals.scoring.statistics import bootstrap, paired_t, student_95, welch, wilson
 from adora_vl.report.__main__ import main
-from adora_vl.report.compare import PASS_RATE, at_budget, between_seeds, read_compared, rollouts_per_step
+from adora_vl.report.compare import (
+    PASS_RATE,
+    at_budget,
+    between_seeds,
+    read_compared,
+    rollouts_per_step,
+)
 from adora_vl.report.compare import main as gain
 from eval.geometry3k import BENCHMARK
-from eval.records import Graded, RowGrade
-from eval.scoring.score import aggregate, verdict
-from eval.scoring.statistics import bootstrap, paired_t, student_95, welch, wilson
 
 CONFIG = {
-    "seed": 0, "adora_method": {"grpo": {}}, "generation_batch_size": 32, "steps_per_generation": 2,
-    "gradient_accumulation_steps": 1, "num_iterations": 1, "learning_rate": 1e-4, "output_dir": "x",
-}  # fmt: skip
+    "seed": 0,
+    "adora_method": {"grpo": {}},
+    "generation_batch_size": 32,
+    "steps_per_generation": 2,
+    "gradient_accumulation_steps": 1,
+    "num_iterations": 1,
+    "learning_rate": 1e-4,
+    "output_dir": "x",
+}
 ADORA = {"adora": {"mode": "attenuation", "factor": 0.1}}
 
 
-def run(folder: Path, rates: list[float], right: int | None = None, *, seconds: float = 1.0, **config: Any) -> str:
-    """A run of one step per pass rate, each of so many seconds, with `right` of 20 held-out problems right."""
+def run(
+    folder: Path,
+    rates: list[float],
+    right: int | None = None,
+    *,
+    seconds: float = 1.0,
+    **config: Any,
+) -> str:
+    """A run of one step per pass rate, each of so many seconds, with `right` of 20 held-out
+    problems right.
+    """
     folder.mkdir(parents=True)
     manifest = {
-        "made_by": "adora_vl.train", "config": CONFIG | config, "data": {"folder": "d", "rows": 9, "fingerprint": "f"},
-        "model": {"name": "m", "fingerprint": "g"}, "batches": "", "device": "cpu", "commit": None, "versions": {},
-        "starts": [{"time": "now"}], "status": "finished", "steps": len(rates),
-    }  # fmt: skip
+        "made_by": "adora_vl.train",
+        "config": CONFIG | config,
+        "data": {"folder": "d", "rows": 9, "fingerprint": "f"},
+        "model": {"name": "m", "fingerprint": "g"},
+        "batches": "",
+        "device": "cpu",
+        "commit": None,
+        "versions": {},
+        "starts": [{"time": "now"}],
+        "status": "finished",
+        "steps": len(rates),
+    }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     known = {"kind": "train", "seconds/rollout": seconds}
     lines = [{"step": step, "adora/pass_rate": rate, **known} for step, rate in enumerate(rates, 1)]
@@ -59,7 +88,9 @@ def test_the_statistics_by_hand():
 def test_seeds_are_paired_where_they_are_the_same():
     paired = between_seeds({0: 0.1, 1: 0.5}, {1: 0.6, 0: 0.2})
     assert paired.value == pytest.approx(0.1) and paired.over == "2 pairs of seeds"
-    assert paired.low == pytest.approx(0.1) and paired.high == pytest.approx(0.1)  # both pairs differ by 0.1
+    assert paired.low == pytest.approx(0.1) and paired.high == pytest.approx(
+        0.1
+    )  # both pairs differ by 0.1
     apart = between_seeds({0: 0.1, 1: 0.5}, {2: 0.6, 3: 0.2})
     assert apart.low is not None and apart.low < -0.5 and apart.over == "2 and 2 seeds"
     assert between_seeds({0: 0.1}, {0: 0.2}).low is None
@@ -73,9 +104,30 @@ def test_a_figure_at_a_budget_is_the_mean_of_its_last_tenth():
 
 def test_rollouts_of_a_step():
     steps = [
-        ({"generation_batch_size": 32, "steps_per_generation": 1, "gradient_accumulation_steps": 1}, 32),
-        ({"generation_batch_size": 4096, "steps_per_generation": 8, "gradient_accumulation_steps": 1}, 512),
-        ({"generation_batch_size": 64, "steps_per_generation": 4, "gradient_accumulation_steps": 4}, 64),
+        (
+            {
+                "generation_batch_size": 32,
+                "steps_per_generation": 1,
+                "gradient_accumulation_steps": 1,
+            },
+            32,
+        ),
+        (
+            {
+                "generation_batch_size": 4096,
+                "steps_per_generation": 8,
+                "gradient_accumulation_steps": 1,
+            },
+            512,
+        ),
+        (
+            {
+                "generation_batch_size": 64,
+                "steps_per_generation": 4,
+                "gradient_accumulation_steps": 4,
+            },
+            64,
+        ),
         ({"generation_batch_size": 64, "steps_per_generation": 1, "num_iterations": 2}, 32),
     ]
     assert [rollouts_per_step(config) for config, _ in steps] == [rollouts for _, rollouts in steps]
@@ -84,8 +136,16 @@ def test_rollouts_of_a_step():
 def test_a_line_of_several_steps_stands_for_the_seconds_of_all_of_them(tmp_path):
     """`logging_steps: 5` writes the mean seconds of a step."""
     folder = Path(run(tmp_path / "a", [0.1]))
-    lines = [{"step": step, "kind": "train", PASS_RATE: 0.5, "seconds/rollout": 2.0, "seconds/policy": 1.0}
-             for step in (5, 10)]  # fmt: skip
+    lines = [
+        {
+            "step": step,
+            "kind": "train",
+            PASS_RATE: 0.5,
+            "seconds/rollout": 2.0,
+            "seconds/policy": 1.0,
+        }
+        for step in (5, 10)
+    ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     points = read_compared(folder).curves[PASS_RATE]
     assert [(point.rollouts, point.seconds) for point in points] == [(80, 15), (160, 30)]
@@ -96,7 +156,9 @@ def test_two_runs_with_one_seed_are_judged_over_the_problems(tmp_path, capsys):
     b = run(tmp_path / "b", [0.1, 0.3] + [0.5] * 8, 16, seconds=2.0, adora_method=ADORA)
     lines = said(capsys, a, b, "--compare")
     text = lines[0]
-    assert text.startswith("B (ADORA attenuation, factor 0.1, 1 seed) is better than A (GRPO, 1 seed): +55.0 points on")
+    assert text.startswith(
+        "B (ADORA attenuation, factor 0.1, 1 seed) is better than A (GRPO, 1 seed): +55.0 points on"
+    )
     assert "over 20 problems" in text and "The configs differ in adora_method." in text
     assert "With one seed on a side" in text
     assert "At equal rollouts (160 rollouts) it is +40.0 in pass rate in training." in text
@@ -108,12 +170,19 @@ def test_two_runs_with_one_seed_are_judged_over_the_problems(tmp_path, capsys):
 
 def test_equal_seconds_are_not_equal_rollouts(tmp_path, capsys):
     a = run(tmp_path / "a", [0.2] * 10, 5)
-    b = run(tmp_path / "b", [0.1 * step for step in range(1, 11)], 5, seconds=2.0, learning_rate=1e-3)
+    b = run(
+        tmp_path / "b", [0.1 * step for step in range(1, 11)], 5, seconds=2.0, learning_rate=1e-3
+    )
     lines = said(capsys, a, b, "--compare")
     assert any("160 rollouts" in line and "+80.0" in line for line in lines)
     assert any("training, 10 s" in line and "+30.0" in line for line in lines)
-    explained = lines[lines.index(next(line for line in lines if line.startswith("N rollouts, N s: "))) :]
-    assert explained[1].startswith("pass rate in training: ") and "the last tenth before that point" in explained[1]
+    explained = lines[
+        lines.index(next(line for line in lines if line.startswith("N rollouts, N s: "))) :
+    ]
+    assert (
+        explained[1].startswith("pass rate in training: ")
+        and "the last tenth before that point" in explained[1]
+    )
     assert "cannot be told from" in lines[0]
 
 
@@ -121,14 +190,33 @@ def test_an_evaluation_on_the_way_is_taken_as_it_is(tmp_path, capsys):
     """It is of many problems already. The pass rate in training is a mean over the last tenth."""
     for name, offset in (("a", 0.0), ("b", 0.4)):
         folder = Path(run(tmp_path / name, [0.1], adora_method={name: {}}))
-        evaluated = {step: {"step": step, "kind": "eval", "eval_drawn_accuracy": 0.5 + offset * (step == 100)}
-                     for step in (95, 100)}  # fmt: skip
-        trained = ({"step": step, "kind": "train", PASS_RATE: 0.5 + offset * (step == 100), "seconds/rollout": 1.0}
-                   for step in evaluated)  # fmt: skip
-        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*trained, *evaluated.values()])))
+        evaluated = {
+            step: {
+                "step": step,
+                "kind": "eval",
+                "eval_drawn_accuracy": 0.5 + offset * (step == 100),
+            }
+            for step in (95, 100)
+        }
+        trained = (
+            {
+                "step": step,
+                "kind": "train",
+                PASS_RATE: 0.5 + offset * (step == 100),
+                "seconds/rollout": 1.0,
+            }
+            for step in evaluated
+        )
+        (folder / "metrics.jsonl").write_text(
+            "\n".join(map(json.dumps, [*trained, *evaluated.values()]))
+        )
     lines = said(capsys, str(tmp_path / "a"), str(tmp_path / "b"), "--compare")
-    assert "+40.0" in next(line for line in lines if line.startswith("drawn on the way, 1,600 rollouts"))
-    assert "+20.0" in next(line for line in lines if line.startswith("pass rate in training, 1,600 rollouts"))
+    assert "+40.0" in next(
+        line for line in lines if line.startswith("drawn on the way, 1,600 rollouts")
+    )
+    assert "+20.0" in next(
+        line for line in lines if line.startswith("pass rate in training, 1,600 rollouts")
+    )
 
 
 def test_several_seeds_are_sorted_by_config_and_judged_over_the_seeds(tmp_path, capsys):
@@ -138,29 +226,38 @@ def test_several_seeds_are_sorted_by_config_and_judged_over_the_seeds(tmp_path, 
     mixed = said(capsys, a[0], b[0], b[1], a[1], a[2], b[2], "--compare")
     assert mixed == said(capsys, *a, "--compare", *b)
     assert "A (GRPO, 3 seeds): +35.0 points" in mixed[0] and "over 3 pairs of seeds" in mixed[0]
-    assert sum(line.startswith("geometry3k, held out, the end") for line in mixed) == 2  # over seeds, over problems
+    assert (
+        sum(line.startswith("geometry3k, held out, the end") for line in mixed) == 2
+    )  # over seeds, over problems
 
 
 def test_worse_is_called_worse(tmp_path, capsys):
-    a, b = run(tmp_path / "a", [0.5], 16), run(tmp_path / "b", [0.5], 5, adora_correct_above=0.3)
+    a = run(tmp_path / "a", [0.5], 16)
+    b = run(tmp_path / "b", [0.5], 5, adora_correct_above=0.3)
     assert "is worse than A" in said(capsys, a, b, "--compare")[0]
 
 
 def test_without_held_out_scores_nothing_is_claimed(tmp_path, capsys):
     lines = said(capsys, run(tmp_path / "a", [0.1], 3), run(tmp_path / "b", [0.9]), "--compare")
-    assert "is not known" in lines[0] and "eval.geometry3k run" in lines[0]
+    assert "is not known" in lines[0] and "eval.problems run" in lines[0]
     assert any("pass rate in training" in line and "+80.0" in line for line in lines)
 
 
 def test_warnings_name_a_run_that_is_not_finished_and_unlike_seeds(tmp_path, capsys):
-    a, b = run(tmp_path / "a", [0.5], 5), run(tmp_path / "b", [0.5], 5, seed=1)
+    a = run(tmp_path / "a", [0.5], 5)
+    b = run(tmp_path / "b", [0.5], 5, seed=1)
     manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
     (tmp_path / "b" / "manifest.json").write_text(json.dumps(manifest | {"status": "failed"}))
     lines = said(capsys, a, b, "--compare")
-    assert f"warning: {b}: the run is failed" in lines and any("different seeds" in line for line in lines)
+    assert f"warning: {b}: the run is failed" in lines and any(
+        "different seeds" in line for line in lines
+    )
     assert "The configs are the same but for the seed." in lines[0]
     c = run(tmp_path / "c", [0.5], 5, adora_rollouts={"budget": 9})
-    fewer = f"warning: {c}: some generations of adora_rollouts.budget have fewer rollouts than are counted"
+    fewer = (
+        f"warning: {c}: some generations of adora_rollouts.budget have fewer rollouts than are "
+        "counted"
+    )
     assert fewer in said(capsys, a, c, "--compare")
 
 
@@ -179,19 +276,30 @@ def test_what_makes_no_two_sides_is_one_line(tmp_path, capsys):
 
 
 def score_file(path: Path, right: str, **more: Any) -> str:
-    """Problems of the kinds vertical and supplementary in turn; `right` has a 1 for each right answer."""
+    """Problems of the kinds vertical and supplementary in turn; `right` has a 1 for each right
+    answer.
+    """
     graded = [
         Graded(
             str(number),
             RowGrade(
-                verdict(hit == "1"), None, "r",
-                {"family": ["crossing"], "kind": [f"crossing, {('supplementary', 'vertical')[number % 2]}"]},
+                verdict(hit == "1"),
+                None,
+                "r",
+                {
+                    "family": ["crossing"],
+                    "kind": [f"crossing, {('supplementary', 'vertical')[number % 2]}"],
+                },
             ),
         )
         for number, hit in enumerate(right)
-    ]  # fmt: skip
+    ]
     items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
-    path.write_text(json.dumps(aggregate(graded) | {"benchmark": BENCHMARK.name, "rules": {}, "items": items} | more))
+    path.write_text(
+        json.dumps(
+            aggregate(graded) | {"benchmark": BENCHMARK.name, "rules": {}, "items": items} | more
+        )
+    )
     return str(path)
 
 
@@ -210,17 +318,26 @@ def test_what_stands_beside_gets_a_column_a_paired_difference_and_its_origin(tmp
     rows = {line.split("%")[0].split()[0]: line for line in lines[1:5]}
     assert list(rows) == ["all", "crossing", "supplementary", "vertical"]
     for name, figures in {
-        "all": (0, 10, 18, 20), "crossing": (0, 10, 18, 20), "supplementary": (0, 10, 9, 10), "vertical": (0, 0, 9, 10)
-    }.items():  # fmt: skip
-        found = [rows[name].index(interval(correct, figures[-1])) for correct in figures[:3] if correct]
+        "all": (0, 10, 18, 20),
+        "crossing": (0, 10, 18, 20),
+        "supplementary": (0, 10, 9, 10),
+        "vertical": (0, 0, 9, 10),
+    }.items():
+        found = [
+            rows[name].index(interval(correct, figures[-1])) for correct in figures[:3] if correct
+        ]
         assert found == sorted(found), name
     low, high = bootstrap([0.0, -1.0] * 9 + [1.0, 0.0])
-    assert f"after - GRPO: -40.0 points, 95 % [{100 * low:+.1f}, {100 * high:+.1f}]" in "\n".join(lines)
+    assert f"after - GRPO: -40.0 points, 95 % [{100 * low:+.1f}, {100 * high:+.1f}]" in "\n".join(
+        lines
+    )
 
 
 def test_the_gain_says_whether_the_intervals_overlap(tmp_path, capsys):
     answers = {"b": 30, "a": 60}
-    before, after = (score_file(tmp_path / name, "1" * n + "0" * (100 - n)) for name, n in answers.items())
+    before, after = (
+        score_file(tmp_path / name, "1" * n + "0" * (100 - n)) for name, n in answers.items()
+    )
     assert gain([before, after]) == 0
     printed = capsys.readouterr().out
     assert interval(30, 100) in printed and interval(60, 100) in printed and "+30.0" in printed
@@ -232,19 +349,25 @@ def test_the_gain_says_whether_the_intervals_overlap(tmp_path, capsys):
 
 
 def test_a_score_of_other_problems_has_no_difference(tmp_path, capsys):
-    before, after = (score_file(tmp_path / name, right) for name, right in (("b", "0011"), ("a", "0111")))
+    before, after = (
+        score_file(tmp_path / name, right) for name, right in (("b", "0011"), ("a", "0111"))
+    )
     assert gain([before, after, "--beside", f"GRPO={score_file(tmp_path / 'g', '1111')}"]) == 0
     printed = capsys.readouterr().out
     assert "after - GRPO: -25.0 points" in printed
     items = [{"pid": f"other/{number}", "verdict": "correct"} for number in range(4)]
-    assert gain([before, after, "--beside", f"GRPO={score_file(tmp_path / 'g', '1111', items=items)}"]) == 0
+    assert (
+        gain([before, after, "--beside", f"GRPO={score_file(tmp_path / 'g', '1111', items=items)}"])
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "after - GRPO" not in printed and "100.0 %" in printed
     assert "before and GRPO do not have the same problems" in printed
 
 
 def test_what_cannot_be_compared_is_the_users_mistake(tmp_path, capsys):
-    before, short = score_file(tmp_path / "b", "0011"), score_file(tmp_path / "s", "01")
+    before = score_file(tmp_path / "b", "0011")
+    short = score_file(tmp_path / "s", "01")
     other = score_file(tmp_path / "o", "0011", benchmark="mmstar")
     mistakes = [
         ("score.json", "is not NAME=FILE, such as GRPO=score.json"),

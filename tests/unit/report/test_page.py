@@ -1,4 +1,6 @@
-"""The page of a run without a browser: what it says, the formulas in it, and that no text does anything."""
+"""The page of a run without a browser: what it says, the formulas in it, and that no text does
+anything.
+"""
 
 import base64
 import gzip
@@ -21,68 +23,163 @@ from tests.support.browser import Tags
 from tests.support.recorded_runs import ATTACK, SETTINGS, attacked_page, make_page, write_run
 
 GROUP = {
-    "step": 6, "weight": 0.1, "tds": True, "pass_rate": 0.5, "longest_right": 18.0, "mean_wrong": 21.25, "equal": False,
-    "left": 0, "size": 4,
-}  # fmt: skip
+    "step": 6,
+    "weight": 0.1,
+    "tds": True,
+    "pass_rate": 0.5,
+    "longest_right": 18.0,
+    "mean_wrong": 21.25,
+    "equal": False,
+    "left": 0,
+    "size": 4,
+}
 
 
 REASONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {}, "Attenuated to 0.1: TDS, the longest right rollout is not longer than the mean of the "
-     "finished wrong ones."),
-    ({"weight": 1.0, "tds": False, "longest_right": 30.0}, {}, "Kept at weight 1: TAS, the longest right rollout "
-     "is longer than the mean of the finished wrong ones."),
-    ({"longest_right": 21.25}, {}, "Attenuated to 0.1: TDS, the longest right rollout is as long as the mean "
-     "of the finished wrong ones, which counts as failing."),
-    ({"longest_right": 21.25, "weight": 1.0, "tds": False}, {"adora_method": {"adora": {"ties": "keep"}}},
-     "Kept at weight 1: TAS, the longest right rollout is as long as the mean of the finished wrong ones, "
-     "which counts as holding."),
-    ({"mean_wrong": None}, {}, "Attenuated to 0.1: TDS, every wrong rollout was cut off, so there is no finished "
-     "wrong one to compare lengths with, which counts as failing."),
-    ({"mean_wrong": None, "pass_rate": 1.0, "equal": True, "weight": 1.0, "tds": False},
-     {"adora_method": {"adora": {"empty_wrong": "keep"}}},
-     "Kept at weight 1: TAS, all rollouts are right, so there is no finished wrong one to compare lengths with, "
-     "which counts as holding. All rewards are equal, so every advantage is 0 and nothing is learned from it."),
-    ({"pass_rate": 0.0, "weight": 1.0, "tds": False, "longest_right": None}, {},
-     "Kept at weight 1: neither TAS nor TDS, since no rollout is right."),
-    ({"pass_rate": 0.0, "longest_right": None}, {"adora_method": {"adora": {"no_correct": "attenuate"}}},
-     "Attenuated to 0.1: TDS, no rollout is right."),
-    ({"pass_rate": 0.0, "weight": 2.0, "tds": False, "longest_right": None},
-     {"adora_method": {"adora": {"mode": "amplification", "criteria": ["length", "difficulty"], "combine": "any"}}},
-     "Amplified to 2: TAS, no rollout is right, the pass rate is at most tau, 50 %."),
-    ({"pass_rate": 0.0, "weight": 1.0, "tds": False, "longest_right": None},
-     {"adora_method": {"adora": {"criteria": ["difficulty"], "needs_correct": True}}},
-     "Kept at weight 1: neither TAS nor TDS, since no rollout is right."),
-    ({"weight": 2.0, "tds": False}, {"adora_method": {"adora": {"mode": "amplification", "criteria": ["difficulty"]}}},
-     "Amplified to 2: TAS, the pass rate is at most tau, 50 %."),
-    ({"weight": 1.0}, {"adora_method": {"adora": {"mode": "off", "criteria": ["difficulty"], "tau": 0.25}}},
-     "GRPO, weight 1; ADORA's criteria say TDS, the pass rate is above tau, 25 %."),
-    ({"weight": 0.8}, {"adora_method": {"daro": {}, "adora": {"mode": "off", "criteria": ["difficulty"], "tau": 0.25}}},
-     "DARO, weight 0.8; ADORA's criteria say TDS, the pass rate is above tau, 25 %."),
-    ({}, {"adora_method": {"adora": {"criteria": ["difficulty"], "tau": {"start": 0.5, "end": 0.3, "shape": "linear",
-     "steps": [0, 10]}}}}, "Attenuated to 0.1: TDS, the pass rate is above tau, 40 %."),
+    (
+        {},
+        {},
+        "Attenuated to 0.1: TDS, the longest right rollout is not longer than the mean of the "
+        "finished wrong ones.",
+    ),
+    (
+        {"weight": 1.0, "tds": False, "longest_right": 30.0},
+        {},
+        "Kept at weight 1: TAS, the longest right rollout "
+        "is longer than the mean of the finished wrong ones.",
+    ),
+    (
+        {"longest_right": 21.25},
+        {},
+        "Attenuated to 0.1: TDS, the longest right rollout is as long as the mean "
+        "of the finished wrong ones, which counts as failing.",
+    ),
+    (
+        {"longest_right": 21.25, "weight": 1.0, "tds": False},
+        {"adora_method": {"adora": {"ties": "keep"}}},
+        "Kept at weight 1: TAS, the longest right rollout is as long as the mean of the finished "
+        "wrong ones, which counts as holding.",
+    ),
+    (
+        {"mean_wrong": None},
+        {},
+        "Attenuated to 0.1: TDS, every wrong rollout was cut off, so there is no finished "
+        "wrong one to compare lengths with, which counts as failing.",
+    ),
+    (
+        {"mean_wrong": None, "pass_rate": 1.0, "equal": True, "weight": 1.0, "tds": False},
+        {"adora_method": {"adora": {"empty_wrong": "keep"}}},
+        "Kept at weight 1: TAS, all rollouts are right, so there is no finished wrong one to "
+        "compare lengths with, which counts as holding. All rewards are equal, so every advantage "
+        "is 0 and nothing is learned from it.",
+    ),
+    (
+        {"pass_rate": 0.0, "weight": 1.0, "tds": False, "longest_right": None},
+        {},
+        "Kept at weight 1: neither TAS nor TDS, since no rollout is right.",
+    ),
+    (
+        {"pass_rate": 0.0, "longest_right": None},
+        {"adora_method": {"adora": {"no_correct": "attenuate"}}},
+        "Attenuated to 0.1: TDS, no rollout is right.",
+    ),
+    (
+        {"pass_rate": 0.0, "weight": 2.0, "tds": False, "longest_right": None},
+        {
+            "adora_method": {
+                "adora": {
+                    "mode": "amplification",
+                    "criteria": ["length", "difficulty"],
+                    "combine": "any",
+                }
+            }
+        },
+        "Amplified to 2: TAS, no rollout is right, the pass rate is at most tau, 50 %.",
+    ),
+    (
+        {"pass_rate": 0.0, "weight": 1.0, "tds": False, "longest_right": None},
+        {"adora_method": {"adora": {"criteria": ["difficulty"], "needs_correct": True}}},
+        "Kept at weight 1: neither TAS nor TDS, since no rollout is right.",
+    ),
+    (
+        {"weight": 2.0, "tds": False},
+        {"adora_method": {"adora": {"mode": "amplification", "criteria": ["difficulty"]}}},
+        "Amplified to 2: TAS, the pass rate is at most tau, 50 %.",
+    ),
+    (
+        {"weight": 1.0},
+        {"adora_method": {"adora": {"mode": "off", "criteria": ["difficulty"], "tau": 0.25}}},
+        "GRPO, weight 1; ADORA's criteria say TDS, the pass rate is above tau, 25 %.",
+    ),
+    (
+        {"weight": 0.8},
+        {
+            "adora_method": {
+                "daro": {},
+                "adora": {"mode": "off", "criteria": ["difficulty"], "tau": 0.25},
+            }
+        },
+        "DARO, weight 0.8; ADORA's criteria say TDS, the pass rate is above tau, 25 %.",
+    ),
+    (
+        {},
+        {
+            "adora_method": {
+                "adora": {
+                    "criteria": ["difficulty"],
+                    "tau": {"start": 0.5, "end": 0.3, "shape": "linear", "steps": [0, 10]},
+                }
+            }
+        },
+        "Attenuated to 0.1: TDS, the pass rate is above tau, 40 %.",
+    ),
     ({"weight": None}, {}, "No weight is recorded."),
-    ({"weight": None, "left": 1}, {}, "No weight is recorded. 1 of 4 rollouts have no reward, and count nowhere."),
-    ({"left": 4, "equal": True}, {}, "No rollout of the group has a reward to compare with another, so nothing is "
-     "learned from it."),
-    ({}, {"adora_method": {"adora": {"assign": "random"}}}, "Attenuated to 0.1 by chance (assign: random); ADORA's "
-     "criteria say TDS, the longest right rollout is not longer than the mean of the finished wrong "
-     "ones."),
-    ({"weight": 1.0}, {"adora_method": {"adora": {"assign": "reversed"}}}, "Kept at weight 1 as the "
-     "criteria do not say (assign: reversed); ADORA's criteria say TDS, the longest right rollout is "
-     "not longer than the mean of the finished wrong ones."),
-    ({"weight": 1.0}, {"adora_method": {"adora": {"assign": "rate"}}}, "Kept at weight 1 with a scaled learning rate "
-     "instead (assign: rate); ADORA's criteria say TDS, the longest right rollout is not longer than "
-     "the mean of the finished wrong ones."),
-]  # fmt: skip
+    (
+        {"weight": None, "left": 1},
+        {},
+        "No weight is recorded. 1 of 4 rollouts have no reward, and count nowhere.",
+    ),
+    (
+        {"left": 4, "equal": True},
+        {},
+        "No rollout of the group has a reward to compare with another, so nothing is "
+        "learned from it.",
+    ),
+    (
+        {},
+        {"adora_method": {"adora": {"assign": "random"}}},
+        "Attenuated to 0.1 by chance (assign: random); ADORA's criteria say TDS, the longest "
+        "right rollout is not longer than the mean of the finished wrong ones.",
+    ),
+    (
+        {"weight": 1.0},
+        {"adora_method": {"adora": {"assign": "reversed"}}},
+        "Kept at weight 1 as the criteria do not say (assign: reversed); ADORA's criteria say "
+        "TDS, the longest right rollout is not longer than the mean of the finished wrong ones.",
+    ),
+    (
+        {"weight": 1.0},
+        {"adora_method": {"adora": {"assign": "rate"}}},
+        "Kept at weight 1 with a scaled learning rate instead (assign: rate); ADORA's criteria "
+        "say TDS, the longest right rollout is not longer than the mean of the finished wrong "
+        "ones.",
+    ),
+]
 
 
 def test_why_a_group_has_its_weight():
-    said = [weight_reason({**GROUP, **group}, {**SETTINGS, **settings}) for group, settings, _ in REASONS]
+    said = [
+        weight_reason({**GROUP, **group}, {**SETTINGS, **settings})
+        for group, settings, _ in REASONS
+    ]
     assert said == [sentence for _, _, sentence in REASONS]
 
 
 def test_what_is_no_run_is_said_in_one_line(tmp_path, capsys):
-    for folder, words in (("none", "is no folder"), (".", "has neither metrics.jsonl nor rollouts/")):
+    for folder, words in (
+        ("none", "is no folder"),
+        (".", "has neither metrics.jsonl nor rollouts/"),
+    ):
         assert main([str(tmp_path / folder)]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: RUN: ") and words in error and error.count("\n") == 1
@@ -93,12 +190,18 @@ def test_a_damaged_record_and_a_strangers_file_are_the_users_to_see(tmp_path, ca
     (tmp_path / "mine.html").write_text("<h1>my thesis</h1>")
     assert main([str(run), "--output", str(tmp_path / "mine.html")]) == 2
     assert main([str(run), "--output", str(tmp_path / "no" / "folder.html")]) == 2
-    assert [line.split(":")[1].strip() for line in capsys.readouterr().err.splitlines()] == ["--output", "--output"]
+    assert [line.split(":")[1].strip() for line in capsys.readouterr().err.splitlines()] == [
+        "--output",
+        "--output",
+    ]
     damaged = parts(run / "rollouts")[0].path
     damaged.write_bytes(b"PAR1 not a table PAR1")
     assert main([str(run)]) == 2
     (said,) = capsys.readouterr().err.splitlines()
-    assert str(damaged) in said and "move it out of the run, and the record lacks the steps 1 to 1" in said
+    assert (
+        str(damaged) in said
+        and "move it out of the run, and the record lacks the steps 1 to 1" in said
+    )
     damaged.rename(tmp_path / damaged.name)
     assert main([str(run)]) == 0
     assert (tmp_path / "mine.html").read_text() == "<h1>my thesis</h1>"
@@ -111,7 +214,9 @@ def test_a_run_under_way_may_merge_its_files_while_it_is_read(tmp_path, monkeypa
     for part in listed:
         part.path.unlink()
     answers = iter([listed])
-    monkeypatch.setattr("adora_vl.report.run_view.parts", lambda folder: next(answers, None) or parts(folder))
+    monkeypatch.setattr(
+        "adora_vl.report.run_view.parts", lambda folder: next(answers, None) or parts(folder)
+    )
     assert len(load_run(run, max_rollouts=1000).groups) == 62
 
 
@@ -125,7 +230,8 @@ def test_a_long_run_is_thinned_evenly_and_says_so(tmp_path):
 
 def test_an_answer_of_several_parts_is_shown_part_by_part(tmp_path):
     """As it was graded: with its tags and its rounding; not where the record has another reason."""
-    gold, wrong = "AB = 4, CD = 5", r"so \boxed{CD = 5, AB = 4.1}"
+    gold = "AB = 4, CD = 5"
+    wrong = r"so \boxed{CD = 5, AB = 4.1}"
     both = [("CD=5", "CD=5", "same_part"), ("AB=4.1", "-", "different_part")]
     cases: list[tuple[dict[str, Any], list[tuple[str, str, str]] | None]] = [
         ({"completion": wrong, "reason": "different_part"}, both),
@@ -134,7 +240,11 @@ def test_an_answer_of_several_parts_is_shown_part_by_part(tmp_path):
         ({"completion": r"\boxed{CD = 5, AB = 4", "reason": "no_box"}, None),
         ({"completion": wrong, "reason": "different_number", "answer": "5"}, None),
         (
-            {"completion": "<answer>(3, 1.33)</answer>", "reason": "same_parts", "answer": r"(3, \frac{4}{3})"}
+            {
+                "completion": "<answer>(3, 1.33)</answer>",
+                "reason": "same_parts",
+                "answer": r"(3, \frac{4}{3})",
+            }
             | {"verdict": "correct"},
             [("3", "3", "same_number"), ("1.33", r"\frac{4}{3}", "rounded")],
         ),
@@ -170,7 +280,50 @@ def test_diagrams_are_bounded_and_never_read_from_elsewhere(tmp_path, capsys):
     assert "1 diagrams are left out" in capsys.readouterr().out
     (tmp_path / "secret.png").write_bytes(b"secret")
     stranger = write_run(tmp_path / "stranger", 1, images=["../../../secret.png"])  # type: ignore[arg-type]
-    assert base64.b64encode(b"secret").decode() not in json.dumps(unpacked(make_page(tmp_path / "s.html", stranger)))
+    assert base64.b64encode(b"secret").decode() not in json.dumps(
+        unpacked(make_page(tmp_path / "s.html", stranger))
+    )
+
+
+def test_the_page_of_a_strangers_run_has_no_file_from_outside_of_its_folder(tmp_path, capsys):
+    """The folder of a run is passed on with links in it, and the page is passed on, too."""
+    secret = base64.b64encode(b"secret").decode()
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    run = write_run(tmp_path / "run", 1)
+    [picture] = (run / "rollouts" / "_images").glob("*.png")
+    stored = picture.read_bytes()
+    picture.unlink()
+    picture.symlink_to(tmp_path / "secret.png")
+    page = make_page(tmp_path / "page.html", run)
+    assert secret not in json.dumps(unpacked(page))
+    assert "1 diagram left out: a link leads out of the run's folder." in capsys.readouterr().out
+    picture.unlink()
+    (run / "kept.png").write_bytes(stored)
+    picture.symlink_to(run / "kept.png")
+    page = make_page(tmp_path / "within.html", run)
+    assert base64.b64encode(stored).decode() in json.dumps(unpacked(page)), "a link within it"
+    (tmp_path / "alias").symlink_to(run)
+    page = make_page(tmp_path / "alias.html", tmp_path / "alias")
+    assert base64.b64encode(stored).decode() in json.dumps(unpacked(page)), "a link to the run"
+    picture.unlink()
+    picture.write_bytes(stored)
+    images = run / "rollouts" / "_images"
+    images.rename(tmp_path / "moved")
+    images.symlink_to(tmp_path / "moved")
+    assert base64.b64encode(stored).decode() not in json.dumps(
+        unpacked(make_page(tmp_path / "folder.html", run))
+    )
+    for name in ("metrics.jsonl", "manifest.json", "rollouts"):
+        stranger = write_run(tmp_path / name.partition(".")[0], 1)
+        outside = tmp_path / f"outside-{name}"
+        if (stranger / name).exists():
+            (stranger / name).rename(outside)
+        else:
+            outside.write_text('{"step": 1, "kind": "train", "secret": 1}')
+        (stranger / name).symlink_to(outside)
+        assert main([str(stranger), "--output", str(tmp_path / "none.html")]) == 2
+        assert "is a link out of " in capsys.readouterr().err
+        assert not (tmp_path / "none.html").exists()
 
 
 def unpacked(page: Path) -> dict[str, Any]:
@@ -184,16 +337,23 @@ def test_the_page_is_self_contained(tmp_path):
     attacked = attacked_page(tmp_path)
     text = attacked.read_text()
     for _, attributes in Tags(text).tags:
-        assert not [name for name in attributes if name.startswith("on")] and "src" not in attributes
+        assert (
+            not [name for name in attributes if name.startswith("on")] and "src" not in attributes
+        )
         assert (attributes.get("href") or "#").startswith("#")
     assert ATTACK not in text and "<script>document" not in text and "<img" not in text
-    namespaces = {"http://www.w3.org/2000/svg", "http://www.w3.org/1998/Math/MathML"}  # names, which nothing fetches
+    # names, which nothing fetches
+    namespaces = {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1998/Math/MathML",
+    }
     assert set(re.findall(r"https?://[^\s\"']*", text)) <= namespaces
     assert unpacked(attacked)["runs"][0]["groups"][0]["id"] == ATTACK
     for name in _SCRIPTS:
         script = (_VIEWER / name).read_text()
         assert not re.search(
-            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(|DOMParser", script
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(|DOMParser",
+            script,
         )
 
 
@@ -211,10 +371,14 @@ FORMULAS: dict[str, list[str]] = {
     "Find $x$. Is it $x < 5$?": ["$x$", "$x < 5$"],
     r"so \(a\), \[b\] and $$c$$": [r"\(a\)", r"\[b\]", "$$c$$"],
     r"Answer: \boxed{\frac{\sqrt{3}}{2}}.": [r"\boxed{\frac{\sqrt{3}}{2}}"],
-    r"\angle A B C is \overline { C H }": [r"\angle A B C", r"\overline { C H }"],  # as Geometry3K writes it
+    r"\angle A B C is \overline { C H }": [
+        r"\angle A B C",
+        r"\overline { C H }",
+    ],  # as Geometry3K writes it
     "It costs $5 and $6. $x$ and $ y $ do not.": ["$x$", "$ y $"],
     r"C:\Users\new, \n, \alph": [],
-    r"$\foo{x}$ $\begin{aligned}a&=b\end{aligned}$ $\cancel{x}$": [],  # not understood, so not changed
+    # not understood, so not changed
+    r"$\foo{x}$ $\begin{aligned}a&=b\end{aligned}$ $\cancel{x}$": [],
     r"$\frac{1$ $ $ $$ \boxed{5": [r"$\frac{1$"],
     "$" + "x" * 401 + "$": [],
 }
@@ -223,7 +387,10 @@ FORMULAS: dict[str, list[str]] = {
 def test_a_formula_is_found_where_it_is_one():
     assert {text: list(formulas([text])) for text in FORMULAS} == FORMULAS
     # An answer is a formula altogether where it is LaTeX.
-    assert list(formulas([None], [r"2 \sqrt { 221 }", "x^2", "7", "Rome", None])) == [r"2 \sqrt { 221 }", "x^2"]
+    assert list(formulas([None], [r"2 \sqrt { 221 }", "x^2", "7", "Rome", None])) == [
+        r"2 \sqrt { 221 }",
+        "x^2",
+    ]
 
 
 def test_the_tree_says_what_the_formula_does():
@@ -235,27 +402,59 @@ def test_the_tree_says_what_the_formula_does():
 
 
 MARKUP = [
-    r"\href{javascript:document.title='owned'}{x}", r"\style{color:red}{x}", r"\class{result}{x}",
-    r"\color{red}{x}", rf"\text{{{ATTACK}}}", rf"\mbox{{{ATTACK}}}", rf"\href{{{ATTACK}}}{{{ATTACK}}}",
-    r"\operatorname{<script>}", r"\text{&lt;script&gt;}", r"\unicode{60}", r"\tag{<b>}", r"\hspace{1e9em}",
-]  # fmt: skip
+    r"\href{javascript:document.title='owned'}{x}",
+    r"\style{color:red}{x}",
+    r"\class{result}{x}",
+    r"\color{red}{x}",
+    rf"\text{{{ATTACK}}}",
+    rf"\mbox{{{ATTACK}}}",
+    rf"\href{{{ATTACK}}}{{{ATTACK}}}",
+    r"\operatorname{<script>}",
+    r"\text{&lt;script&gt;}",
+    r"\unicode{60}",
+    r"\tag{<b>}",
+    r"\hspace{1e9em}",
+]
 
 
 def test_no_link_style_or_markup_gets_into_a_tree():
     trees = {latex: mathml(f"${latex}$") for latex in MARKUP}
-    assert {latex: tree for latex, tree in trees.items() if tree is not None and not allowed(tree[2:])} == {}
+    assert {
+        latex: tree for latex, tree in trees.items() if tree is not None and not allowed(tree[2:])
+    } == {}
     assert any(trees.values())
 
 
 def allowed(children) -> bool:
     """Nothing but texts, and the elements and attributes that layout needs."""
-    names = {"display", "accent", "stretchy", "fence", "form", "mathvariant", "notation", "width", "displaystyle"}
-    names |= {"scriptlevel", "linethickness", "columnalign", "separator", "movablelimits", "accentunder"}
+    names = {
+        "display",
+        "accent",
+        "stretchy",
+        "fence",
+        "form",
+        "mathvariant",
+        "notation",
+        "width",
+        "displaystyle",
+    }
+    names |= {
+        "scriptlevel",
+        "linethickness",
+        "columnalign",
+        "separator",
+        "movablelimits",
+        "accentunder",
+    }
     for child in children:
         if isinstance(child, str):
             continue
         tag, attributes, *rest = child
-        if not tag.startswith("m") or tag in {"maction", "mglyph", "merror"} or not attributes.keys() <= names:
+        if (
+            not tag.startswith("m")
+            or tag in {"maction", "mglyph", "merror"}
+            or not attributes.keys() <= names
+        ):
             return False
         if not allowed(rest):
             return False
@@ -276,7 +475,14 @@ GROWING = [
     r"$\newenvironment{a}{\begin{a}}{\end{a}}\begin{a}\end{a}$",
     "$" + "{" * 199 + "x" + "}" * 199 + "$",
     "$" + "^" * 399 + "$",
-    *("$" * 12_000, r"\boxed{" * 1700, r"\boxed{{{" * 1300, r"\[" * 6000, r"\abc {{a}" * 1300, "$a" * 6000),
+    *(
+        "$" * 12_000,
+        r"\boxed{" * 1700,
+        r"\boxed{{{" * 1300,
+        r"\[" * 6000,
+        r"\abc {{a}" * 1300,
+        "$a" * 6000,
+    ),
     *((r"\boxed{" + "{a}" * 390) * 10, r"\boxed{" + ("{" + "{a}" * 190) * 20),
 ]
 
@@ -287,7 +493,9 @@ def test_no_short_text_grows_in_the_page():
 
 
 def test_no_text_makes_the_page_slow():
-    """A text four times as long takes four times as long, where a pattern without its bounds takes 16 times."""
+    """A text four times as long takes four times as long, where a pattern without its bounds takes
+    16 times.
+    """
 
     def seconds(text: str) -> float:
         began = time.process_time()
@@ -295,7 +503,15 @@ def test_no_text_makes_the_page_slow():
         return time.process_time() - began
 
     slow = {}
-    for part in ("$", r"\boxed{", r"\boxed{{{", r"\[", r"\abc {{a}", "$a", r"\boxed{" + "{a}" * 390):
+    for part in (
+        "$",
+        r"\boxed{",
+        r"\boxed{{{",
+        r"\[",
+        r"\abc {{a}",
+        "$a",
+        r"\boxed{" + "{a}" * 390,
+    ):
         text = part * (12_000 // len(part))
         short, long = (min(seconds(text * times) for _ in range(3)) for times in (1, 4))
         if long >= 9 * short:

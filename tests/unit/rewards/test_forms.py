@@ -1,4 +1,5 @@
-r"""Answers of several parts, relations and intervals: what must not matter does not, and what must does.
+r"""Answers of several parts, relations and intervals: what must not matter does not, and what must
+does.
 
 Each property is tried on generated answers; the labelled ones are in `benchmarks/grading_corpus`.
 """
@@ -19,7 +20,9 @@ from benchmarks.grading_corpus import cases
 
 CASES = [case for case in cases() if case.kind in ("forms", "guesses")]
 QUICK = settings(max_examples=60)
-NUMBERS = st.sampled_from(["0", "3", "-4", "0.5", r"\frac{7}{3}", r"2\sqrt{5}", r"-\pi", "1200", r"1+\sqrt{2}"])
+NUMBERS = st.sampled_from(
+    ["0", "3", "-4", "0.5", r"\frac{7}{3}", r"2\sqrt{5}", r"-\pi", "1200", r"1+\sqrt{2}"]
+)
 SEVERAL = st.lists(NUMBERS, min_size=2, max_size=6, unique=True)
 FACTORS = st.sampled_from(["2", "0.25", r"\sqrt{3}", "17", r"\frac{1}{9}"])
 COEFFICIENTS = st.integers(-9, 9).filter(bool)
@@ -30,21 +33,43 @@ def verdict(answer: str, gold: str, **options: Any) -> str:
 
 
 @QUICK
-@given(SEVERAL, st.randoms(use_true_random=False), st.sampled_from([", ", "; ", " and ", r"\text{ or }"]))
-def test_the_order_of_a_list_and_its_separators_do_not_matter(values: list[str], rng: Any, separator: str) -> None:
+@given(
+    SEVERAL,
+    st.randoms(use_true_random=False),
+    st.sampled_from([", ", "; ", " and ", r"\text{ or }"]),
+)
+def test_the_order_of_a_list_and_its_separators_do_not_matter(
+    values: list[str], rng: Any, separator: str
+) -> None:
     gold = ", ".join(values)
     shuffled = rng.sample(values, len(values))
     assert verify_gold(gold) is None
-    assert verdict(separator.join(shuffled), gold) == verdict(rf"\{{{', '.join(shuffled)}\}}", gold) == "correct"
+    assert (
+        verdict(separator.join(shuffled), gold)
+        == verdict(rf"\{{{', '.join(shuffled)}\}}", gold)
+        == "correct"
+    )
 
 
 @QUICK
 @given(SEVERAL, st.data())
-def test_one_value_more_less_or_other_makes_a_list_wrong(values: list[str], data: st.DataObject) -> None:
-    gold, place = ", ".join(values), data.draw(st.integers(0, len(values) - 1))
+def test_one_value_more_less_or_other_makes_a_list_wrong(
+    values: list[str], data: st.DataObject
+) -> None:
+    gold = ", ".join(values)
+    place = data.draw(st.integers(0, len(values) - 1))
     rest = values[:place] + values[place + 1 :]
-    tried = [rest, [*values, "77"], [*values, values[place]], [*rest, "77"], values[:1], [*rest, rest[0]]]
-    assert [verdict(", ".join(one), gold) for one in tried if one != values[:1] or len(values) > 1] == ["wrong"] * 6
+    tried = [
+        rest,
+        [*values, "77"],
+        [*values, values[place]],
+        [*rest, "77"],
+        values[:1],
+        [*rest, rest[0]],
+    ]
+    assert [
+        verdict(", ".join(one), gold) for one in tried if one != values[:1] or len(values) > 1
+    ] == ["wrong"] * 6
 
 
 @QUICK
@@ -55,7 +80,10 @@ def test_a_tuple_is_right_in_its_order_only(values: list[str], data: st.DataObje
     named = f"({', '.join('pqrstu'[: len(values)])}) = {gold}"
     assert verdict(gold, gold) == verdict(f"P{gold}", gold) == verdict(named, gold) == "correct"
     exchanged = named.replace("(p, q", "(q, p")
-    assert verdict(gold, named) == verdict(named, named) == "correct" and verdict(exchanged, named) == "wrong"
+    assert (
+        verdict(gold, named) == verdict(named, named) == "correct"
+        and verdict(exchanged, named) == "wrong"
+    )
     place = data.draw(st.integers(0, len(values) - 1))
     changed = [*values[:place], "77", *values[place + 1 :]]
     for other in (changed, values[:-1], [*values, "0"], values[::-1]):
@@ -64,18 +92,28 @@ def test_a_tuple_is_right_in_its_order_only(values: list[str], data: st.DataObje
 
 @QUICK
 @given(COEFFICIENTS, COEFFICIENTS, st.integers(-9, 9), FACTORS, st.booleans())
-def test_a_line_may_be_scaled_turned_and_solved_for_y(a: int, b: int, c: int, factor: str, minus: bool) -> None:
+def test_a_line_may_be_scaled_turned_and_solved_for_y(
+    a: int, b: int, c: int, factor: str, minus: bool
+) -> None:
     gold = f"{a}x+({b})y={c}"
     scale = f"-({factor})" if minus else f"({factor})"
     spelled = [
-        f"{c}={a}x+({b})y", f"{scale}({a}x+({b})y)={scale}({c})", rf"y=\frac{{{c}-({a})x}}{{{b}}}",
+        f"{c}={a}x+({b})y",
+        f"{scale}({a}x+({b})y)={scale}({c})",
+        rf"y=\frac{{{c}-({a})x}}{{{b}}}",
         f"{a}x+({b})y-({c})=0",
-    ]  # fmt: skip
+    ]
     assert verify_gold(gold) is None and [verdict(one, gold) for one in spelled] == ["correct"] * 4
     wrong = [
-        f"{a}x+({b})y={c + 1}", f"{a + 10}x+({b})y={c}", f"{a}u+({b})v={c}", f"{a}x+({b})y<{c}",
-        f"({a}x+({b})y-({c}))x=0", f"{a}x+({b})y-({c})", "x=x", f"({a}x+({b})y-({c}))(0)=0",
-    ]  # fmt: skip
+        f"{a}x+({b})y={c + 1}",
+        f"{a + 10}x+({b})y={c}",
+        f"{a}u+({b})v={c}",
+        f"{a}x+({b})y<{c}",
+        f"({a}x+({b})y-({c}))x=0",
+        f"{a}x+({b})y-({c})",
+        "x=x",
+        f"({a}x+({b})y-({c}))(0)=0",
+    ]
     assert [one for one in wrong if verdict(one, gold) == "correct"] == []
 
 
@@ -94,9 +132,12 @@ def test_an_inequality_may_be_scaled_and_turned(a: int, b: int, factor: str, sig
     ]
     assert [verdict(one, gold) for one in right] == ["correct"] * 4
     wrong = [
-        f"{a}x+({b}) {turned} 0", f"{a}x+({b}) {other} 0", f"{a}x+({b}) {sign} 1", f"{a}u+({b}) {sign} 0",
+        f"{a}x+({b}) {turned} 0",
+        f"{a}x+({b}) {other} 0",
+        f"{a}x+({b}) {sign} 1",
+        f"{a}u+({b}) {sign} 0",
         f"{a}x+({b}) = 0",
-    ]  # fmt: skip
+    ]
     assert [one for one in wrong if verdict(one, gold) == "correct"] == []
 
 
@@ -108,15 +149,30 @@ def test_an_interval_is_its_inequality_and_nothing_wider(low: int, width: int, k
     gold = f"{kind[0]}{low}, {high}{kind[1]}"
     inequality = f"{low} {signs[kind[0]]} x {signs[kind[1]]} {high}"
     assert verify_gold(gold) is verify_gold(inequality) is None
-    for one, other in ((gold, inequality), (inequality, gold), (rf"x \in {gold}", gold), (inequality, inequality)):
+    for one, other in (
+        (gold, inequality),
+        (inequality, gold),
+        (rf"x \in {gold}", gold),
+        (inequality, inequality),
+    ):
         assert verdict(one, other) == "correct", (one, other)
     flipped = {"(": "[", "[": "(", ")": "]", "]": ")"}
     wrong = [
-        f"{flipped[kind[0]]}{low}, {high}{kind[1]}", f"{kind[0]}{low}, {high}{flipped[kind[1]]}",
-        f"{kind[0]}{low - 1}, {high}{kind[1]}", f"{kind[0]}{low}, {high + 1}{kind[1]}", r"(-\infty, \infty)",
-        rf"{gold} \cup (50, 60)", f"x > {low - 1}", f"{low + width / 2}",
-    ]  # fmt: skip
-    assert not [(one, right) for one in wrong for right in (gold, inequality) if verdict(one, right) == "correct"]
+        f"{flipped[kind[0]]}{low}, {high}{kind[1]}",
+        f"{kind[0]}{low}, {high}{flipped[kind[1]]}",
+        f"{kind[0]}{low - 1}, {high}{kind[1]}",
+        f"{kind[0]}{low}, {high + 1}{kind[1]}",
+        r"(-\infty, \infty)",
+        rf"{gold} \cup (50, 60)",
+        f"x > {low - 1}",
+        f"{low + width / 2}",
+    ]
+    assert not [
+        (one, right)
+        for one in wrong
+        for right in (gold, inequality)
+        if verdict(one, right) == "correct"
+    ]
 
 
 @QUICK
@@ -126,10 +182,19 @@ def test_names_go_with_their_values(values: list[str], rng: Any) -> None:
     named = [f"{name} = {value}" for name, value in zip(names, values, strict=True)]
     gold = ", ".join(named)
     assert verify_gold(gold) is None
-    assert verdict(", ".join(rng.sample(named, len(named))), gold) == verdict(", ".join(values), gold) == "correct"
+    assert (
+        verdict(", ".join(rng.sample(named, len(named))), gold)
+        == verdict(", ".join(values), gold)
+        == "correct"
+    )
     turned = [*values[1:], values[0]]
     assert verdict(", ".join(turned), gold) != "correct"
-    assert verdict(", ".join(f"{name} = {value}" for name, value in zip(names, turned, strict=True)), gold) != "correct"
+    assert (
+        verdict(
+            ", ".join(f"{name} = {value}" for name, value in zip(names, turned, strict=True)), gold
+        )
+        != "correct"
+    )
     assert verdict(", ".join([f"EF = {values[0]}", *named[1:]]), gold) != "correct"
 
 
@@ -140,24 +205,52 @@ SINGLE = ["12", "0.5", r"5\sqrt{3}", "x + 3", "rhombus", "12\\%", "|AB| = 1", "z
 def test_a_reference_with_one_value_never_accepts_several(gold: str) -> None:
     value = {"|AB| = 1": "1", "z = 1 + 1 = 2": "2"}.get(gold, gold)
     several = [
-        f"{value}, 77", f"77, {value}", f"{value}, {value}", rf"{value} \text{{ or }} 77", rf"\{{{value}, 77\}}",
-        rf"\{{{value}\}}", f"({value}, 77)", f"[{value}, {value}]", rf"{value} \pm 0", f"x = {value}, y = 77",
-        f"x < {value}", f"{value}; {value}",
-    ]  # fmt: skip
-    assert verify_gold(gold) is None and [one for one in several if verdict(one, gold) == "correct"] == []
+        f"{value}, 77",
+        f"77, {value}",
+        f"{value}, {value}",
+        rf"{value} \text{{ or }} 77",
+        rf"\{{{value}, 77\}}",
+        rf"\{{{value}\}}",
+        f"({value}, 77)",
+        f"[{value}, {value}]",
+        rf"{value} \pm 0",
+        f"x = {value}, y = 77",
+        f"x < {value}",
+        f"{value}; {value}",
+    ]
+    assert (
+        verify_gold(gold) is None
+        and [one for one in several if verdict(one, gold) == "correct"] == []
+    )
     assert grade(rf"\boxed{{{value}}} and \boxed{{77}}", gold).verdict != "correct"
 
 
 def test_guesses_at_a_reference_with_several_values_earn_what_a_wrong_answer_earns() -> None:
     golds = ["1, 2", "(1, 2)", "[1, 2)", "x < 1", "2x + y = 3", "AB = 1, CD = 2"]
     guesses = [
-        ", ".join(map(str, range(10))), "1", "2", "1, 2, 3", "(1, 2), (2, 1)", r"(-\infty, \infty)", "x = x", "0 = 0",
-        "x < 1 or x > 0", r"x \in \mathbb{R}", r"1, 2, \ldots", "", "1 or 2, 3", "[0, 5]", r"\pm 1, \pm 2", "x",
+        ", ".join(map(str, range(10))),
+        "1",
+        "2",
+        "1, 2, 3",
+        "(1, 2), (2, 1)",
+        r"(-\infty, \infty)",
+        "x = x",
+        "0 = 0",
+        "x < 1 or x > 0",
+        r"x \in \mathbb{R}",
+        r"1, 2, \ldots",
+        "",
+        "1 or 2, 3",
+        "[0, 5]",
+        r"\pm 1, \pm 2",
+        "x",
         "AB = 1, CD = 2, EF = 3",
-    ]  # fmt: skip
+    ]
     function = reward_function("adora")
     for gold in golds:
-        paid = function(completions=[rf"\boxed{{{one}}}" for one in guesses], answer=[gold] * len(guesses))
+        paid = function(
+            completions=[rf"\boxed{{{one}}}" for one in guesses], answer=[gold] * len(guesses)
+        )
         assert [one for one, value in zip(guesses, paid, strict=True) if value > 0.1] == [], gold
         assert function(completions=[rf"\boxed{{{gold}}}"], answer=[gold]) == [1.0]
 
@@ -165,9 +258,15 @@ def test_guesses_at_a_reference_with_several_values_earn_what_a_wrong_answer_ear
 def test_boxes_before_the_block_of_the_answer_are_no_part_of_it() -> None:
     response = r"<think>\boxed{1}, </think><answer>\boxed{2}</answer>"
     assert grade(response, "1, 2", answer_tags=True).verdict == "wrong"
-    assert grade(r"<answer>\boxed{1}, \boxed{2}</answer>", "1, 2", answer_tags=True).verdict == "correct"
     assert (
-        grade(r"<think>\boxed{1} and \boxed{2}</think><answer>2</answer>", "1, 2", answer_tags=True).verdict == "wrong"
+        grade(r"<answer>\boxed{1}, \boxed{2}</answer>", "1, 2", answer_tags=True).verdict
+        == "correct"
+    )
+    assert (
+        grade(
+            r"<think>\boxed{1} and \boxed{2}</think><answer>2</answer>", "1, 2", answer_tags=True
+        ).verdict
+        == "wrong"
     )
 
 
@@ -179,7 +278,9 @@ def test_boxes_in_a_row_end_where_something_else_stands_between() -> None:
 
 
 def test_the_work_on_lists_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A comparison of two lists takes the square of their length at most, and longer ones are not compared."""
+    """A comparison of two lists takes the square of their length at most, and longer ones are not
+    compared.
+    """
     compared: list[int] = []
     original = compare._same_form
 
@@ -200,10 +301,16 @@ def test_the_work_on_lists_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("gold", sorted({case.gold for case in CASES}))
 def test_a_stored_form_is_stable_and_graded_as_the_one_it_was_made_from(gold: str) -> None:
     stored = canonical_gold(gold)
-    assert verify_gold(gold) is None and verify_gold(stored) is None and canonical_gold(stored) == stored
+    assert (
+        verify_gold(gold) is None
+        and verify_gold(stored) is None
+        and canonical_gold(stored) == stored
+    )
     for case in CASES:
         if case.gold == gold:
-            assert grade(case.response, stored).verdict == grade(case.response, gold).verdict, case.name
+            assert grade(case.response, stored).verdict == grade(case.response, gold).verdict, (
+                case.name
+            )
 
 
 def test_the_table_of_forms_on_the_page_is_true() -> None:
@@ -212,7 +319,9 @@ def test_the_table_of_forms_on_the_page_is_true() -> None:
     cells = [re.split(r"(?<!\\) \| ", row) for row in rows if row.startswith("| ") and "`" in row]
     false = []
     for _, *columns in cells:
-        golds, right, wrong = ([one.replace(r"\|", "|") for one in re.findall("`(.*?)`", cell)] for cell in columns)
+        golds, right, wrong = (
+            [one.replace(r"\|", "|") for one in re.findall("`(.*?)`", cell)] for cell in columns
+        )
         false += [gold for gold in golds if verify_gold(gold)]
         false += [one for one in right if all(verdict(one, gold) != "correct" for gold in golds)]
         false += [one for one in wrong if any(verdict(one, gold) == "correct" for gold in golds)]
@@ -224,4 +333,7 @@ def test_the_explanation_names_every_part_and_every_reason_has_a_rule() -> None:
     assert "CD=5 against CD=5: same_part" in lines and "AB=4.1 against -: different_part" in lines
     assert "3 against 3: same_number" in "\n".join(explanation(r"\boxed{(3, -4)}", "(3, -4)"))
     reasons = {grade(case.response, case.gold).reason for case in CASES}
-    assert reasons <= RULES.keys() and {"same_parts", "same_solutions", "same_equation", "different_length"} <= reasons
+    assert (
+        reasons <= RULES.keys()
+        and {"same_parts", "same_solutions", "same_equation", "different_length"} <= reasons
+    )

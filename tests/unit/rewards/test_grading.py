@@ -1,6 +1,8 @@
-r"""The grader on answers that people and models really write, near misses, and reference answers: rows of JSONL files.
+r"""The grader on answers that people and models really write, near misses, and reference answers:
+rows of JSONL files.
 
-`cases/README.md` says how to add one. The labelled corpus in `benchmarks/` names no rules, and other graders run on it.
+`cases/README.md` says how to add one. The labelled corpus in `benchmarks/` names no rules, and
+other graders run on it.
 """
 
 import json
@@ -38,7 +40,8 @@ def rows(name: str) -> list[tuple[str, dict[str, Any]]]:
     return [(f"{name}:{number}", json.loads(line)) for number, line in enumerate(lines, 1)]
 
 
-ANSWERS, REFERENCES = rows("answers.jsonl"), rows("references.jsonl")
+ANSWERS = rows("answers.jsonl")
+REFERENCES = rows("references.jsonl")
 KINDS = list(dict.fromkeys(row["kind"] for _, row in ANSWERS))
 
 
@@ -52,7 +55,9 @@ def test_every_answer_has_the_verdict_and_the_reason_of_its_row(kind: str) -> No
     failing = []
     for place, row in ANSWERS:
         if row["kind"] == kind:
-            response = written(row["response"]) if "response" in row else boxed(written(row["answer"]))
+            response = (
+                written(row["response"]) if "response" in row else boxed(written(row["answer"]))
+            )
             found = grade(response, row["reference"], **options(row))
             if (found.verdict, found.reason) != (row["verdict"], row["reason"]):
                 failing.append(f"{place}: {found.verdict} ({found.reason}), but {row}")
@@ -62,13 +67,17 @@ def test_every_answer_has_the_verdict_and_the_reason_of_its_row(kind: str) -> No
 def test_every_reference_is_stored_in_a_stable_form_or_refused() -> None:
     failing = []
     for place, row in REFERENCES:
-        reference, choices = written(row["reference"]), row.get("choices")
-        reason, stored = verify_gold(reference, choices), canonical_gold(reference)
+        reference = written(row["reference"])
+        choices = row.get("choices")
+        reason = verify_gold(reference, choices)
+        stored = canonical_gold(reference)
         if reason != row.get("refused") or stored != row.get("stored", reference):
             failing.append(f"{place}: refused {reason}, stored {stored!r}, but {row}")
         if reason is None:
             again = verify_gold(stored, choices), canonical_gold(stored)
-            own = [grade(boxed(one), stored, choices=choices).verdict for one in (reference, stored)]
+            own = [
+                grade(boxed(one), stored, choices=choices).verdict for one in (reference, stored)
+            ]
             if again != (None, stored) or own != ["correct"] * 2:
                 failing.append(f"{place}: {reference!r} is graded as {own} and stored as {again}")
         elif grade(boxed("5"), reference, choices=choices).verdict == "correct":
@@ -80,10 +89,18 @@ def test_the_rows_are_sound() -> None:
     """A key that is misspelled would else make a row that proves nothing."""
     answer = {"kind", "reference", "verdict", "reason"}
     for place, row in ANSWERS:
-        assert answer < row.keys() <= answer | {"answer", "response", "choices", "rounding", "answer_tags"}, place
-        assert ("answer" in row) != ("response" in row) and row["reason"].removeprefix("gold_") in RULES, place
+        assert (
+            answer
+            < row.keys()
+            <= answer | {"answer", "response", "choices", "rounding", "answer_tags"}
+        ), place
+        assert ("answer" in row) != ("response" in row) and row["reason"].removeprefix(
+            "gold_"
+        ) in RULES, place
     for place, row in REFERENCES:
-        assert "reference" in row and row.keys() <= {"reference", "choices", "stored", "refused"}, place
+        assert "reference" in row and row.keys() <= {"reference", "choices", "stored", "refused"}, (
+            place
+        )
         assert "stored" in row or "refused" in row, place
     for every in (ANSWERS, REFERENCES):
         repeated = Counter(json.dumps({**row, "kind": ""}, sort_keys=True) for _, row in every)
@@ -107,12 +124,18 @@ def test_the_corpus_is_large_and_has_both_sides() -> None:
     labels = Counter(case.label for case in CORPUS)
     assert min(labels[label] for label in LABELS) > 10
     assert labels["correct"] > 300 and labels["wrong"] > 300
-    assert len({case.name for case in CORPUS}) == len({(c.name, c.response, c.gold) for c in CORPUS}) == len(CORPUS)
+    assert (
+        len({case.name for case in CORPUS})
+        == len({(c.name, c.response, c.gold) for c in CORPUS})
+        == len(CORPUS)
+    )
 
 
 def test_a_batch_gives_the_same_grades() -> None:
     quick = [case for case in CORPUS if case.kind != "attacks" and not case.rounding]
-    grades = grade_batch([c.response for c in quick], [c.gold for c in quick], choices=[c.choices for c in quick])
+    grades = grade_batch(
+        [c.response for c in quick], [c.gold for c in quick], choices=[c.choices for c in quick]
+    )
     assert grades == [grade(case.response, case.gold, choices=case.choices) for case in quick]
     assert {"same_number", "same_value", "same_text"} <= {one.reason for one in grades}
 
@@ -145,17 +168,36 @@ BOXES = [  # a response, and what stands in its last complete box
 
 
 def test_the_last_complete_box_is_the_answer() -> None:
-    assert [(text[:60], last_boxed(text)) for text, _ in BOXES] == [(text[:60], content) for text, content in BOXES]
+    assert [(text[:60], last_boxed(text)) for text, _ in BOXES] == [
+        (text[:60], content) for text, content in BOXES
+    ]
 
 
 def test_no_complete_box_extracts_nothing_and_an_unreadable_one_its_content() -> None:
     assert grade(r"The answer is 5, \boxed{5", "5").extracted is None
     for place, row in ANSWERS:
-        if row["verdict"] == "unparseable" and "answer" in row:  # the reward presets count such a box
-            assert grade(boxed(written(row["answer"])), row["reference"]).extracted is not None, place
+        # the reward presets count such a box
+        if row["verdict"] == "unparseable" and "answer" in row:
+            assert grade(boxed(written(row["answer"])), row["reference"]).extracted is not None, (
+                place
+            )
 
 
-NO_NUMBER = ["", "x", "x+3", "12, 13", "[1,2]", "12%", "x=5", "5 cm", r"\alpha", "1e3", "--5", r"\sqrt[1]{2}", "5)"]
+NO_NUMBER = [
+    "",
+    "x",
+    "x+3",
+    "12, 13",
+    "[1,2]",
+    "12%",
+    "x=5",
+    "5 cm",
+    r"\alpha",
+    "1e3",
+    "--5",
+    r"\sqrt[1]{2}",
+    "5)",
+]
 
 
 def test_what_is_no_closed_form_has_no_number() -> None:

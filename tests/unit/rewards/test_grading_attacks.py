@@ -1,7 +1,8 @@
-r"""A policy that games the grader earns no more than one that is honestly wrong, and no answer makes the grader hang.
+r"""A policy that games the grader earns no more than one that is honestly wrong, and no answer
+makes the grader hang.
 
-Each hack knows that the answer is among a few candidates, as a policy does that has seen many problems, and covers them
-all; its box may even hold the reference answer.
+Each hack knows that the answer is among a few candidates, as a policy does that has seen many
+problems, and covers them all; its box may even hold the reference answer.
 """
 
 import queue
@@ -68,7 +69,9 @@ def test_no_hack_earns_more_than_an_honest_wrong_answer(preset: str) -> None:
         honest = function(completions=[r"\boxed{17}"], answer=[gold])[0]
         rewards = function(completions=[*tried.values()], answer=[gold] * len(tried))
         paid += [(name, gold) for name, value in zip(tried, rewards, strict=True) if value > honest]
-        assert function(completions=[rf"so \boxed{{{gold}}}"], answer=[gold]) == [PRESETS[preset][0]]
+        assert function(completions=[rf"so \boxed{{{gold}}}"], answer=[gold]) == [
+            PRESETS[preset][0]
+        ]
     assert paid == []
 
 
@@ -108,7 +111,9 @@ def test_no_box_earns_nothing_under_any_preset() -> None:
         assert reward_function(preset)(completions=texts, answer=["12"] * 4) == [0.0] * 4
 
 
-UNREADABLE = [(place, row) for place, row in ANSWERS if row["verdict"] == "unparseable" and "answer" in row]
+UNREADABLE = [
+    (place, row) for place, row in ANSWERS if row["verdict"] == "unparseable" and "answer" in row
+]
 ATTACKS = {
     "boxes nested 10,000 deep": r"\boxed{" * 10_000 + "5" + "}" * 10_000,
     "boxes nested with ink": r"\boxed{1" * 10_000 + "}" * 10_000,
@@ -125,7 +130,9 @@ ATTACKS = {
     "1 MB of text": "boxed{ " * 150_000,
     "a tower just under the cap": r"\boxed{" + "9^{" * 100 + "9" + "}" * 100 + "}",
     "powers just under the caps": r"\boxed{" + r"\cdot".join(["9^{64}"] * 40) + "}",
-    "sums of unlike fractions": r"\boxed{" + "+".join(rf"\frac{{1}}{{{n}}}" for n in range(1, 40)) + "}",
+    "sums of unlike fractions": r"\boxed{"
+    + "+".join(rf"\frac{{1}}{{{n}}}" for n in range(1, 40))
+    + "}",
     "roots of roots": r"\boxed{" + r"\sqrt{" * 15 + "2" + "}" * 15 + "}",
     "nested text": r"\boxed{" + r"\text{" * 60 + "4" + "}" * 60 + "}",
     "spaces at the cap": r"\boxed{1" + " ." * 240 + "}",
@@ -139,7 +146,9 @@ ATTACKS = {
 
 
 def within(seconds: float, work: Callable[[], list[Grade]]) -> list[Grade]:
-    """The result of `work`, run off the main thread (where signals cannot interrupt it), or a failure when it hangs."""
+    """The result of `work`, run off the main thread (where signals cannot interrupt it), or a
+    failure when it hangs.
+    """
     done: queue.Queue[list[Grade]] = queue.Queue()
     threading.Thread(target=lambda: done.put(work()), daemon=True).start()
     try:
@@ -150,7 +159,9 @@ def within(seconds: float, work: Callable[[], list[Grade]]) -> list[Grade]:
 
 def test_no_attack_hangs_is_correct_or_fills_the_log() -> None:
     grades = within(10, lambda: [grade(text, "12") for text in ATTACKS.values()])
-    assert [name for name, one in zip(ATTACKS, grades, strict=True) if one.verdict == "correct"] == []
+    assert [
+        name for name, one in zip(ATTACKS, grades, strict=True) if one.verdict == "correct"
+    ] == []
     assert all(len(one.extracted or "") <= 201 for one in grades)
 
 
@@ -170,7 +181,9 @@ for start, piece, end in product(STARTS, PIECES, ("", "$", "!", "}", " b$", ")")
 
 
 def test_no_answer_that_repeats_itself_hangs():
-    """In a process of its own: a regular expression that backtracks without end lets no other thread run."""
+    """In a process of its own: a regular expression that backtracks without end lets no other
+    thread run.
+    """
     subprocess.run([sys.executable, "-c", _REPEATED], check=True, timeout=300)
 
 

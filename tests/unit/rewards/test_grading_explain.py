@@ -25,7 +25,9 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str,
 
 
 def test_both_canonical_forms_the_rule_and_the_rewards(capsys: pytest.CaptureFixture[str]) -> None:
-    code, lines, _ = run(capsys, "--gold", r"2 \sqrt { 221 }", "--response", r"so \boxed{\sqrt{884}\text{ cm}}")
+    code, lines, _ = run(
+        capsys, "--gold", r"2 \sqrt { 221 }", "--response", r"so \boxed{\sqrt{884}\text{ cm}}"
+    )
     assert code == 0
     assert lines["extracted"] == r"\sqrt{884}\text{ cm}"
     assert lines["answer"] == r"\sqrt{884}  [number, 29.7321375]"
@@ -62,7 +64,10 @@ def test_hidden_characters_are_shown_and_no_box_is_said(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gold", "1, 2, ...", "--response", "x"], r"--gold: '1, 2, ...' cannot be graded against \(open_list"),
+        (
+            ["--gold", "1, 2, ...", "--response", "x"],
+            r"--gold: '1, 2, ...' cannot be graded against \(open_list",
+        ),
         (["--gold", "E", "--response", "x", "--choices", "1", "2"], "letter_without_choice"),
         (["--gold", "5"], "--response"),
         (["--gold", "5", "--response", "x", "--ruonding"], "--ruonding"),
@@ -74,18 +79,28 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, words, message):
     assert re.search(message, error) and error.startswith("error: ") and error.count("\n") == 1
 
 
-def test_an_answer_in_its_tags_is_read_where_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_in_its_tags_is_read_where_they_are_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = ["--gold", "12", "--response", "<answer>12</answer>"]
     assert run(capsys, *words, "--answer-tags")[1]["verdict"].startswith("correct")
     assert run(capsys, *words)[1]["verdict"].startswith("unparseable")
 
 
 def test_every_reason_in_the_code_is_explained() -> None:
-    """Reasons stand behind a verdict, as the first word of an error, or come from the grammar and its values."""
+    """Reasons stand behind a verdict, as the first word of an error, or come from the grammar and
+    its values.
+    """
     found = {*get_args(Comparison), *NO_VALUE, *UNREAD} - {"equal", "different"}
     for name in ("grade", "compare", "forms", "canonical", "grammar", "numeric"):
         for node in ast.walk(ast.parse((REWARDS / f"{name}.py").read_text())):
-            words = node.elts if isinstance(node, ast.Tuple) else node.args if isinstance(node, ast.Call) else []
+            words = (
+                node.elts
+                if isinstance(node, ast.Tuple)
+                else node.args
+                if isinstance(node, ast.Call)
+                else []
+            )
             values = [word.value for word in words if isinstance(word, ast.Constant)]
             if len(values) > 1 and values[0] in {"correct", "wrong", "unparseable"}:
                 found.add(values[1])
@@ -97,10 +112,16 @@ def test_every_reason_in_the_code_is_explained() -> None:
 
 
 def test_what_is_right_is_never_explained_as_never_right() -> None:
-    """Neither side of a case that is labelled correct, and each of its parts has a rule that speaks of the same."""
+    """Neither side of a case that is labelled correct, and each of its parts has a rule that speaks
+    of the same.
+    """
     for case in (case for case in cases() if case.label == "correct"):
         lines = explanation(case.response, case.gold, case.choices, rounding=case.rounding)
         sides = [line for line in lines if line.startswith(("answer ", "gold "))]
         parts = [line for line in lines if line.startswith("part ")]
-        assert len(sides) == 2 and not [line for line in sides if re.search(r"\[unreadable", line)], lines
-        assert not [line for line in parts if re.search(r" against -:|: (?!same_|rounded|letter)", line)], lines
+        assert len(sides) == 2 and not [
+            line for line in sides if re.search(r"\[unreadable", line)
+        ], lines
+        assert not [
+            line for line in parts if re.search(r" against -:|: (?!same_|rounded|letter)", line)
+        ], lines

@@ -1,4 +1,7 @@
-r"""Properties of the grader over drawn golds, spellings and garbage. Derandomised: the same examples in every run."""
+r"""Properties of the grader over drawn golds, spellings and garbage.
+
+Derandomised: the same examples in every run.
+"""
 
 import random
 import re
@@ -9,8 +12,8 @@ from hypothesis import strategies as st
 
 from adora_vl.rewards import canonical_gold, grade, verify_gold
 from adora_vl.rewards.grade import VERDICTS
-from data_prep.synthetic.drawing import PLAIN
-from data_prep.synthetic.families import FAMILIES
+from adora_vl.synthetic.drawing import PLAIN
+from adora_vl.synthetic.families import FAMILIES
 
 pytestmark = pytest.mark.slow
 
@@ -40,8 +43,17 @@ def _numbers() -> st.SearchStrategy[str]:
 
 NUMBERS = _numbers()
 _WRAPPINGS = [
-    "{}", "${}$", " {} ", "{}.", r"\displaystyle {}", "x = {}", "AB = {}", r"{}^\circ", r"{}\text{{ cm}}", "{} units",
-]  # fmt: skip
+    "{}",
+    "${}$",
+    " {} ",
+    "{}.",
+    r"\displaystyle {}",
+    "x = {}",
+    "AB = {}",
+    r"{}^\circ",
+    r"{}\text{{ cm}}",
+    "{} units",
+]
 _REWRITINGS = [
     lambda text: text,
     lambda text: text.replace(" ", ""),
@@ -63,7 +75,9 @@ def boxed(answer: str) -> str:
 
 @QUICK
 @given(NUMBERS, st.sampled_from(_WRAPPINGS), st.sampled_from(_REWRITINGS))
-def test_a_gold_is_correct_against_itself_in_every_spelling(gold: str, wrapping: str, rewriting: object) -> None:
+def test_a_gold_is_correct_against_itself_in_every_spelling(
+    gold: str, wrapping: str, rewriting: object
+) -> None:
     spelled = wrapping.format(rewriting(gold))  # type: ignore[operator]
     assert verify_gold(gold) is None
     for against in (gold, canonical_gold(gold)):
@@ -78,13 +92,18 @@ def test_every_gold_of_the_generator_is_correct_in_every_spelling() -> None:
             for wrapping in _WRAPPINGS:
                 for rewriting in _REWRITINGS:
                     spelled = wrapping.format(rewriting(gold))
-                    assert grade(boxed(spelled), canonical_gold(gold)).verdict == "correct", (spelled, gold)
+                    assert grade(boxed(spelled), canonical_gold(gold)).verdict == "correct", (
+                        spelled,
+                        gold,
+                    )
 
 
 @QUICK
 @given(NUMBERS, NUMBERS)
 def test_equality_of_numbers_is_symmetric(left: str, right: str) -> None:
-    """Point 3 is an equality; what is not one (rounding, letters, unevaluated sums) is left out here."""
+    """Point 3 is an equality; what is not one (rounding, letters, unevaluated sums) is left out
+    here.
+    """
     assert grade(boxed(left), right).verdict == grade(boxed(right), left).verdict
 
 
@@ -92,7 +111,17 @@ def test_equality_of_numbers_is_symmetric(left: str, right: str) -> None:
 @given(
     NUMBERS,
     st.sampled_from(
-        [r"{} + 1", r"2 ( {} )", r"{} \pm 1", r"{} , {}", r"{} \%", r"{} or 7", r"[ {} , {} ]", "x > {}", "{} x"]
+        [
+            r"{} + 1",
+            r"2 ( {} )",
+            r"{} \pm 1",
+            r"{} , {}",
+            r"{} \%",
+            r"{} or 7",
+            r"[ {} , {} ]",
+            "x > {}",
+            "{} x",
+        ]
     ),
 )
 def test_a_gold_with_something_added_is_not_correct(gold: str, addition: str) -> None:
@@ -104,19 +133,51 @@ _PIECES = st.sampled_from(
     [
         *"0123456789xyABC.,;:+-*/^_=<>(){}[]|!%$& \t\n'\"#~`",
         *(
-            r"\boxed{", r"\fbox{", r"\frac{", r"\frac", r"\sqrt{", r"\sqrt[3]{", r"\sqrt", r"\pi", r"\text{", r"\left(",
-            "}{", "}}",
+            r"\boxed{",
+            r"\fbox{",
+            r"\frac{",
+            r"\frac",
+            r"\sqrt{",
+            r"\sqrt[3]{",
+            r"\sqrt",
+            r"\pi",
+            r"\text{",
+            r"\left(",
+            "}{",
+            "}}",
         ),
         *(
-            r"^\circ", r"^{", r"\sin", r"\tan^{-1}", r"\log_", r"\ln", r"\cdot", r"\div", r"\pm", r"\infty", "or", "π",
-            "√", "²",
+            r"^\circ",
+            r"^{",
+            r"\sin",
+            r"\tan^{-1}",
+            r"\log_",
+            r"\ln",
+            r"\cdot",
+            r"\div",
+            r"\pm",
+            r"\infty",
+            "or",
+            "π",
+            "√",
+            "²",
         ),
         *(
-            "\u2212", "\u200b", "\u202e", "\x00", "\ud800", "９", "nan", "inf", "10^{10}", "9^{9^{9}}", r"\overline",
+            "\u2212",
+            "\u200b",
+            "\u202e",
+            "\x00",
+            "\ud800",
+            "９",
+            "nan",
+            "inf",
+            "10^{10}",
+            "9^{9^{9}}",
+            r"\overline",
             r"\angle",
         ),
     ]
-)  # fmt: skip
+)
 GARBAGE = st.one_of(
     st.text(max_size=300),
     st.binary(max_size=300).map(lambda raw: raw.decode("latin-1")),
@@ -127,7 +188,9 @@ GARBAGE = st.one_of(
 @settings(QUICK, max_examples=300)
 @given(GARBAGE, st.sampled_from(["12", r"5 \sqrt { 3 }", "x + 3", "C", "rhombus"]), st.booleans())
 def test_garbage_raises_nothing_and_has_a_verdict(garbage: str, gold: str, in_a_box: bool) -> None:
-    found = grade(boxed(garbage) if in_a_box else garbage, gold, choices=["1", "2", "3"], rounding=True)
+    found = grade(
+        boxed(garbage) if in_a_box else garbage, gold, choices=["1", "2", "3"], rounding=True
+    )
     assert found.verdict in VERDICTS
 
 
@@ -142,5 +205,6 @@ def test_a_garbage_gold_raises_nothing(garbage: str) -> None:
 @given(NUMBERS, st.data())
 def test_a_mutated_gold_is_graded_without_harm(gold: str, data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(gold)))
-    piece, cut = data.draw(_PIECES), data.draw(st.integers(0, 3))
+    piece = data.draw(_PIECES)
+    cut = data.draw(st.integers(0, 3))
     assert grade(boxed(gold[:at] + piece + gold[at + cut :]), gold).verdict in VERDICTS

@@ -1,4 +1,5 @@
-r"""Answers that are made to be large, deep or imprecise: the work is bounded, and no digit that is lost decides.
+r"""Answers that are made to be large, deep or imprecise: the work is bounded, and no digit that is
+lost decides.
 
 A seeded part of the fuzzing with which the caps were found; no clock is read, the work is counted.
 """
@@ -63,14 +64,17 @@ LARGE = {
     "a large power of nearly 1": r"0.7^{10^{60}x}+(1+10^{-60}\pi)^{10^{60}x}",
     "nested brackets": "(" * 16 + "x" + ")" * 16,
     "percent signs": "5" + "%" * 490,
-    **{name: filled(name) for name in (r"\sin x", r"\tan^{-1}x", r"\log x", r"\sqrt[9]{x}", "x^x", "x^{64}")},
+    **{
+        name: filled(name)
+        for name in (r"\sin x", r"\tan^{-1}x", r"\log x", r"\sqrt[9]{x}", "x^x", "x^{64}")
+    },
 }
 
 
 @dataclass
 class Work:
-    """What was computed while a test runs: of each operation the binary digits and the power of two of what it found,
-    before the caps are applied, and the absolute value that it gave.
+    """What was computed while a test runs: of each operation the binary digits and the power of two
+    of what it found, before the caps are applied, and the absolute value that it gave.
     """
 
     digits: list[int] = field(default_factory=list)
@@ -81,7 +85,8 @@ class Work:
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     seen = Work()
-    fraction, computed = numeric._fraction, numeric._computed
+    fraction = numeric._fraction
+    computed = numeric._computed
 
     def watched_fraction(value: Fraction) -> Any:
         seen.digits.append(max(value.numerator.bit_length(), value.denominator.bit_length()))
@@ -100,7 +105,9 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
 
 
 def test_the_work_is_bounded_by_the_length_of_an_answer(work: Work) -> None:
-    """Both sides are read, and computed at six points: for each character two operations at most, on capped values."""
+    """Both sides are read, and computed at six points: for each character two operations at most,
+    on capped values.
+    """
     over = []
     for name, answer in LARGE.items():
         assert len(answer) <= MAX_CHARS, name
@@ -144,22 +151,49 @@ def test_functions_are_capped() -> None:
 
 
 SAME = [
-    "({})", "0+{}", r"\frac{{2({})}}{{2}}", r"\frac{{({})\sqrt{{2}}}}{{\sqrt{{2}}}}", "-(-({}))", r"(\sqrt{{{}}})^2",
-    r"\sqrt[3]{{{}}}\sqrt[3]{{{}}}\sqrt[3]{{{}}}", r"({})+\pi-\pi", r"({})+10^{{40}}\pi-10^{{40}}\pi",
-    r"({})+" + ZERO.replace("{", "{{").replace("}", "}}"), r"({})(\sin^2(17)+\cos^2(17))", r"({})\cdot1.0000001",
-]  # fmt: skip
-OTHER = ["2({})+7", "-1-({})", r"\frac{{{}}}{{2}}-2", r"1.00001({})+\frac{{1}}{{3}}"]
+    "({})",
+    "0+{}",
+    r"\frac{{2({})}}{{2}}",
+    r"\frac{{({})\sqrt{{2}}}}{{\sqrt{{2}}}}",
+    "-(-({}))",
+    r"(\sqrt{{{}}})^2",
+    r"\sqrt[3]{{{}}}\sqrt[3]{{{}}}\sqrt[3]{{{}}}",
+    r"({})+\pi-\pi",
+    r"({})+10^{{40}}\pi-10^{{40}}\pi",
+    r"({})+" + ZERO.replace("{", "{{").replace("}", "}}"),
+    r"({})(\sin^2(17)+\cos^2(17))",
+    r"({})\cdot1.0",
+]
+OTHER = [
+    "2({})+7",
+    "-1-({})",
+    r"\frac{{{}}}{{2}}-2",
+    r"1.00001({})+\frac{{1}}{{3}}",
+]
 
 
 def drawn(rng: random.Random, depth: int) -> str:
     """An expression with the unknown x, or without one."""
     if not depth:
         return rng.choice(["x", "x", r"\pi", "0.5", "2", "3", "7", "12", "45", str(10**20 + 1)])
-    one, other = drawn(rng, depth - 1), drawn(rng, rng.randrange(depth))
+    one = drawn(rng, depth - 1)
+    other = drawn(rng, rng.randrange(depth))
     forms = [
         *(f"{one}+{other}", f"{one}-({other})", f"({one})({other})", rf"\frac{{{one}}}{{{other}}}"),
-        *(rf"\sqrt{{{one}}}", rf"\sqrt[3]{{{one}}}", f"({one})^2", f"({one})^{{-1}}", f"2^{{{one}}}"),
-        *(rf"\sin({one})", rf"\tan({one})", rf"\ln({one})", rf"\arcsin({one})", rf"\log_{{2}}({one})"),
+        *(
+            rf"\sqrt{{{one}}}",
+            rf"\sqrt[3]{{{one}}}",
+            f"({one})^2",
+            f"({one})^{{-1}}",
+            f"2^{{{one}}}",
+        ),
+        *(
+            rf"\sin({one})",
+            rf"\tan({one})",
+            rf"\ln({one})",
+            rf"\arcsin({one})",
+            rf"\log_{{2}}({one})",
+        ),
     ]
     return rng.choice(forms)
 
@@ -172,18 +206,24 @@ def test_another_spelling_of_a_value_is_never_called_wrong_nor_another_value_rig
         if verify_gold(gold):
             continue
         template = rng.choice(SAME)
-        same = grade(boxed(template.replace("{}", gold).replace("{{", "{").replace("}}", "}")), gold)
+        same = grade(
+            boxed(template.replace("{}", gold).replace("{{", "{").replace("}}", "}")), gold
+        )
         right += same.verdict == "correct"
         assert same.verdict != "wrong" or same.reason == "unevaluated", (template, gold, same)
         template = rng.choice(OTHER)
-        other = grade(boxed(template.replace("{}", gold).replace("{{", "{").replace("}}", "}")), gold)
+        other = grade(
+            boxed(template.replace("{}", gold).replace("{{", "{").replace("}}", "}")), gold
+        )
         wrong += other.verdict == "wrong"
         assert other.verdict != "correct", (template, gold)
     assert right > 300 and wrong > 300
 
 
 def test_threads_find_what_one_finds_alone() -> None:
-    drawn_cases = [case for case in cases() if case.kind in {"functions", "expressions", "radicals", "pi"}] * 2
+    drawn_cases = [
+        case for case in cases() if case.kind in {"functions", "expressions", "radicals", "pi"}
+    ] * 2
     numeric._made.clear()
 
     def one(case: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Reward functions of the user's own: found, checked before a run, called with a deadline, stopped on all ranks."""
+"""Reward functions of the user's own: found, checked before a run, called with a deadline, stopped
+on all ranks.
+"""
 
 import asyncio
 import contextlib
@@ -11,14 +13,16 @@ import textwrap
 import time
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageDraw
 from transformers import TrainerState
 
-from adora_vl.data.dataloader import kept
+from adora_vl.data.images import kept
 from adora_vl.rewards.choose import ChosenRewards, choose_rewards, try_rewards
 from adora_vl.rewards.explain import main as explain
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
@@ -30,7 +34,8 @@ from tests.support.step_context import step_context
 ROOT = Path(__file__).parents[3]
 TEMPLATE = ROOT / "docs" / "my_rewards.py"
 ROWS: list[dict[str, Any]] = [
-    {"prompt": [{"role": "user", "content": "?"}], "id": f"row/{n}", "answer": str(n)} for n in range(3)
+    {"prompt": [{"role": "user", "content": "?"}], "id": f"row/{n}", "answer": str(n)}
+    for n in range(3)
 ]
 
 
@@ -45,7 +50,10 @@ def own(tmp_path):
         given = dict(options or {})
         named = [entry.replace("FILE", str(file)) for entry in entries]
         return choose_rewards(
-            [{name: given[key]} if (key := name.rpartition(":")[2]) in given else name for name in named]
+            [
+                {name: given[key]} if (key := name.rpartition(":")[2]) in given else name
+                for name in named
+            ]
         )
 
     return write
@@ -62,25 +70,40 @@ def call(function: Any, texts: list[str], **columns: Any) -> list[float | None]:
     return asyncio.run(found) if asyncio.iscoroutine(found) else found
 
 
-# ----------------------------------------------------------------------------------------------- what is chosen
+# ----------------------------------------------------------------------------------- what is chosen
 
 
 def test_presets_and_own_functions_stand_in_the_order_that_was_asked_for(own):
-    body = "def size(completions, *, unit, **kwargs):\n    return [len(c[-1]['content']) / unit for c in completions]"
+    body = (
+        "def size(completions, *, unit, **kwargs):\n    return [len(c[-1]['content']) / unit for "
+        "c in completions]"
+    )
     chosen = own(body, "format", "FILE:size", "accuracy", options={"size": {"unit": 2}})
-    assert [call(function, ["5555"], answer=["5"]) for function in chosen.functions] == [[0.0], [2.0], [0.0]]
+    assert [call(function, ["5555"], answer=["5"]) for function in chosen.functions] == [
+        [0.0],
+        [2.0],
+        [0.0],
+    ]
     assert [entry for entry, _ in chosen.own] == [chosen.entries[1]]
 
 
 def test_the_template_does_what_it_says():
     chosen = choose_rewards(
-        [{f"{TEMPLATE}:brevity": {"target": 4}}, f"{TEMPLATE}:whole_number", f"{TEMPLATE}:shown_work"]
+        [
+            {f"{TEMPLATE}:brevity": {"target": 4}},
+            f"{TEMPLATE}:whole_number",
+            f"{TEMPLATE}:shown_work",
+        ]
     )
     chosen.check_columns(["answer", "id", "problem"])
     try_rewards(chosen, ROWS, 5.0, None)
     brevity, whole_number, shown_work = chosen.functions
     assert call(brevity, ["1234", "12345678", ""]) == [1.0, 0.5, 0.0]
-    assert call(whole_number, [r"\boxed{5}", r"\boxed{x}", "5"], answer=["5", "7", "x"]) == [1.0, 0.0, None]
+    assert call(whole_number, [r"\boxed{5}", r"\boxed{x}", "5"], answer=["5", "7", "x"]) == [
+        1.0,
+        0.0,
+        None,
+    ]
     assert call(shown_work, ["x = 5", "5"]) == [1.0, 0.0]
 
 
@@ -99,18 +122,38 @@ def test_a_reward_that_does_not_exist_is_one_line(own, subtests):
     cases = [
         (["FILE"], None, "names no function; write FILE.py:FUNCTION"),
         (["FILE:"], None, "names no function"),
-        (["FILE:brevty"], None, r"no function 'brevty' there; it has brevity, picky, closed; did you mean 'brevity'"),
+        (
+            ["FILE:brevty"],
+            None,
+            r"no function 'brevty' there; it has brevity, picky, closed; did you mean 'brevity'",
+        ),
         (["FILE:LIMIT"], None, r"LIMIT is no function \(it is of type int\)"),
         (["FILE:Judge"], None, "Judge is no function"),
         (["FILE.no.py:brevity"], None, "there is no file .*no.py' in"),
         (["my.py.txt:brevity"], None, "is neither a preset nor FILE.py:FUNCTION"),
-        (["FILE:brevity", "FILE:brevity"], None, "is given twice; weigh it with reward_weights instead"),
+        (
+            ["FILE:brevity", "FILE:brevity"],
+            None,
+            "is given twice; weigh it with reward_weights instead",
+        ),
         (["adorra"], None, "did you mean 'adora'"),
-        (["accuracy"], {"accuracy": {"round": True}}, "adora_reward.accuracy: unknown option 'round', it has rounding"),
-        (["accuracy"], {"accuracy": {"rounding": 1}}, "adora_reward.accuracy.rounding: 1 is not true or false"),
+        (
+            ["accuracy"],
+            {"accuracy": {"round": True}},
+            "adora_reward.accuracy: unknown option 'round', it has rounding",
+        ),
+        (
+            ["accuracy"],
+            {"accuracy": {"rounding": 1}},
+            "adora_reward.accuracy.rounding: 1 is not true or false",
+        ),
         (["knights"], {"knights": {"rounding": True}}, "unknown option 'rounding', it has none"),
         (["FILE:brevity"], {"brevity": 3}, "3 is no mapping"),
-        (["FILE:brevity"], {"brevity": {"completions": 3}}, "'completions' is given by the trainer"),
+        (
+            ["FILE:brevity"],
+            {"brevity": {"completions": 3}},
+            "'completions' is given by the trainer",
+        ),
         (["FILE:closed"], {"closed": {"target": 3}}, "no argument 'target'"),
     ]
     for entries, options, message in cases:
@@ -122,7 +165,10 @@ def test_a_reward_that_does_not_exist_is_one_line(own, subtests):
 
 def test_a_file_that_cannot_be_loaded_is_one_line_with_its_line(own, subtests):
     cases = [
-        ("import nowhere_to_be_found", "line 1: ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
+        (
+            "import nowhere_to_be_found",
+            "line 1: ModuleNotFoundError: No module named 'nowhere_to_be_found'",
+        ),
         ("x = 1\ndef f(:", "line 2: SyntaxError"),
         ("x = 1\n\n1 / 0", "line 3: ZeroDivisionError"),
         ("import sys\nsys.exit(3)", "line 2: SystemExit"),
@@ -134,7 +180,11 @@ def test_a_file_that_cannot_be_loaded_is_one_line_with_its_line(own, subtests):
 
 def test_a_function_that_the_columns_do_not_fit_is_found_before_the_run(own, subtests):
     for name, options, message in [
-        ("picky", None, r"needs 'difficulty', which is no column of the data set \(it has answer, id\)"),
+        (
+            "picky",
+            None,
+            r"needs 'difficulty', which is no column of the data set \(it has answer, id\)",
+        ),
         ("closed", None, r"must end with \*\*kwargs"),
         ("brevity", {"brevity": {"answer": 3}}, "'answer' is a column of the data"),
     ]:
@@ -148,11 +198,16 @@ def test_what_a_function_needs_may_come_from_its_options(own):
     assert call(chosen.functions[0], ["a"]) == [0.5]
 
 
-def test_a_file_is_looked_for_beside_the_config_first_and_its_hash_changes_with_it(tmp_path, monkeypatch):
-    beside, here = tmp_path / "configs", tmp_path / "here"
+def test_a_file_is_looked_for_beside_the_config_first_and_its_hash_changes_with_it(
+    tmp_path, monkeypatch
+):
+    beside = tmp_path / "configs"
+    here = tmp_path / "here"
     for folder, value in ((beside, 1), (here, 2)):
         folder.mkdir()
-        (folder / "r.py").write_text(f"def f(completions, **kwargs): return [{value}] * len(completions)")
+        (folder / "r.py").write_text(
+            f"def f(completions, **kwargs): return [{value}] * len(completions)"
+        )
     monkeypatch.chdir(here)
     second = choose_rewards(["r.py:f"])
     monkeypatch.setattr(own_files, "_beside", [beside])
@@ -163,12 +218,16 @@ def test_a_file_is_looked_for_beside_the_config_first_and_its_hash_changes_with_
 
 def test_a_changed_neighbour_of_a_reward_file_is_another_reward(tmp_path, subtests):
     files = {
-        "r.py": "import json, adora_vl.types\nfrom scale_of_r import SCALE\ndef f(completions, **kwargs):\n"
-        "    from package_of_r.inner import late\n    return [SCALE] * len(completions)",
+        "r.py": "import json, adora_vl.types\nfrom scale_of_r import SCALE\n"
+        "def f(completions, **kwargs):\n    from package_of_r.inner import late\n"
+        # a package of the user's own, though its name is one of ours
+        "    if not completions: import eval.lengths\n"
+        "    return [SCALE] * len(completions)",
         "scale_of_r.py": "SCALE = 1",
         "package_of_r/inner/__init__.py": "from .. import beside; from .late import VALUE",
         "package_of_r/inner/late.py": "VALUE = 1",
         "package_of_r/beside.py": "VALUE = 1",
+        "eval/lengths.py": "VALUE = 1",
         "adora_vl/types.py": "ours, which a checkout has beside the file",
         "unused.py": "never imported",
     }
@@ -182,7 +241,9 @@ def test_a_changed_neighbour_of_a_reward_file_is_another_reward(tmp_path, subtes
     before = known_by()
     for name, text in files.items():
         with subtests.test(name):
-            (tmp_path / name).write_text(text.replace("1", "2") if "1" in text else f"{text}\n# edited")
+            (tmp_path / name).write_text(
+                text.replace("1", "2") if "1" in text else f"{text}\n# edited"
+            )
             assert (known_by() == before) == (name in ("unused.py", "adora_vl/types.py"))
             (tmp_path / name).write_text(text)
 
@@ -191,18 +252,23 @@ def test_a_file_may_import_its_neighbour_which_hides_no_library(tmp_path):
     (tmp_path / "neighbour_of_a_reward.py").write_text("VALUE = 7")
     (tmp_path / "torch.py").write_text("1 / 0")
     (tmp_path / "r.py").write_text(
-        "import torch\nfrom neighbour_of_a_reward import VALUE\ndef f(completions, **k): return [VALUE]"
+        "import torch\nfrom neighbour_of_a_reward import VALUE\n"
+        "def f(completions, **k): return [VALUE]"
     )
     assert call(choose_rewards([f"{tmp_path / 'r.py'}:f"]).functions[0], ["a"]) == [7]
 
 
-# ------------------------------------------------------------------------------------------- what a call may do
+# ------------------------------------------------------------------------------- what a call may do
 
 
-def run(function: Any, count: int = 3, timeout: float | None = 5.0) -> tuple[list[float | None], list[RewardFailure]]:
+def run(
+    function: Any, count: int = 3, timeout: float | None = 5.0
+) -> tuple[list[float | None], list[RewardFailure]]:
     failures: list[RewardFailure] = []
     ids = {"id": [f"row/{n}" for n in range(count)]}
-    return call(safe_call(function, "mine", timeout, failures), [str(n) for n in range(count)], **ids), failures
+    return call(
+        safe_call(function, "mine", timeout, failures), [str(n) for n in range(count)], **ids
+    ), failures
 
 
 def giving(value: Any) -> Any:
@@ -211,8 +277,11 @@ def giving(value: Any) -> Any:
 
 def test_numbers_and_none_are_rewards_in_every_form(subtests):
     for returned in [
-        [1, None, 0.5], (True, None, 0.5), torch.tensor([1, 0.25, 0.5]), [torch.tensor(1.0), None, torch.tensor(0.5)],
-    ]:  # fmt: skip
+        [1, None, 0.5],
+        (True, None, 0.5),
+        torch.tensor([1, 0.25, 0.5]),
+        [torch.tensor(1.0), None, torch.tensor(0.5)],
+    ]:
         with subtests.test(f"{returned!r:.80}"):
             found, failures = run(giving(returned))
             assert failures == [] and found[0] == 1 and found[2] == 0.5 and found[1] in (None, 0.25)
@@ -220,11 +289,23 @@ def test_numbers_and_none_are_rewards_in_every_form(subtests):
 
 def test_nonsense_is_a_failure_with_row_and_reason(subtests):
     cases = [
-        (None, "3 completions together, of row row/0 and others", "it returned None (NoneType), not a list"),
-        (0.5, "3 completions together", "it returned 0.5 (float), not a list with one reward per completion"),
+        (
+            None,
+            "3 completions together, of row row/0 and others",
+            "it returned None (NoneType), not a list",
+        ),
+        (
+            0.5,
+            "3 completions together",
+            "it returned 0.5 (float), not a list with one reward per completion",
+        ),
         ("abc", "3 completions together", "it returned 'abc' (str), not a list"),
         ([1.0, 2.0], "3 completions together", "it returned 2 rewards for 3 completions"),
-        ([1.0, math.nan, 2.0], "row row/1", "it returned nan; return None for a completion that is not scored"),
+        (
+            [1.0, math.nan, 2.0],
+            "row row/1",
+            "it returned nan; return None for a completion that is not scored",
+        ),
         ([1.0, 2.0, math.inf], "row row/2", "it returned inf"),
         ([1.0, "2", 3.0], "row row/1", "it returned '2' (str), not a number or None"),
         ([1.0, [2], 3.0], "row row/1", "it returned [2] (list), not a number"),
@@ -249,7 +330,9 @@ def test_an_exception_names_the_row_that_fails_alone_and_the_line(subtests):
         with subtests.test(f"{function!r:.80}"):
             _, [failure] = run(function)
             assert failure.row == "row row/1"
-            assert re.fullmatch(r"ZeroDivisionError: .* \(test_own_rewards.py, line \d+\)", failure.reason)
+            assert re.fullmatch(
+                r"ZeroDivisionError: .* \(test_own_rewards.py, line \d+\)", failure.reason
+            )
 
 
 def test_an_exception_of_the_batch_alone_is_said_so_and_the_search_logs_nothing():
@@ -266,7 +349,9 @@ def test_an_exception_of_the_batch_alone_is_said_so_and_the_search_logs_nothing(
     assert failures[0].row == "2 completions together" and logged == [1]
 
 
-def edits_all_that_it_gets(prompts: Any, completions: Any, completion_ids: Any, answer: Any, **columns: Any) -> Any:
+def edits_all_that_it_gets(
+    prompts: Any, completions: Any, completion_ids: Any, answer: Any, **columns: Any
+) -> Any:
     for completion in completions:
         completion[-1]["content"] = completion[-1]["content"].strip()
     prompts[0].clear()
@@ -298,30 +383,71 @@ def test_a_function_that_edits_its_arguments_edits_its_own(function):
     before = deepcopy({**given, "prompts": None})
     failures: list[RewardFailure] = []
     called = safe_call(function, "mine", 5.0, failures)(**given)
-    assert (asyncio.run(called) if asyncio.iscoroutine(called) else called) == [0.0] and failures == []
+    assert (asyncio.run(called) if asyncio.iscoroutine(called) else called) == [
+        0.0
+    ] and failures == []
     assert given["prompts"][0][0]["content"][0]["image"] is image
     assert {**given, "prompts": None} == before
 
 
+EDITS: list[Any] = [
+    lambda image: ImageDraw.Draw(image).line((0, 0, 7, 7), fill=1),
+    lambda image: image.putpixel((7, 0), 1),
+    lambda image: image.load().__setitem__((0, 0), 1),
+    lambda image: image.paste(1, (4, 0, 8, 4)),
+    lambda image: image.frombytes(bytes(255 - value for value in image.tobytes())),
+    lambda image: image.putdata([1] * 64),
+    lambda image: image.thumbnail((4, 4)),
+]
+
+
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "1"])
 def test_a_function_that_draws_on_an_image_draws_on_its_own(mode):
-    """The rollouts of a group have one image. Its pixels are copied for a function only when it draws."""
+    """The rollouts of a group have one image, and each place where it stands is a copy."""
     image = kept(Image.new(mode, (8, 8)))
     given = {"completions": ["a", "b"], "images": [[image], [image]]}
-    shared: list[bool] = []
-    failures: list[RewardFailure] = []
-
-    def draws(images: Any, **rest: Any) -> list[float]:
-        (one,), (other,) = images
-        shared.append(one.im is image.im and other.tobytes() == image.tobytes())
-        ImageDraw.Draw(one).line((0, 0, 7, 7), fill=1)
-        one.putpixel((7, 0), 1)
-        one.paste(1, (4, 0, 8, 4))
-        return [float(one.tobytes() != image.tobytes()), float(other.tobytes() == image.tobytes())]
-
     before = image.tobytes()
-    assert safe_call(draws, "mine", 5.0, failures)(**given) == [1.0, 1.0] and failures == []
-    assert image.tobytes() == before and shared == [True]
+    one_band = len(image.getbands()) == 1
+    for edit in EDITS if one_band else [edit for n, edit in enumerate(EDITS) if n not in (2, 5)]:
+        failures: list[RewardFailure] = []
+
+        def draws(images: Any, edit: Any = edit, **rest: Any) -> list[float]:
+            (one,), (other,) = images
+            edit(one)
+            return [float(one.tobytes() != before), float(other.tobytes() == before)]
+
+        assert safe_call(draws, "mine", 5.0, failures)(**given) == [1.0, 1.0] and failures == []
+        assert image.tobytes() == before and image.size == (8, 8)
+
+
+def test_a_function_that_edits_arrays_sets_and_the_log_edits_its_own():
+    """The instances of environments are the rollouts' own: a reward may ask them, and change them."""
+    environment = SimpleNamespace(asked=0)
+    given: dict[str, Any] = {
+        "completions": ["a"],
+        "points": [np.zeros(3)],
+        "weights": [torch.zeros(3)],
+        "tags": [{"a"}],
+        "trainer_state": TrainerState(log_history=[{"loss": 1.0, "more": [1]}]),
+        "environments": [environment],
+    }
+
+    def edits(
+        points: Any, weights: Any, tags: Any, trainer_state: Any, environments: Any, **_: Any
+    ):
+        points[0][:] = 1
+        weights[0].fill_(1)
+        tags[0].add("b")
+        trainer_state.log_history[0]["loss"] = 2.0
+        trainer_state.log_history[0]["more"].append(2)
+        environments[0].asked += 1
+        return [0.0]
+
+    failures: list[RewardFailure] = []
+    assert safe_call(edits, "mine", 5.0, failures)(**given) == [0.0] and failures == []
+    assert not given["points"][0].any() and not given["weights"][0].any()
+    assert given["tags"] == [{"a"}] and environment.asked == 1
+    assert given["trainer_state"].log_history == [{"loss": 1.0, "more": [1]}]
 
 
 async def exits_later(**kwargs: Any) -> Any:
@@ -351,7 +477,9 @@ async def awaits_a_task_that_was_cancelled(**kwargs: Any) -> Any:
 
 
 def test_whatever_a_function_raises_is_a_failure_of_one_short_line(subtests):
-    """An error that came out of a call would leave the other ranks waiting, and the run without a checkpoint."""
+    """An error that came out of a call would leave the other ranks waiting, and the run without a
+    checkpoint.
+    """
     for function, reason in [
         (raising(Panic("index out of bounds")), "Panic: index out of bounds (test_own"),
         (raising(asyncio.CancelledError("gone")), "CancelledError: gone (test_own"),
@@ -414,7 +542,12 @@ print("loaded", os.waitstatus_to_exitcode(os.wait()[1]))
     file = tmp_path / "own.py"
     file.write_text("import os\nos.fork()\ndef own(completions, **kwargs): return [1.0]")
     done = subprocess.run(
-        [sys.executable, "-c", code, str(file)], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", code, str(file)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
     )
     assert done.stdout.splitlines() == ["[1.0] [] 1", "[3.0] []", "loaded 1"]
     ended = "it forked a process that did not end in it (os._exit); that process was ended"
@@ -449,7 +582,9 @@ def test_a_timer_that_was_running_goes_on_and_no_alarm_is_left():
 
 
 def test_what_python_cannot_interrupt_ends_the_process_with_a_traceback():
-    """An async function that blocks its loop: neither the loop's own deadline nor a signal reaches it."""
+    """An async function that blocks its loop: neither the loop's own deadline nor a signal reaches
+    it.
+    """
     code = """
 import time
 from adora_vl.rewards import safe_call
@@ -461,12 +596,17 @@ async def blocks(**kwargs):
 asyncio.run(safe_call.safe_call(blocks, "blocks", 0.2, [])(completions=["a"]))
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
     )
     assert done.returncode == 1 and "in blocks" in done.stderr
 
 
-# --------------------------------------------------------------------------------------------- how the run ends
+# --------------------------------------------------------------------------------- how the run ends
 
 
 def saving(folder: Path, saved: list[Path]) -> Any:
@@ -482,7 +622,9 @@ def saving(folder: Path, saved: list[Path]) -> Any:
 def test_the_run_ends_in_one_line_with_a_checkpoint_and_only_where_something_failed(tmp_path):
     saved: list[Path] = []
     guard = RewardGuard(step_context(save_now=saving(tmp_path, saved)))
-    sound, failing = guard.around([lambda completions, **k: [1.0] * len(completions), fails_on_one], ["a", "mine"])
+    sound, failing = guard.around(
+        [lambda completions, **k: [1.0] * len(completions), fails_on_one], ["a", "mine"]
+    )
     call(sound, ["0", "1"])
     guard.check(2)
     assert saved == []
@@ -490,41 +632,59 @@ def test_the_run_ends_in_one_line_with_a_checkpoint_and_only_where_something_fai
     with pytest.raises(RunError) as error:
         guard.check(2)
     text = str(error.value)
-    assert text.startswith("step 3: reward mine: completion 2 of 2: ZeroDivisionError: ") and "\n" not in text
+    assert (
+        text.startswith("step 3: reward mine: completion 2 of 2: ZeroDivisionError: ")
+        and "\n" not in text
+    )
     assert text.endswith(f"go on with --resume_from_checkpoint {tmp_path}") and saved == [tmp_path]
 
 
 def test_reward_models_and_the_time_of_presets_are_left_alone():
-    guard, model = RewardGuard(step_context(save_now=Path, adora_reward_timeout=0.2)), torch.nn.Linear(1, 1)
+    guard = RewardGuard(step_context(save_now=Path, adora_reward_timeout=0.2))
+    model = torch.nn.Linear(1, 1)
     preset = choose_rewards(["accuracy"]).functions[0]
     around = guard.around([model, preset], ["model", "accuracy_reward"])
     assert around[0] is model
     assert call(around[1], [r"\boxed{5}"], answer=["5"]) == [1.0]
     call(around[1], ["5"])
-    with pytest.raises(UserError, match="step 1: .*no column 'answer'"):  # a mistake of the data stays one
+    # a mistake of the data stays one
+    with pytest.raises(UserError, match="step 1: .*no column 'answer'"):
         guard.check(0)
 
 
-def test_a_rank_whose_functions_are_sound_stops_and_saves_with_the_one_that_failed(monkeypatch, tmp_path):
-    """Every rank asks, whether or not it has failed: the collective call is what keeps them together."""
+def test_a_rank_whose_functions_are_sound_stops_and_saves_with_the_one_that_failed(
+    monkeypatch, tmp_path
+):
+    """Every rank asks, whether or not it has failed: the collective call is what keeps them
+    together.
+    """
     elsewhere: list[RewardFailure] = []
     monkeypatch.setattr("adora_vl.training.guards.gather_object", lambda mine: [*mine, *elsewhere])
     saved: list[Path] = []
     guard = RewardGuard(step_context(save_now=saving(tmp_path, saved)))
     guard.check(0)
     elsewhere.append(RewardFailure("mine", "row row/7", "ZeroDivisionError: why"))
-    with pytest.raises(RunError, match="step 1: reward mine: row row/7: ZeroDivisionError: why. Nothing of this step"):
+    with pytest.raises(
+        RunError,
+        match="step 1: reward mine: row row/7: ZeroDivisionError: why. Nothing of this step",
+    ):
         guard.check(0)
     assert saved == [tmp_path]
 
 
-# ------------------------------------------------------------------------------------------------- the command
+# -------------------------------------------------------------------------------------- the command
 
 
 def test_explain_tries_a_reward_without_a_model(capsys):
     words = [
-        "--reward", f"{{{TEMPLATE}:brevity: {{target: 3}}}}", "accuracy", "--gold", "5", "--response", r"\boxed{5}",
-    ]  # fmt: skip
+        "--reward",
+        f"{{{TEMPLATE}:brevity: {{target: 3}}}}",
+        "accuracy",
+        "--gold",
+        "5",
+        "--response",
+        r"\boxed{5}",
+    ]
     assert explain(words) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"reward     {TEMPLATE}:brevity 0.333333" in lines and "reward     accuracy 1" in lines
@@ -538,7 +698,10 @@ def test_explain_says_in_one_line_what_is_wrong(capsys, subtests):
         (["--response", "5"], "give --gold to see how the answer is graded, or --reward"),
         (["--response", "5", "--reward", "nowhere.py:f"], "there is no file 'nowhere.py'"),
         (["--response", "5", "--reward", f"{TEMPLATE}:whole_number"], "needs 'answer'"),
-        (["--response", "5", "--reward", f"{TEMPLATE}:brevity", "--column", "answer"], "--column: 'answer' is not"),
+        (
+            ["--response", "5", "--reward", f"{TEMPLATE}:brevity", "--column", "answer"],
+            "--column: 'answer' is not",
+        ),
     ]
     for words, message in cases:
         with subtests.test(f"{words!r:.80}"):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from adora_vl.config.reading import read
+from adora_vl.config.command import read
 from adora_vl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, asks_for_answer_tags
 from adora_vl.prepare import prepare
 from adora_vl.rewards import PRESETS, grade_batch, reward_function, reward_functions
@@ -47,17 +47,29 @@ def trl_call(function: Any, completions: list[Any], **columns: Any) -> list[floa
     """The keyword arguments of `GRPOTrainer._calculate_rewards` in TRL 1.16."""
     log = columns.pop("log", Log())
     rewards: list[float] = function(
-        prompts=["?"] * len(completions), completions=completions, completion_ids=[[1]] * len(completions),
-        id=["row"] * len(completions), images=[None] * len(completions), trainer_state=None, log_extra=log.extra,
-        log_metric=log.metric, **columns,
-    )  # fmt: skip
+        prompts=["?"] * len(completions),
+        completions=completions,
+        completion_ids=[[1]] * len(completions),
+        id=["row"] * len(completions),
+        images=[None] * len(completions),
+        trainer_state=None,
+        log_extra=log.extra,
+        log_metric=log.metric,
+        **columns,
+    )
     return rewards
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_rewards_of_a_preset_in_every_form_of_completion(preset: str) -> None:
-    parts: list[Any] = [[{"role": "assistant", "content": [{"type": "text", "text": text}]}] for text in TEXTS]
-    forms: dict[str, list[Any]] = {"messages": conversational(TEXTS), "parts": parts, "strings": [*TEXTS]}
+    parts: list[Any] = [
+        [{"role": "assistant", "content": [{"type": "text", "text": text}]}] for text in TEXTS
+    ]
+    forms: dict[str, list[Any]] = {
+        "messages": conversational(TEXTS),
+        "parts": parts,
+        "strings": [*TEXTS],
+    }
     for form, completions in forms.items():
         rewards = trl_call(reward_function(preset), completions, answer=["5"] * 5)
         assert rewards == pytest.approx(EXPECTED[preset]), form
@@ -65,7 +77,9 @@ def test_rewards_of_a_preset_in_every_form_of_completion(preset: str) -> None:
 
 def test_every_preset_is_covered_and_named_for_trl() -> None:
     assert set(EXPECTED) == set(PRESETS)
-    assert [reward_function(preset).__name__ for preset in PRESETS] == [f"{preset}_reward" for preset in PRESETS]
+    assert [reward_function(preset).__name__ for preset in PRESETS] == [
+        f"{preset}_reward" for preset in PRESETS
+    ]
     assert not inspect.iscoroutinefunction(reward_function("adora"))  # TRL would run it elsewhere
 
 
@@ -89,15 +103,24 @@ def test_the_hooks_get_one_verdict_and_one_extracted_answer_a_completion() -> No
     times = {name: log.metrics.pop(name) for name in ("grading/ms_median", "grading/ms_p99")}
     assert 0 < times["grading/ms_median"] <= times["grading/ms_p99"]
     assert log.metrics == pytest.approx(
-        {"grading/correct": 0.2, "grading/wrong": 0.2, "grading/unparseable": 0.6, "grading/worked": 0.0}
+        {
+            "grading/correct": 0.2,
+            "grading/wrong": 0.2,
+            "grading/unparseable": 0.6,
+            "grading/worked": 0.0,
+        }
     )
 
 
 def test_an_answer_shows_a_working_or_is_bare() -> None:
     log = Log()
     texts = [
-        r"2 + 3 = 5. \boxed{5}", r"guess \boxed{5}", r"\boxed{x = 5}", "2 + 3 = 5", r"\boxed{4}. No: 2+3=5, \boxed{5}",
-    ]  # fmt: skip
+        r"2 + 3 = 5. \boxed{5}",
+        r"guess \boxed{5}",
+        r"\boxed{x = 5}",
+        "2 + 3 = 5",
+        r"\boxed{4}. No: 2+3=5, \boxed{5}",
+    ]
     trl_call(reward_function("adora"), conversational(texts), answer=["5"] * 5, log=log)
     assert log.metrics["grading/worked"] == 0.6
 
@@ -135,9 +158,17 @@ def test_several_rewards_grade_and_log_a_batch_once(monkeypatch: pytest.MonkeyPa
     rewards = [trl_call(one, conversational(TEXTS), answer=["5"] * 5, log=log) for one in functions]
     assert rewards == [EXPECTED["accuracy"], EXPECTED["format"]]
     assert seen == TEXTS
-    assert len(log.columns["verdict"]) == len(TEXTS)  # twice as many would shift TRL's table of completions
+    assert len(log.columns["verdict"]) == len(
+        TEXTS
+    )  # twice as many would shift TRL's table of completions
     # the next step: the same texts with other golds are another batch
-    assert trl_call(functions[0], conversational(TEXTS), answer=["6"] * 5) == [0.0, 1.0, 0.0, 0.0, 0.0]
+    assert trl_call(functions[0], conversational(TEXTS), answer=["6"] * 5) == [
+        0.0,
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+    ]
 
 
 def test_a_list_of_rewards_that_means_nothing_is_refused() -> None:
@@ -149,7 +180,10 @@ def test_a_list_of_rewards_that_means_nothing_is_refused() -> None:
 
 def test_empty_completions_and_empty_batches_get_their_rewards() -> None:
     log = Log()
-    assert trl_call(reward_function("adora"), [[], "", conversational([""])[0]], answer=["5"] * 3) == [0.0] * 3
+    assert (
+        trl_call(reward_function("adora"), [[], "", conversational([""])[0]], answer=["5"] * 3)
+        == [0.0] * 3
+    )
     assert trl_call(reward_function("adora"), [], answer=[], log=log) == []
     assert log.metrics == {}
 
@@ -164,7 +198,9 @@ UNGRADABLE: list[tuple[dict[str, Any], str]] = [  # the columns of two rows, and
 ]
 
 
-def test_a_reference_that_cannot_be_graded_against_is_an_error_not_a_silent_zero(subtests: Any) -> None:
+def test_a_reference_that_cannot_be_graded_against_is_an_error_not_a_silent_zero(
+    subtests: Any,
+) -> None:
     for columns, message in UNGRADABLE:
         with subtests.test(message), pytest.raises(UserError, match=message):
             trl_call(reward_function("adora"), [r"\boxed{5}", r"\boxed{5}"], **columns)
@@ -193,26 +229,42 @@ FORMS = [  # the text, right as `think`, right as `think_answer`
 
 def test_only_the_whole_form_of_thinking_is_rewarded() -> None:
     functions = reward_functions(["think_format", "think_answer_format"])
-    assert [function.__name__ for function in functions] == ["think_format_reward", "think_answer_format_reward"]
+    assert [function.__name__ for function in functions] == [
+        "think_format_reward",
+        "think_answer_format_reward",
+    ]
     for text, *expected in FORMS:
         for completions in ([text], conversational([text])):
-            assert [trl_call(one, completions, answer=["5"])[0] for one in functions] == expected, text[:80]
+            assert [trl_call(one, completions, answer=["5"])[0] for one in functions] == expected, (
+                text[:80]
+            )
 
 
 def test_the_prompts_say_whether_the_tags_are_asked_for() -> None:
     assert set(SYSTEM_PROMPTS) == {"boxed", "think", "think_answer"}
     assert all("\\boxed{" in prompt for prompt in SYSTEM_PROMPTS.values())
-    assert [name for name, prompt in SYSTEM_PROMPTS.items() if asks_for_answer_tags(prompt)] == ["think_answer"]
-    assert asks_for_answer_tags(None, "{problem} Write <answer>5</answer>.") and not asks_for_answer_tags(None, None)
+    assert [name for name, prompt in SYSTEM_PROMPTS.items() if asks_for_answer_tags(prompt)] == [
+        "think_answer"
+    ]
+    assert asks_for_answer_tags(
+        None, "{problem} Write <answer>5</answer>."
+    ) and not asks_for_answer_tags(None, None)
     assert not asks_for_answer_tags(SYSTEM_PROMPT, "{problem}")
 
 
 def test_an_answer_in_its_tags_is_graded_as_one_in_a_box() -> None:
-    """All of the labelled corpus: in tags each answer has the verdict and the reason that it has in a box."""
-    boxes = [(case, last_boxed(case.response)) for case in cases() if case.kind != "attacks" and not case.rounding]
+    """All of the labelled corpus: in tags each answer has the verdict and the reason that it has in
+    a box.
+    """
+    boxes = [
+        (case, last_boxed(case.response))
+        for case in cases()
+        if case.kind != "attacks" and not case.rounding
+    ]
     pairs = [(case, box) for case, box in boxes if box is not None and "box" not in box]
     assert len(pairs) > 600
-    references, choices = [case.gold for case, _ in pairs], [case.choices for case, _ in pairs]
+    references = [case.gold for case, _ in pairs]
+    choices = [case.choices for case, _ in pairs]
     boxed = grade_batch([rf"\boxed{{{box}}}" for _, box in pairs], references, choices=choices)
     tagged = [f"<think>so</think><answer>{box}</answer>" for _, box in pairs]
     assert grade_batch(tagged, references, choices=choices, answer_tags=True) == boxed
@@ -220,10 +272,14 @@ def test_an_answer_in_its_tags_is_graded_as_one_in_a_box() -> None:
 
 
 def test_the_presets_take_tags_for_a_box_where_they_are_asked_for() -> None:
-    tags, boxes = ["<answer>12</answer>", "<answer>13</answer>", "12"], [r"\boxed{12}", r"\boxed{13}", "12"]
+    tags = ["<answer>12</answer>", "<answer>13</answer>", "12"]
+    boxes = [r"\boxed{12}", r"\boxed{13}", "12"]
     for preset in PRESETS:
         rewards = reward_function(preset)(completions=boxes, answer=["12"] * 3)
-        assert reward_function(preset, answer_tags=True)(completions=tags, answer=["12"] * 3) == rewards, preset
+        assert (
+            reward_function(preset, answer_tags=True)(completions=tags, answer=["12"] * 3)
+            == rewards
+        ), preset
         assert reward_function(preset)(completions=tags, answer=["12"] * 3) == [0.0] * 3, preset
 
 
@@ -232,11 +288,25 @@ def test_a_run_grades_the_tags_where_its_format_has_them(tmp_path: Path) -> None
     for form, expected in (("think_answer", [1.0]), ("think", [0.0])):
         words = arguments(tmp_path / form, adora_system_prompt=form, adora_reward="accuracy")
         (function,) = prepare(read(words), to_train=False).rewards.functions
-        assert function(completions=["<think>3 * 4</think><answer>12</answer>"], answer=["12"]) == expected, form
+        assert (
+            function(completions=["<think>3 * 4</think><answer>12</answer>"], answer=["12"])
+            == expected
+        ), form
 
 
 def test_words_of_reflection_are_counted_once_each_and_as_whole_words() -> None:
-    text = "Wait, I re-check it. Double-checked. However, waiting is no mistake; a waiter checks. Let me see: hold on."
-    expected = {"wait": 2, "check": 1, "recheck": 1, "double-check": 1, "however": 1, "mistake": 1, "let me see": 1}
+    text = (
+        "Wait, I re-check it. Double-checked. However, waiting is no mistake; a waiter checks. "
+        "Let me see: hold on."
+    )
+    expected = {
+        "wait": 2,
+        "check": 1,
+        "recheck": 1,
+        "double-check": 1,
+        "however": 1,
+        "mistake": 1,
+        "let me see": 1,
+    }
     assert reflective_words(text) == {**expected, "hold on": 1}
     assert reflective_words(r"so \boxed{5}") == {}

@@ -1,4 +1,6 @@
-"""Do engine and trainer agree: the bounds, prompts moved far back, and what ends a run before its first step."""
+"""Do engine and trainer agree: the bounds, prompts moved far back, and what ends a run before its
+first step.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,15 +24,22 @@ WORDS = [token for token in range(len(TOKENIZER)) if token not in TOKENIZER.all_
 
 def trainer(model: int = 10**6, engine: int = 10**6) -> Any:
     config = SimpleNamespace(max_position_embeddings=model)
-    llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=engine)))
+    llm = SimpleNamespace(
+        llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=engine))
+    )
     return SimpleNamespace(
-        _tokenizer=TOKENIZER, args=SimpleNamespace(seed=0), vllm_generation=SimpleNamespace(llm=llm),
-        model=SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config)), vllm_mode="colocate",
-    )  # fmt: skip
+        _tokenizer=TOKENIZER,
+        args=SimpleNamespace(seed=0),
+        vllm_generation=SimpleNamespace(llm=llm),
+        model=SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config)),
+        vllm_mode="colocate",
+    )
 
 
 def prompts(shapes: list[tuple[list[int], list[int]]]) -> agreement.Prompts:
-    """Of each row its words, and for each of its images the number of image tokens, four patches a token."""
+    """Of each row its words, and for each of its images the number of image tokens, four patches a
+    token.
+    """
     ids = [[token for size in sizes for token in [IMAGE] * size] + words for words, sizes in shapes]
     grids = [[1, 2, 2 * size] for _, sizes in shapes for size in sizes]
     kinds = [[int(token == IMAGE) for token in row] for row in ids]
@@ -42,19 +51,26 @@ def prompts(shapes: list[tuple[list[int], list[int]]]) -> agreement.Prompts:
 
 
 ROW = st.tuples(
-    st.lists(st.sampled_from(WORDS), min_size=1, max_size=30), st.lists(st.integers(1, 9), min_size=1, max_size=3)
+    st.lists(st.sampled_from(WORDS), min_size=1, max_size=30),
+    st.lists(st.integers(1, 9), min_size=1, max_size=3),
 )
 
 
 @settings(max_examples=25)
-@given(shapes=st.lists(ROW, min_size=1, max_size=5), tokens=st.integers(1, 40), longest=st.integers(130, 4000))
+@given(
+    shapes=st.lists(ROW, min_size=1, max_size=5),
+    tokens=st.integers(1, 40),
+    longest=st.integers(130, 4000),
+)
 def test_the_same_prompts_with_their_images_stand_after_words_of_their_own(shapes, tokens, longest):
     near = prompts(shapes)
     far = agreement.far_prompts(trainer(engine=longest), near, tokens)
     assert far is not None and far.images is not None
     rows = len(shapes[: agreement.ROWS])
     assert max(map(len, far.ids)) == min(agreement.POSITION, longest - tokens)
-    assert len({len(there) - len(here) for there, here in zip(far.ids, near.ids, strict=False)}) == 1
+    assert (
+        len({len(there) - len(here) for there, here in zip(far.ids, near.ids, strict=False)}) == 1
+    )
     for (words, _), there, here in zip(shapes, far.ids, near.ids, strict=False):
         assert there[-len(here) :] == here
         assert set(there[: -len(here)]) <= set(words)
@@ -88,18 +104,31 @@ def test_the_bound_follows_the_coarser_dtype(subtests):
         ("bfloat16", {"adora_max_drift": 0.1}, 0.1),
         ("float32", {"adora_max_drift": None}, 0.01),
         ("float32", {"top_k": -1}, 0.01),  # vLLM's word for no filter
-        ("float32", {"top_p": 0.9}, 0.3),  # a filter changes the engine's numbers and not the trainer's
+        (
+            "float32",
+            {"top_p": 0.9},
+            0.3,
+        ),  # a filter changes the engine's numbers and not the trainer's
     ]
     for engine, keys, bound in cases:
         with subtests.test(f"{engine} {keys!r:.80} {bound}"):
             precision = {"bf16": False, "fp16": False, "adora_max_drift": 0.3}
-            sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+            sampling = {
+                "temperature": 1.0,
+                "top_p": 1.0,
+                "top_k": 0,
+                "min_p": None,
+                "repetition_penalty": 1.0,
+            }
             args = SimpleNamespace(**{**precision, **sampling, **keys})
-            model, settings = SimpleNamespace(dtype=torch.float32), SimpleNamespace(dtype=engine)
+            model = SimpleNamespace(dtype=torch.float32)
+            settings = SimpleNamespace(dtype=engine)
             generation = SimpleNamespace(settings=settings)
             trainer = SimpleNamespace(args=args, model=model, vllm_generation=generation)
             assert agreement.agreement_bound(trainer) == bound
-            assert agreement.distant_bound(trainer) == (bound / 10 if bound == 0.01 else bound), "of float32 alone"
+            assert agreement.distant_bound(trainer) == (bound / 10 if bound == 0.01 else bound), (
+                "of float32 alone"
+            )
 
 
 @pytest.fixture
@@ -110,20 +139,39 @@ def about_to_train(monkeypatch):
         monkeypatch.setattr(agreement, "read_prompts", lambda trainer, rows: prompts([([20], [1])]))
         monkeypatch.setattr(agreement.EngineProbe, "cold_on_all_ranks", lambda self: checks)
         accelerator = SimpleNamespace(process_index=0, is_main_process=True)
-        facts = {"use_vllm": True, "vllm_mode": "colocate", "train_dataset": [{}, {}, {}], "accelerator": accelerator}
-        agreement.SelfCheck(SimpleNamespace(**{**facts, **trainer})).on_train_begin(None, None, None)
+        facts = {
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            "train_dataset": [{}, {}, {}],
+            "accelerator": accelerator,
+        }
+        agreement.SelfCheck(SimpleNamespace(**{**facts, **trainer})).on_train_begin(
+            None, None, None
+        )
 
     return start
 
 
 def test_training_starts_where_engine_and_trainer_agree(about_to_train, capsys):
-    about_to_train([passed(agreement.PROMPTS, "2 prompts"), passed(agreement.COLD, "1e-06 nats per token")])
-    assert capsys.readouterr().out == "Self-check: engine and trainer differ by 1e-06 nats per token\n"
+    about_to_train(
+        [passed(agreement.PROMPTS, "2 prompts"), passed(agreement.COLD, "1e-06 nats per token")]
+    )
+    assert (
+        capsys.readouterr().out == "Self-check: engine and trainer differ by 1e-06 nats per token\n"
+    )
 
 
 def test_training_is_refused_where_they_do_not(about_to_train):
-    with pytest.raises(RolloutError, match=r"agreement, cold: 3 nats per token\. Mend it\..*--adora_self_check false"):
-        about_to_train([passed(agreement.PROMPTS, "2 prompts"), failed(agreement.COLD, "3 nats per token", "mend it")])
+    with pytest.raises(
+        RolloutError,
+        match=r"agreement, cold: 3 nats per token\. Mend it\..*--adora_self_check false",
+    ):
+        about_to_train(
+            [
+                passed(agreement.PROMPTS, "2 prompts"),
+                failed(agreement.COLD, "3 nats per token", "mend it"),
+            ]
+        )
 
 
 def test_without_an_engine_there_is_nothing_to_check(about_to_train, capsys):

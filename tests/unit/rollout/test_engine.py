@@ -14,12 +14,12 @@ from PIL import Image
 from torch import distributed, nn
 from transformers import GenerationConfig
 
-from adora_vl.data.dataloader import kept
+from adora_vl.data.images import kept
 from adora_vl.rollout import engine_settings as sync
 from adora_vl.rollout import prompt_tokens
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
-from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk, plan_requests
+from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult, plan_requests
 from adora_vl.rollout.servers import of_sampled
 from adora_vl.utils.errors import RolloutError, UserError
 from adora_vl.utils.launch import prepare_engine_environment
@@ -38,31 +38,48 @@ from adora_vl.rollout import llm as llm_module  # noqa: E402
 from adora_vl.rollout.llm import PolicyLLM, with_known_images  # noqa: E402
 
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-IMAGE, START, END = 90, 91, 92
+IMAGE = 90
+START = 91
+END = 92
 
 
 def test_log_probabilities_are_the_trainers_own_where_tokens_are_only_left_out(subtests):
     """By bans and filters, since what was cut off would be missing from each token's ratio."""
-    cases: list[dict[str, Any]] = [{}, {"top_k": -1, "min_p": 0.0}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}]
+    cases: list[dict[str, Any]] = [
+        {},
+        {"top_k": -1, "min_p": 0.0},
+        {"top_p": 0.9},
+        {"top_k": 20},
+        {"min_p": 0.1},
+    ]
     cases += [{"_asked": {"stop": ["x"], "bad_words": ["y"]}}]
     moved: list[dict[str, Any]] = [
-        {"temperature": 0.7}, {"repetition_penalty": 1.05}, {"_asked": {"logit_bias": {5: 1.0}}},
-    ]  # fmt: skip
+        {"temperature": 0.7},
+        {"repetition_penalty": 1.05},
+        {"_asked": {"logit_bias": {5: 1.0}}},
+    ]
     for sampling in [*cases, *moved]:
         with subtests.test(str(sampling)):
             engine = object.__new__(AdoraVLLMGeneration)
             engine.__dict__.update({**NEUTRAL, "_asked": {}, **sampling})
-            assert engine._logprobs_mode() == ("raw_logprobs" if sampling in cases else "processed_logprobs")
+            assert engine._logprobs_mode() == (
+                "raw_logprobs" if sampling in cases else "processed_logprobs"
+            )
 
 
 def test_the_log_probability_of_a_token_is_that_of_its_own_id():
     """Beside a likelier one, which stands first."""
-    tokens, logps, ids = [[7, 8]], [[[-0.1, -2.0], [-0.5]]], [[[9, 7], [8]]]
+    tokens = [[7, 8]]
+    logps = [[[-0.1, -2.0], [-0.5]]]
+    ids = [[[9, 7], [8]]]
     assert of_sampled(tokens, logps, ids) == [[-2.0, -0.5]]
 
 
 def test_shared_memory_has_a_name_of_its_own_and_no_name_after_the_start(tmp_path, monkeypatch):
-    """Else two runs on a machine would share it, and every run would leave some behind. Others' stays."""
+    """Else two runs on a machine would share it, and every run would leave some behind.
+
+    Others' stays.
+    """
     monkeypatch.setattr(llm_module, "_SHARED_MEMORY", tmp_path)
     monkeypatch.setenv("VLLM_DIST_IDENT", "a-run")
     (tmp_path / "other").touch()
@@ -77,10 +94,14 @@ def generation_with(asked: dict[str, Any] | None, mode: str = "colocate") -> Ado
     """With these `generation_kwargs`, and no engine."""
     tokenizer = SimpleNamespace(get_vocab=lambda: {})
     given = {"model": None, "accelerator": Accelerator(cpu=True), "processing_class": tokenizer}
-    return AdoraVLLMGeneration(**given, mode=mode, generation_kwargs=asked, settings=EngineSettings())
+    return AdoraVLLMGeneration(
+        **given, mode=mode, generation_kwargs=asked, settings=EngineSettings()
+    )
 
 
-def test_rollouts_are_not_turned_into_text_by_the_engine_unless_it_stops_at_a_string(monkeypatch, subtests):
+def test_rollouts_are_not_turned_into_text_by_the_engine_unless_it_stops_at_a_string(
+    monkeypatch, subtests
+):
     monkeypatch.setattr(AdoraVLLMGeneration, "_init_vllm", lambda self: None)
     cases: list[Any] = [
         ("colocate", None, False),
@@ -93,7 +114,8 @@ def test_rollouts_are_not_turned_into_text_by_the_engine_unless_it_stops_at_a_st
         with subtests.test(f"{mode} {asked}"):
             engine = generation_with(asked, mode)
             assert engine.generation_kwargs.get("detokenize") is detokenize
-            SamplingParams(**engine.generation_kwargs)  # vLLM refuses strings to stop at without a text
+            # vLLM refuses strings to stop at without a text
+            SamplingParams(**engine.generation_kwargs)
 
 
 def test_an_answer_that_repeats_itself_can_be_stopped_by_a_key_of_the_config(monkeypatch):
@@ -101,11 +123,20 @@ def test_an_answer_that_repeats_itself_can_be_stopped_by_a_key_of_the_config(mon
     engine = generation_with({"repetition_detection": {"max_pattern_size": 2, "min_count": 3}})
     asked = SamplingParams(**engine.generation_kwargs).repetition_detection
     assert asked is not None and asked.max_pattern_size == 2
-    found = [check_sequence_repetition(tokens, asked) for tokens in ([7, 1, 2, 1, 2, 1, 2], [7, 1, 2, 1, 2, 1])]
+    found = [
+        check_sequence_repetition(tokens, asked)
+        for tokens in ([7, 1, 2, 1, 2, 1, 2], [7, 1, 2, 1, 2, 1])
+    ]
     assert found == [True, False]
     assert engine._logprobs_mode() == "raw_logprobs", "each token is sampled as without it"
-    for wrong in ({"max_pattern_size": 2}, {"max_pattern_size": "x"}, {"max_pattern_size": 2, "count": 2}):
-        with pytest.raises(UserError, match="generation_kwargs: repetition_detection: {.*such as") as refused:
+    for wrong in (
+        {"max_pattern_size": 2},
+        {"max_pattern_size": "x"},
+        {"max_pattern_size": 2, "count": 2},
+    ):
+        with pytest.raises(
+            UserError, match="generation_kwargs: repetition_detection: {.*such as"
+        ) as refused:
             generation_with({"repetition_detection": wrong})
         assert "\n" not in str(refused.value)
 
@@ -115,16 +146,22 @@ def test_a_bias_from_the_command_line_has_texts_as_its_tokens(monkeypatch):
     engine = generation_with(json.loads('{"logit_bias": {"50": 2.0}}'))
     assert SamplingParams(**engine.generation_kwargs).logit_bias == {50: 2.0}
     for wrong in ({"yes": 2.0}, {"50": "much"}, [50]):
-        with pytest.raises(UserError, match="^generation_kwargs: logit_bias: .* is no mapping of token ids"):
+        with pytest.raises(
+            UserError, match="^generation_kwargs: logit_bias: .* is no mapping of token ids"
+        ):
             generation_with({"logit_bias": wrong})
 
 
 def built_with(monkeypatch: pytest.MonkeyPatch, settings: EngineSettings, ranks: int = 1) -> Any:
     """What vLLM's engine is built with."""
     monkeypatch.setattr(llm_module, "PolicyLLM", lambda **arguments: arguments)
-    engine, model = object.__new__(AdoraVLLMGeneration), SimpleNamespace(dtype=torch.float32)
-    engine.__dict__.update(NEUTRAL, model=model, image_token_id=None, _asked={}, enable_sleep_mode=False)
-    engine.settings, engine.tensor_parallel_size = settings, ranks
+    engine = object.__new__(AdoraVLLMGeneration)
+    model = SimpleNamespace(dtype=torch.float32)
+    engine.__dict__.update(
+        NEUTRAL, model=model, image_token_id=None, _asked={}, enable_sleep_mode=False
+    )
+    engine.settings = settings
+    engine.tensor_parallel_size = ranks
     return engine._build_llm(max_model_len=64)
 
 
@@ -133,15 +170,22 @@ def test_by_default_the_engine_compiles_on_a_card_alone(monkeypatch, subtests):
     for wanted, on_cpu, eager in cases:
         with subtests.test(f"{wanted} {on_cpu}"):
             monkeypatch.setattr(sync, "engine_runs_on_cpu", lambda on_cpu=on_cpu: on_cpu)
-            assert built_with(monkeypatch, EngineSettings(enforce_eager=wanted))["enforce_eager"] is eager
+            assert (
+                built_with(monkeypatch, EngineSettings(enforce_eager=wanted))["enforce_eager"]
+                is eager
+            )
 
 
-def test_a_divided_engine_leaves_the_all_reduce_to_nccl_where_memory_segments_grow(monkeypatch, subtests):
+def test_a_divided_engine_leaves_the_all_reduce_to_nccl_where_memory_segments_grow(
+    monkeypatch, subtests
+):
     """vLLM's own would end the process."""
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     for ranks, setting, off in [
-        (2, "expandable_segments:True", True), (2, "", None), (1, "expandable_segments:True", None),
-    ]:  # fmt: skip
+        (2, "expandable_segments:True", True),
+        (2, "", None),
+        (1, "expandable_segments:True", None),
+    ]:
         with subtests.test(f"{ranks} {setting}"):
             monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
             found = built_with(monkeypatch, EngineSettings(), ranks)
@@ -149,34 +193,57 @@ def test_a_divided_engine_leaves_the_all_reduce_to_nccl_where_memory_segments_gr
 
 
 def engine_of(monkeypatch: Any, seen: list[Any], reasons: list[str], **changed: Any) -> Any:
-    """A colocated engine whose vLLM notes what it is asked for in `seen`, and ends its rollouts for these reasons. The
-    rollouts of a request come in any order; the log-probability of a token is beside that of a likelier one.
+    """A colocated engine whose vLLM notes what it is asked for in `seen`, and ends its rollouts for
+    these reasons. The rollouts of a request come in any order; the log-probability of a token is
+    beside that of a likelier one.
     """
 
     def generate(self: Any, prompts: Any, sampling_params: Any, **_: Any) -> list[Any]:
         seen.extend(zip(prompts, sampling_params, strict=True))
-        left, outputs = iter(reasons), []
+        left = iter(reasons)
+        outputs = []
         for prompt, p in zip(prompts, sampling_params, strict=True):
-            ids = [token for one in prompt["prompt_token_ids"] for token in [one] * (1 + (one == IMAGE))]
+            ids = [
+                token
+                for one in prompt["prompt_token_ids"]
+                for token in [one] * (1 + (one == IMAGE))
+            ]
             made = [
                 SimpleNamespace(
-                    index=index, token_ids=[p.seed + index] * p.max_tokens, finish_reason=next(left),
-                    logprobs=[{3: SimpleNamespace(logprob=-0.1), p.seed + index: SimpleNamespace(logprob=-2.0)}]
+                    index=index,
+                    token_ids=[p.seed + index] * p.max_tokens,
+                    finish_reason=next(left),
+                    logprobs=[
+                        {
+                            3: SimpleNamespace(logprob=-0.1),
+                            p.seed + index: SimpleNamespace(logprob=-2.0),
+                        }
+                    ]
                     * p.max_tokens,
                 )
                 for index in range(p.n)
-            ]  # fmt: skip
+            ]
             outputs.append(SimpleNamespace(prompt_token_ids=ids, outputs=made[::-1]))
         return outputs
 
     monkeypatch.setattr(LLM, "generate", generate)
-    engine, llm = object.__new__(AdoraVLLMGeneration), object.__new__(PolicyLLM)
+    engine = object.__new__(AdoraVLLMGeneration)
+    llm = object.__new__(PolicyLLM)
     llm.model_config = SimpleNamespace(max_model_len=20)
     engine.__dict__.update(
-        NEUTRAL, mode="colocate", enable_sleep_mode=False, image_token_id=IMAGE, tensor_parallel_size=1, logprobs=0,
-        generation_kwargs={"stop_token_ids": [7]}, structured_outputs_regex=None, max_completion_length=99, llm=llm,
-        accelerator=SimpleNamespace(process_index=0), model=nn.Linear(1, 1),
-    )  # fmt: skip
+        NEUTRAL,
+        mode="colocate",
+        enable_sleep_mode=False,
+        image_token_id=IMAGE,
+        tensor_parallel_size=1,
+        logprobs=0,
+        generation_kwargs={"stop_token_ids": [7]},
+        structured_outputs_regex=None,
+        max_completion_length=99,
+        llm=llm,
+        accelerator=SimpleNamespace(process_index=0),
+        model=nn.Linear(1, 1),
+    )
     engine.__dict__.update(changed)
     return engine
 
@@ -188,23 +255,44 @@ def test_a_group_is_one_request_with_seeds_that_count_up(monkeypatch):
     numbers: dict[str, Any] = {"first": 2, "generations": 4, "limit": 2}
     asks = asks_of([[START, IMAGE, IMAGE, END]] * 7, shown, **numbers)
     assert [len(request) for request in plan_requests(asks)] == [2, 2, 1, 1, 1]
-    assert [len(request) for request in plan_requests([replace(ask, together=0) for ask in asks])] == [4, 1, 2]
+    assert [
+        len(request) for request in plan_requests([replace(ask, together=0) for ask in asks])
+    ] == [4, 1, 2]
     alone = asks_of([[START, IMAGE, IMAGE, END]] * 7, shown, grouped=False, **numbers)
     found = [engine_of(monkeypatch, [], ["stop"] * 7).sample(each) for each in (asks, alone)]
-    assert found[0] == found[1] == [RolloutAnswer([ask.seed] * 2, [-2.0] * 2, "stop", ask.ids) for ask in asks]
+    assert (
+        found[0]
+        == found[1]
+        == [SamplingResult([ask.seed] * 2, [-2.0] * 2, "stop", ask.ids) for ask in asks]
+    )
 
 
 def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
-    """The second row ends by itself, the third one where the engine has no room, and the last two begin."""
+    """The second row ends by itself, the third one where the engine has no room, and the last two
+    begin.
+    """
     seen: list[Any] = []
     engine = engine_of(monkeypatch, seen, ["length", "stop", "length", "length", "length"])
-    had, prompt = [[5], [5, 6], [5] * 12, [], []], [START, IMAGE, IMAGE, END, 1]
+    had = [[5], [5, 6], [5] * 12, [], []]
+    prompt = [START, IMAGE, IMAGE, END, 1]
     numbers = zip(had, [10, 11, 12, 1, 1], [21, 22, 23, 31, 32], [3, 3, 3, 4, 4], strict=True)
-    asks = [RolloutAsk([*prompt, *begun], [], group, seed, limit) for begun, group, seed, limit in numbers]
+    asks = [
+        SamplingRequest([*prompt, *begun], [], group, seed, limit)
+        for begun, group, seed, limit in numbers
+    ]
     answers = engine.sample(asks, {**engine.sampling, "temperature": 0.5})
-    assert [one["prompt_token_ids"] for one, _ in seen] == [[START, IMAGE, END, 1, *begun] for begun in had[:4]]
-    assert [(p.n, p.max_tokens, p.seed) for _, p in seen] == [(1, 3, 21), (1, 3, 22), (1, 3, 23), (2, 4, 31)]
-    assert all(p.temperature == 0.5 and p.stop_token_ids == [7] for _, p in seen), "the run's settings and further ones"
+    assert [one["prompt_token_ids"] for one, _ in seen] == [
+        [START, IMAGE, END, 1, *begun] for begun in had[:4]
+    ]
+    assert [(p.n, p.max_tokens, p.seed) for _, p in seen] == [
+        (1, 3, 21),
+        (1, 3, 22),
+        (1, 3, 23),
+        (2, 4, 31),
+    ]
+    assert all(p.temperature == 0.5 and p.stop_token_ids == [7] for _, p in seen), (
+        "the run's settings and further ones"
+    )
     assert [answer.reason for answer in answers] == ["length", "stop", "room", "length", "length"]
 
 
@@ -213,19 +301,27 @@ def test_the_ranks_of_a_divided_engine_ask_for_the_same_and_each_gets_its_own(mo
     parts = [asks_of([[5]] * 4, generations=4, limit=1), []]
     parts[1] = asks_of([[6]] * 3, first=4, generations=4, limit=1)
     put = list.__setitem__
-    monkeypatch.setattr(distributed, "all_gather_object", lambda found, _, group: put(found, slice(2), parts))
+    monkeypatch.setattr(
+        distributed, "all_gather_object", lambda found, _, group: put(found, slice(2), parts)
+    )
     for rank, own in enumerate(parts):
         seen: list[Any] = []
         monkeypatch.setattr(distributed, "get_rank", lambda group, rank=rank: rank)
-        answers = engine_of(monkeypatch, seen, ["stop"] * 7, tensor_parallel_size=2, tp_group=None).sample(own)
-        assert [p.n for _, p in seen] == [4, 3] and [one.tokens for one in answers] == [[ask.seed] for ask in own]
+        answers = engine_of(
+            monkeypatch, seen, ["stop"] * 7, tensor_parallel_size=2, tp_group=None
+        ).sample(own)
+        assert [p.n for _, p in seen] == [4, 3] and [one.tokens for one in answers] == [
+            [ask.seed] for ask in own
+        ]
 
 
 def test_vllm_takes_an_image_that_is_kept_without_copying_or_hashing_it(monkeypatch):
     def parsed(prompt):
         items = MultiModalDataParser().parse_mm_data(prompt["multi_modal_data"])
         uuids = parse_mm_uuids(prompt.get("multi_modal_uuids"))
-        return items["image"].get(0), ProcessorInputs([1], items, uuids).get_mm_hashes("model", "blake3")
+        return items["image"].get(0), ProcessorInputs([1], items, uuids).get_mm_hashes(
+            "model", "blake3"
+        )
 
     image = kept(Image.new("RGB", (8, 6), (1, 2, 3)))
     row = {"prompt_token_ids": [1], "multi_modal_data": {"image": image}}
@@ -243,12 +339,22 @@ def test_images_that_may_be_drawn_on_go_to_vllm_as_they_are():
         {"prompt_token_ids": [1]},
         {"prompt_token_ids": [1], "multi_modal_data": {"image": plain}},
     ]
-    rows.append({"prompt_token_ids": [1], "multi_modal_data": {"image": [kept(Image.new("RGB", (8, 6))), plain]}})
+    rows.append(
+        {
+            "prompt_token_ids": [1],
+            "multi_modal_data": {"image": [kept(Image.new("RGB", (8, 6))), plain]},
+        }
+    )
     assert [with_known_images(row) for row in rows] == rows
 
 
 def test_other_pixels_another_mode_or_another_size_is_another_image():
-    images = [Image.new("RGB", (8, 6)), Image.new("RGB", (6, 8)), Image.new("L", (8, 18)), Image.new("RGB", (8, 6), 1)]
+    images = [
+        Image.new("RGB", (8, 6)),
+        Image.new("RGB", (6, 8)),
+        Image.new("L", (8, 18)),
+        Image.new("RGB", (8, 6), 1),
+    ]
     assert len({kept(image).digest for image in images}) == 4
     assert kept(Image.new("RGB", (8, 6))).digest == kept(Image.new("RGB", (8, 6))).digest
 
@@ -256,7 +362,10 @@ def test_other_pixels_another_mode_or_another_size_is_another_image():
 def test_each_run_of_image_tokens_becomes_one(subtests):
     cases: list[tuple[list[int], list[int]]] = [
         ([1, START, IMAGE, IMAGE, IMAGE, END, 2], [1, START, IMAGE, END, 2]),
-        ([START, IMAGE, IMAGE, END, START, IMAGE, END], [START, IMAGE, END, START, IMAGE, END]),  # two images
+        (
+            [START, IMAGE, IMAGE, END, START, IMAGE, END],
+            [START, IMAGE, END, START, IMAGE, END],
+        ),  # two images
         ([1, 1, 2, 2], [1, 1, 2, 2]),  # no image: other repetitions stay
         ([IMAGE, IMAGE], [IMAGE]),
         ([], []),
@@ -268,10 +377,16 @@ def test_each_run_of_image_tokens_becomes_one(subtests):
 
 def test_the_first_row_that_differs_is_named_with_the_token_counts_or_the_tokenizer():
     prompt_tokens.check_prompts([[1, 2], [3]], [(1, 2), (3,)], IMAGE)
-    with pytest.raises(prompt_tokens.PromptMismatchError, match="trainer 1, engine 2.*min_pixels") as caught:
-        prompt_tokens.check_prompts([[1], [1, IMAGE], [IMAGE]], [[1], [1, IMAGE, IMAGE], [2]], IMAGE)
+    with pytest.raises(
+        prompt_tokens.PromptMismatchError, match="trainer 1, engine 2.*min_pixels"
+    ) as caught:
+        prompt_tokens.check_prompts(
+            [[1], [1, IMAGE], [IMAGE]], [[1], [1, IMAGE, IMAGE], [2]], IMAGE
+        )
     assert caught.value.row == 1
-    with pytest.raises(prompt_tokens.PromptMismatchError, match="the text differs.*tokenizer") as caught:
+    with pytest.raises(
+        prompt_tokens.PromptMismatchError, match="the text differs.*tokenizer"
+    ) as caught:
         prompt_tokens.check_prompts([[1, IMAGE, 2]], [[1, IMAGE, 3]], IMAGE)
     assert caught.value.row == 0
     with pytest.raises(ValueError, match="shorter"):  # a missing row is not passed over
@@ -279,23 +394,35 @@ def test_the_first_row_that_differs_is_named_with_the_token_counts_or_the_tokeni
 
 
 def test_a_mismatch_names_the_row_by_its_id_or_its_number():
-    for rows, name in (([{}, {"id": "train/7"}], "row train/7:"), ([{}, {}], "row #1 of this rank's batch:")):
-        with pytest.raises(RolloutError, match=f"^{name} .*tokenizer"), prompt_tokens.mismatch_named(rows):
+    for rows, name in (
+        ([{}, {"id": "train/7"}], "row train/7:"),
+        ([{}, {}], "row #1 of this rank's batch:"),
+    ):
+        with (
+            pytest.raises(RolloutError, match=f"^{name} .*tokenizer"),
+            prompt_tokens.mismatch_named(rows),
+        ):
             prompt_tokens.check_prompts([[1], [2]], [[1], [3]], IMAGE)
-    with pytest.raises(RolloutError, match="^the engine stopped$"), prompt_tokens.mismatch_named([{"id": "train/7"}]):
+    with (
+        pytest.raises(RolloutError, match="^the engine stopped$"),
+        prompt_tokens.mismatch_named([{"id": "train/7"}]),
+    ):
         raise RolloutError("the engine stopped")
 
 
 def test_vision_tokens_are_never_sampled_and_the_users_bans_stay():
     names = ["a", "<|image_pad|>", "<|vision_start|>", "b", "<|video_pad|>", "<|vision_end|>"]
     for known, banned in ((names, [1, 2, 4, 5]), (["a", "b"], [])):
-        tokenizer: Any = SimpleNamespace(get_vocab=lambda known=known: {name: at for at, name in enumerate(known)})
+        tokenizer: Any = SimpleNamespace(
+            get_vocab=lambda known=known: {name: at for at, name in enumerate(known)}
+        )
         assert sorted(prompt_tokens.never_sampled_ids(tokenizer)) == banned
     settings: dict[str, Any] = {"suppress_tokens": [7, 3]}
     config = GenerationConfig()
     prompt_tokens.never_sample([3, 1], settings, config)
     assert settings["suppress_tokens"] == config.suppress_tokens == [1, 3, 7]
-    settings, config = {}, GenerationConfig()
+    settings = {}
+    config = GenerationConfig()
     prompt_tokens.never_sample([], settings, config)
     assert settings == {} and config.suppress_tokens is None
 

@@ -1,4 +1,6 @@
-"""The distance between engine and policy, what a person is told about it, and the ratio that corrects for it."""
+"""The distance between engine and policy, what a person is told about it, and the ratio that
+corrects for it.
+"""
 
 import math
 from typing import Any
@@ -7,12 +9,17 @@ import pytest
 import torch
 
 from adora_vl.rollout import importance
+from adora_vl.rollout.engine_logps import engine_logp
 from tests.support.step_context import step_context
 
 
 def test_the_mean_is_over_tokens_and_not_over_ranks():
-    one = importance.drift_sums(torch.tensor([[1.0, 1.0, 1.0]]), torch.zeros(1, 3), torch.ones(1, 3))
-    other = importance.drift_sums(torch.tensor([[5.0, 9.0]]), torch.zeros(1, 2), torch.tensor([[1, 0]]))
+    one = importance.drift_sums(
+        torch.tensor([[1.0, 1.0, 1.0]]), torch.zeros(1, 3), torch.ones(1, 3)
+    )
+    other = importance.drift_sums(
+        torch.tensor([[5.0, 9.0]]), torch.zeros(1, 2), torch.tensor([[1, 0]])
+    )
     drift = importance.merge_drift(torch.stack([one, other]))
     assert drift.mean == pytest.approx((1 + 1 + 1 + 5) / 4)
     assert drift.largest == 5  # the masked 9 does not count
@@ -20,14 +27,22 @@ def test_the_mean_is_over_tokens_and_not_over_ranks():
 
 def test_what_one_of_the_two_has_no_score_for(subtests):
     cases: dict[str, tuple[list[float], list[float], int, float]] = {
-        "a token that the engine could not score is left out": ([1.0, 2.0], [math.nan, 1.5], 1, 0.5),
+        "a token that the engine was not asked for is left out": (
+            [1.0, 2.0],
+            [math.nan, 1.5],
+            1,
+            0.5,
+        ),
         "a policy that is NaN is no agreement": ([math.nan, 1.0], [1.0, 1.0], 1, math.inf),
         "an engine that scores nothing is none": ([1.0, 1.0], [math.nan, math.nan], 1, math.inf),
+        "an engine that gives no number is none": ([1.0, 1.0], [-math.inf, 1.0], 1, math.inf),
         "nothing sampled is no drift": ([1.0, 1.0], [0.0, 0.0], 0, 0.0),
     }
     for name, (trainer, engine, counts, mean) in cases.items():
         with subtests.test(name):
-            sums = importance.drift_sums(torch.tensor([trainer]), torch.tensor([engine]), torch.full((1, 2), counts))
+            sums = importance.drift_sums(
+                torch.tensor([trainer]), torch.tensor([engine]), torch.full((1, 2), counts)
+            )
             assert importance.merge_drift(sums[None]).mean == mean
 
 
@@ -39,6 +54,27 @@ def test_the_message_says_how_far_where_and_why():
     assert all(cause in message for cause in importance.CAUSES)
 
 
+def test_what_an_engine_says_is_never_taken_for_what_it_was_not_asked(subtests):
+    """vLLM gives NaN where weights overflow, and TRL's client reads that as None."""
+    for value in (math.nan, -math.inf, math.inf, None):
+        with subtests.test(value):
+            said = engine_logp(value)
+            sums = importance.drift_sums(
+                torch.tensor([[-1.0, -1.0]]), torch.tensor([[said, -1.0]]), torch.ones(1, 2)
+            )
+            assert importance.merge_drift(sums[None]).mean == math.inf
+            ratio = importance.importance_ratio(
+                torch.tensor([[-1.0, -1.0]]),
+                torch.tensor([[said, -1.0]]),
+                torch.ones(1, 2),
+                mode="token_mask",
+                clip_min=None,
+                clip_max=2.0,
+            )
+            assert ratio.tolist() == [[0.0, 1.0]], "such a token teaches nothing"
+    assert engine_logp(-0.5) == -0.5
+
+
 RATIOS = {
     "token_truncate": [[2.0, 0.5, 1.0], [1.0, 0.25, 1.0]],
     "token_mask": [[0.0, 0.5, 1.0], [1.0, 0.25, 1.0]],
@@ -48,25 +84,34 @@ RATIOS = {
 
 
 def test_the_importance_ratio_by_hand(subtests):
-    """Row 0 is 8, 0.5, (masked): its product is 4. Row 1 is (no score), 0.25, 1."""
+    """Row 0 is 8, 0.5, (masked): its product is 4. Row 1 is (not asked for), 0.25, 1."""
     for mode, expected in RATIOS.items():
         with subtests.test(mode):
             log = torch.log(torch.tensor([[8.0, 0.5, 9.0], [5.0, 0.25, 1.0]]))
             sampling = torch.tensor([[0.0, 0, 0], [math.nan, 0, 0]])
             mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-            ratio = importance.importance_ratio(log, sampling, mask, mode=mode, clip_min=None, clip_max=2.0)
+            ratio = importance.importance_ratio(
+                log, sampling, mask, mode=mode, clip_min=None, clip_max=2.0
+            )
             assert torch.allclose(ratio, torch.tensor(expected))
 
 
 def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
-    """Row 1 was sampled on a distorted image: its tokens have no score, and it is in no figure."""
-    bounds: dict[str, Any] = {"vllm_importance_sampling_clip_min": 0.3, "vllm_importance_sampling_clip_max": 2.0}
-    ratio = importance.ImportanceRatio(step_context(vllm_importance_sampling_mode="token_mask", **bounds))
+    """Row 1 was sampled on another image: its tokens have no score, and it is in no figure."""
+    bounds: dict[str, Any] = {
+        "vllm_importance_sampling_clip_min": 0.3,
+        "vllm_importance_sampling_clip_max": 2.0,
+    }
+    ratio = importance.ImportanceRatio(
+        step_context(vllm_importance_sampling_mode="token_mask", **bounds)
+    )
     logps = torch.log(torch.tensor([[8.0, 0.5, 0.25, 9.0], [1.0, 1.0, 1.0, 1.0]]))
     sampling = torch.zeros(2, 4)
     sampling[1] = math.nan
-    micro: Any = {"sampling_per_token_logps": sampling, "completion_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])}
-    micro["distorted"] = torch.tensor([False, True])
+    micro: Any = {
+        "sampling_per_token_logps": sampling,
+        "completion_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
+    }
     assert ratio.is_due(micro)
     log = ratio.complete(micro, logps)
     assert not ratio.is_due(micro)

@@ -1,12 +1,15 @@
-"""Several vLLM servers, played by stand-ins on loopback: who is asked what, who is left out, who gets which weights."""
+"""Several vLLM servers, played by stand-ins on loopback: who is asked what, who is left out, who
+gets which weights.
+"""
 
 import json
 import os
 import subprocess
 import sys
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -23,15 +26,15 @@ from transformers import TrainerState
 
 from adora_vl.builtin.processor import build_processor
 from adora_vl.builtin.tiny_vl import build_model
-from adora_vl.config.blocks import RolloutOptions
+from adora_vl.config.options import RolloutOptions
 from adora_vl.data.prompt_lengths import served_length
 from adora_vl.models.families import freeze
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
-from adora_vl.rollout.rollouts import RolloutAsk
-from adora_vl.rollout.served import Served
-from adora_vl.rollout.servers import Servers, connect
-from adora_vl.rollout.sources import ServersAhead
+from adora_vl.rollout.rollouts import SamplingRequest
+from adora_vl.rollout.samplers import AsyncServerSampler
+from adora_vl.rollout.server_group import ServerGroup
+from adora_vl.rollout.servers import ServerPool, connect
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, UserError
 from benchmarks.stand_in_server import GENERATE, StandIn
@@ -39,10 +42,18 @@ from tests.support.asks import asks_of
 from tests.support.step_context import step_context
 
 IMAGE = 290
+VOCABULARY = 300  # of the stand-ins, and of the policy
 SAMPLING: dict[str, Any] = {
-    "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "logprobs": 0,
-    "max_completion_length": 8, "structured_outputs_regex": None, "generation_kwargs": {"logit_bias": {IMAGE: -100.0}},
-}  # fmt: skip
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "logprobs": 0,
+    "max_completion_length": 8,
+    "structured_outputs_regex": None,
+    "generation_kwargs": {"logit_bias": {IMAGE: -100.0}},
+}
 
 
 @pytest.fixture
@@ -54,23 +65,36 @@ def stand_ins() -> Iterator[list[StandIn]]:
 
 
 def engine_of(
-    stand_ins: list[StandIn], folder: Path, model: Any = None, patience_s: float = 0.0, answer_s: float = 60.0
+    stand_ins: list[StandIn],
+    folder: Path,
+    model: Any = None,
+    patience_s: float = 0.0,
+    answer_s: float = 60.0,
 ) -> Any:
     """The engine of a run with these servers and weights by file."""
+    if model is None:
+        text = SimpleNamespace(vocab_size=VOCABULARY)
+        model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
     engine: Any = object.__new__(AdoraVLLMGeneration)
     accelerator = Accelerator(cpu=True)
-    engine.__dict__.update(SAMPLING, mode="server", enable_sleep_mode=False, model=model, accelerator=accelerator)
-    engine.__dict__.update(_engine_is_complete=False, _timed=nullcontext, image_token_id=IMAGE, tensors_sent=0)
+    engine.__dict__.update(
+        SAMPLING, mode="server", enable_sleep_mode=False, model=model, accelerator=accelerator
+    )
+    engine.__dict__.update(
+        _engine_is_complete=False, _timed=nullcontext, image_token_id=IMAGE, tensors_sent=0
+    )
     engine.__dict__.update(_asked={}, group_port=0, server_timeout=patience_s)
     engine.server_base_url = ",".join(one.url for one in stand_ins)
-    engine.settings = EngineSettings(weight_folder=str(folder), answer_s=answer_s, output_dir=str(folder))
+    engine.settings = EngineSettings(
+        weight_folder=str(folder), answer_s=answer_s, output_dir=str(folder)
+    )
     engine.processing_class = SimpleNamespace(image_token_id=IMAGE)
     engine._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: nullcontext())
     engine._connect(folder)
     return engine
 
 
-def rows(groups: int, *, grouped: bool = True) -> list[RolloutAsk]:
+def rows(groups: int, *, grouped: bool = True) -> list[SamplingRequest]:
     """Groups of two rows each; every second one has an image of two tokens."""
     prompts, images = [], []
     for group in range(groups):
@@ -80,7 +104,7 @@ def rows(groups: int, *, grouped: bool = True) -> list[RolloutAsk]:
     return asks_of(prompts, images, generations=2, grouped=grouped)
 
 
-def sampled(engine: Any, asks: list[RolloutAsk]) -> Any:
+def sampled(engine: Any, asks: list[SamplingRequest]) -> Any:
     return engine.served.sample(engine.served.gathered(asks, engine.sampling), len(asks))
 
 
@@ -94,10 +118,14 @@ def test_groups_are_divided_as_wholes_and_answers_come_back_in_order(stand_ins, 
     found = sampled(engine, asks)
     assert [len(requests(one)) for one in stand_ins] == [3, 2]
     assert {sent["n"] for one in stand_ins for sent in requests(one)} == {2}
-    assert len({tuple(one.tokens) for one in found}) == 10 and all(len(one.logps) == 8 for one in found)
+    assert len({tuple(one.tokens) for one in found}) == 10 and all(
+        len(one.logps) == 8 for one in found
+    )
     alone = engine_of(stand_ins[:1], tmp_path / "w")
     assert sampled(alone, asks) == found, "whoever is asked, the seeds decide"
-    assert sampled(engine, rows(5, grouped=False)) == found and {one["n"] for one in requests(stand_ins[0])[-5:]} == {1}
+    assert sampled(engine, rows(5, grouped=False)) == found and {
+        one["n"] for one in requests(stand_ins[0])[-5:]
+    } == {1}
     stand_ins[0].asked.clear()
     assert sampled(alone, rows(5, grouped=False)) == found
     read = [path for path, _ in stand_ins[0].asked if path.endswith("/render")]
@@ -110,14 +138,40 @@ def spoilers() -> dict[str, Any]:
     def without(key: str) -> Any:
         return lambda reply: {"choices": [{**one, key: []} for one in reply["choices"]]}
 
+    def spoiled(change: Callable[[dict[str, Any]], None]) -> Any:
+        def spoil(reply: dict[str, Any]) -> dict[str, Any]:
+            for choice in reply["choices"]:
+                change(choice)
+            return reply
+
+        return spoil
+
+    def longer(choice: dict[str, Any]) -> None:
+        choice["token_ids"] = choice["token_ids"] * 2
+        for column in choice["logprobs"].values():
+            column *= 2
+
+    def unknown(choice: dict[str, Any], token: int) -> None:
+        choice["token_ids"][-1] = token
+        scored = choice["logprobs"]
+        if "tokens" in scored:
+            scored["tokens"][-1] = f"token_id:{token}"
+        else:
+            scored["content"][-1]["token"] = f"token_id:{token}"
+
     return {
+        "more tokens than were asked for": spoiled(longer),
+        "a token that the policy does not have": spoiled(partial(unknown, token=VOCABULARY)),
+        "a token below zero": spoiled(partial(unknown, token=-1)),
         "too few": lambda reply: {"choices": reply["choices"][:1]},
         "no tokens": without("token_ids"),
         "no JSON of ours": lambda reply: {"detail": "what?"},
     }
 
 
-def test_what_a_dead_or_confused_server_does_not_answer_is_asked_of_the_others(stand_ins, tmp_path, capsys, subtests):
+def test_what_a_dead_or_confused_server_does_not_answer_is_asked_of_the_others(
+    stand_ins, tmp_path, capsys, subtests
+):
     asks = rows(5)
     expected = sampled(engine_of(stand_ins, tmp_path / "w"), asks)
     for name, spoil in {"dead": None, **spoilers()}.items():
@@ -131,12 +185,16 @@ def test_what_a_dead_or_confused_server_does_not_answer_is_asked_of_the_others(s
             (said,) = capsys.readouterr().out.strip().splitlines()
             assert said.startswith(f"Server {stand_ins[1].url} is left out (1 of 2 servers go on)")
             assert [one.address for one in engine.served.servers.living] == [stand_ins[0].url]
-            stand_ins[1].dead, stand_ins[1].spoil = False, lambda reply: reply
+            stand_ins[1].dead = False
+            stand_ins[1].spoil = lambda reply: reply
 
 
-def test_a_server_that_was_started_again_after_the_sync_is_not_believed(stand_ins, tmp_path, capsys, subtests):
+def test_a_server_that_was_started_again_after_the_sync_is_not_believed(
+    stand_ins, tmp_path, capsys, subtests
+):
     asks = rows(5)
-    before, other = stand_ins[1].start_again, stand_ins[0]
+    before = stand_ins[1].start_again
+    other = stand_ins[0]
 
     def meanwhile(reply: dict[str, Any]) -> dict[str, Any]:
         before()
@@ -146,22 +204,30 @@ def test_a_server_that_was_started_again_after_the_sync_is_not_believed(stand_in
         with subtests.test(when):
             engine = engine_of(stand_ins, tmp_path / "w", nn_model())
             engine.sync_weights()
-            expected, asked = sampled(engine, asks), len(requests(other))
+            expected = sampled(engine, asks)
+            asked = len(requests(other))
             if when == "while it samples":
                 stand_ins[1].spoil = meanwhile
             else:
                 before()
             assert sampled(engine, asks) == expected
-            assert len(requests(other)) - asked == 5, "the groups of both, since the other has other weights"
+            assert len(requests(other)) - asked == 5, (
+                "the groups of both, since the other has other weights"
+            )
             said = capsys.readouterr().out
-            assert said.count("is left out (1 of 2 servers go on)") == 1 and "it was started again" in said
+            assert (
+                said.count("is left out (1 of 2 servers go on)") == 1
+                and "it was started again" in said
+            )
             stand_ins[1].spoil = lambda reply: reply
             engine.sync_weights()
             assert len(engine.served.servers.living) == 2, "with the weights of the next sync"
     alone = engine_of(stand_ins[1:], tmp_path / "w", nn_model())
     alone.sync_weights()
     before()
-    with pytest.raises(NoServerError, match="no vLLM server is left; the last one: .*it was started again"):
+    with pytest.raises(
+        NoServerError, match="no vLLM server is left; the last one: .*it was started again"
+    ):
         sampled(alone, asks)
 
 
@@ -172,9 +238,10 @@ def test_with_no_server_left_all_ranks_hear_it(stand_ins, tmp_path, monkeypatch)
     for ask in (lambda: sampled(engine, rows(2)), engine.sync_weights):
         with pytest.raises(NoServerError, match="no vLLM server is left; the last one"):
             ask()
-    other = Served(Accelerator(cpu=True), engine._place_features, None)  # another rank, which is told
+    # another rank, which is told
+    other = ServerGroup(Accelerator(cpu=True), engine._place_features, None)
     told = [None, 0, "no vLLM server is left"]
-    hear = "adora_vl.rollout.served.broadcast_object_list"
+    hear = "adora_vl.rollout.server_group.broadcast_object_list"
     monkeypatch.setattr(hear, lambda given, from_process: given.__setitem__(slice(None), told))
     took_part = []
     with pytest.raises(NoServerError, match="^no vLLM server is left$"):
@@ -184,11 +251,14 @@ def test_with_no_server_left_all_ranks_hear_it(stand_ins, tmp_path, monkeypatch)
 
 def nn_model() -> Any:
     model = build_model(build_processor(["Find x."]).tokenizer)
+    model.resize_token_embeddings(VOCABULARY)
     freeze(model, ["vision_tower"])
     return model
 
 
-def test_a_server_that_was_started_again_gets_all_weights_and_else_only_what_can_change(stand_ins, tmp_path, capsys):
+def test_a_server_that_was_started_again_gets_all_weights_and_else_only_what_can_change(
+    stand_ins, tmp_path, capsys
+):
     model = nn_model()
     everything = sorted(name for name, _ in model.named_parameters())
     trained = [name for name in everything if "visual" not in name or "merger" in name]
@@ -209,23 +279,34 @@ def test_a_server_that_was_started_again_gets_all_weights_and_else_only_what_can
     assert stand_ins[1].weights == [everything] and "is back." in capsys.readouterr().out
 
 
-def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(stand_ins, tmp_path, capsys):
+def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(
+    stand_ins, tmp_path, capsys
+):
     model = get_peft_model(nn_model(), LoraConfig(r=4, target_modules=r".*language_model.*q_proj"))
     asks = rows(2)
     for one in stand_ins:
         one.lora = {"max_lora_rank": 8}
     engine = engine_of(stand_ins, tmp_path / "w", model)
-    assert "serves stand-in, to which the adapter goes alone; it has to be " in capsys.readouterr().out
+    assert (
+        "serves stand-in, to which the adapter goes alone; it has to be " in capsys.readouterr().out
+    )
     for _ in range(2):
         engine.sync_weights()
         (folder,) = (tmp_path / "w").iterdir()  # it stays: vLLM may read it once more
         assert [one.served for one in stand_ins] == [["stand-in", folder.name]] * 2
         found = sampled(engine, asks)
-        asked = [[body["model"] for path, body in one.asked if path in GENERATE] for one in stand_ins]
+        asked = [
+            [body["model"] for path, body in one.asked if path in GENERATE] for one in stand_ins
+        ]
         assert {models[-1] for models in asked} == {folder.name}
-    assert json.loads((folder / "adapter_config.json").read_text())["r"] == 8, "a rank that vLLM has kernels for"
+    assert json.loads((folder / "adapter_config.json").read_text())["r"] == 8, (
+        "a rank that vLLM has kernels for"
+    )
     assert stand_ins[0].weights[0] == sorted(load_file(folder / "adapter_model.safetensors"))
-    assert all("lora_" in name for name in stand_ins[0].weights[0]) and engine.bytes_sent == 8 * 96 * 4 * 3
+    assert (
+        all("lora_" in name for name in stand_ins[0].weights[0])
+        and engine.bytes_sent == 8 * 96 * 4 * 3
+    )
     stand_ins[1].start_again()
     assert sampled(engine, asks) == found and "it was started again" in capsys.readouterr().out
     engine.sync_weights()
@@ -233,7 +314,10 @@ def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(stan
     stand_ins[1].start_again()
     stand_ins[1].lora = None
     engine.sync_weights()
-    assert "start it with --enable-lora and --max-lora-rank 8 and VLLM_ALLOW" in capsys.readouterr().out
+    assert (
+        "start it with --enable-lora and --max-lora-rank 8 and VLLM_ALLOW"
+        in capsys.readouterr().out
+    )
     engine.served.files = None
     assert not (tmp_path / "w").exists()
 
@@ -243,8 +327,18 @@ def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(stan
     [
         ({"max_lora_rank": 1}, "language_model.*q_proj", False, "start it with --max-lora-rank 8"),
         ({"max_lora_rank": 8}, "up_proj", False, "start it with --enable-tower-connector-lora"),
-        ({"max_lora_rank": 8, "target_modules": ["k_proj"]}, "language_model.*q_proj", False, "no --lora-target-mod"),
-        ({"max_lora_rank": 8}, "language_model.*q_proj", True, "serves stand-in; start it with .*, which the po"),
+        (
+            {"max_lora_rank": 8, "target_modules": ["k_proj"]},
+            "language_model.*q_proj",
+            False,
+            "no --lora-target-mod",
+        ),
+        (
+            {"max_lora_rank": 8},
+            "language_model.*q_proj",
+            True,
+            "serves stand-in; start it with .*, which the po",
+        ),
         (None, "language_model.*q_proj", True, "start it with --enable-lora and --max-lora-rank 8"),
     ],
 )
@@ -259,36 +353,55 @@ def test_a_server_that_would_not_serve_the_whole_adapter_is_refused_at_the_start
         engine_of(stand_ins, tmp_path / "w", model)
 
 
-def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(stand_ins, tmp_path, monkeypatch, capsys):
-    """Weights wait as files. A server that was started again is left out until all of them are written."""
+def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
+    stand_ins, tmp_path, monkeypatch, capsys
+):
+    """Weights wait as files.
+
+    A server that was started again is left out until all of them are written.
+    """
     engine = engine_of(stand_ins, tmp_path / "w", nn_model())
-    state, asked, gate = TrainerState(), Event(), Event()
+    state = TrainerState()
+    asked = Event()
+    gate = Event()
     context: Any = step_context(state=state, adora_rollouts=RolloutOptions(ahead=2))
-    ahead = ServersAhead(context, SimpleNamespace(cache=None), engine)  # type: ignore[arg-type]
-    asks, sample = rows(2), Servers.sample
+    ahead = AsyncServerSampler(context, SimpleNamespace(cache=None), engine)  # type: ignore[arg-type]
+    asks = rows(2)
+    sample = ServerPool.sample
 
     def slowly(*given: Any) -> Any:
         asked.set()
         assert gate.wait(60)
         return sample(*given)
 
-    monkeypatch.setattr(Servers, "sample", slowly)
+    monkeypatch.setattr(ServerPool, "sample", slowly)
     tickets = []
     for state.global_step in range(3):
         ahead.give_weights()
         ahead.give_weights()
         tickets.append(ahead.begin(asks))
-    assert asked.wait(60) and len(ahead._files) == 2 and len(stand_ins[0].weights) == 1, "they sample by the first ones"
+    assert asked.wait(60) and len(ahead._files) == 2 and len(stand_ins[0].weights) == 1, (
+        "they sample by the first ones"
+    )
     stand_ins[1].start_again()
     gate.set()
     found = [ticket.join() for ticket in tickets]
-    assert found[0] == found[1] == found[2] == tickets[2].join() and [one.step for one in tickets] == [0, 1, 2]
-    assert not ahead._files and not (tmp_path / "w").exists() and set(ahead.waited()) == {"trainer", "servers"}
+    assert found[0] == found[1] == found[2] == tickets[2].join() and [
+        one.step for one in tickets
+    ] == [0, 1, 2]
+    assert (
+        not ahead._files
+        and not (tmp_path / "w").exists()
+        and set(ahead.waited()) == {"trainer", "servers"}
+    )
     everything = stand_ins[0].weights[0]
     assert stand_ins[1].weights == [] and len(stand_ins[0].weights[1]) < len(everything)
     state.global_step = 3
     assert ahead.sample(asks) == found[0] and stand_ins[1].weights == [everything]
-    assert "gets all weights with the next ones" in (said := capsys.readouterr().out) and "is back." in said
+    assert (
+        "gets all weights with the next ones" in (said := capsys.readouterr().out)
+        and "is back." in said
+    )
     for one in stand_ins:
         one.dead = True
     state.global_step = 4
@@ -305,7 +418,9 @@ def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(stand_
     assert not (tmp_path / "w").exists()
 
 
-def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(stand_ins, tmp_path, monkeypatch):
+def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(
+    stand_ins, tmp_path, monkeypatch
+):
     (tmp_path / "file").write_text("")
     files = WeightFiles(tmp_path / "file" / "w", tmp_path)
     taken: list[str] = []
@@ -319,10 +434,12 @@ def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(s
     with pytest.raises(UserError, match=one_line), files.written(tensors()):
         raise AssertionError("nothing was written")
     assert taken == ["a", "b", "c"], "other ranks gather every tensor"
-    monkeypatch.setattr("adora_vl.checkpoint.library_state._FILE_BYTES", 8)
+    monkeypatch.setattr("adora_vl.checkpoint.trl_state._FILE_BYTES", 8)
     shared = tmp_path / "w"
     with WeightFiles(shared, tmp_path).written(tensors()) as folder:
-        assert len(list(folder.glob("*.safetensors"))) == 3 and [one.name for one in shared.iterdir()] == [folder.name]
+        assert len(list(folder.glob("*.safetensors"))) == 3 and [
+            one.name for one in shared.iterdir()
+        ] == [folder.name]
     killed = shared / f"{folder.name[:-16]}0123456789abcdef"
     killed.mkdir(parents=True)
     (killed / "lock").touch()
@@ -330,19 +447,27 @@ def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(s
     shared.chmod(0o700)
     with WeightFiles(shared, tmp_path).written(tensors()):
         pass
-    assert [one.name for one in shared.iterdir()] == ["weights-000001"], "what a killed run has left is gone"
+    assert [one.name for one in shared.iterdir()] == ["weights-000001"], (
+        "what a killed run has left is gone"
+    )
     (shared / "weights-000001").rmdir()
     with WeightFiles(shared, tmp_path).written(tensors()):
         pass
-    assert shared.stat().st_mode & 0o777 == 0o700, "a folder that was there stays, with its owner's rights"
+    assert shared.stat().st_mode & 0o777 == 0o700, (
+        "a folder that was there stays, with its owner's rights"
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "folder", "file"),
     [(None, 0o700, 0o600), (0o1777, 0o700, 0o600), (0o755, 0o700, 0o600), (0o2750, 0o750, 0o640)],
 )
-def test_weights_are_read_by_their_user_and_by_a_group_that_was_let_in(tmp_path, given, folder, file):
-    """`given`: the rights of the folder that the user has made, as in /dev/shm; None: there is none."""
+def test_weights_are_read_by_their_user_and_by_a_group_that_was_let_in(
+    tmp_path, given, folder, file
+):
+    """`given`: the rights of the folder that the user has made, as in /dev/shm; None: there is
+    none.
+    """
     shared = tmp_path / "w"
     if given is not None:
         shared.mkdir()
@@ -364,7 +489,11 @@ def test_two_runs_share_one_folder_of_weights(tmp_path):
             assert {path.name for path in shared.iterdir()} == {one.name, other.name}
             with WeightFiles(shared, tmp_path / "one").written([("a", torch.ones(2))]) as same:
                 # as in a container whose host name and output_dir are the first one's
-                assert one.is_dir() and load_file(one / "model-00001.safetensors")["a"].sum() == 0 and same != one
+                assert (
+                    one.is_dir()
+                    and load_file(one / "model-00001.safetensors")["a"].sum() == 0
+                    and same != one
+                )
             assert other.is_dir() and one.is_dir() and not same.exists()
         assert shared.is_dir() and not other.exists()
     assert not shared.exists()
@@ -372,33 +501,47 @@ def test_two_runs_share_one_folder_of_weights(tmp_path):
 
 def test_a_server_that_answers_nonsense_is_left_out_of_a_sync(stand_ins, tmp_path, capsys):
     engine = engine_of(stand_ins, tmp_path / "w", nn_model())
-    told, answered = stand_ins[1].told, stand_ins[1].answered
-    nonsense: dict[str, Any] = {"told": lambda path: [path], "answered": lambda path, body: None if body else []}
+    told = stand_ins[1].told
+    answered = stand_ins[1].answered
+    nonsense: dict[str, Any] = {
+        "told": lambda path: [path],
+        "answered": lambda path, body: None if body else [],
+    }
     for question, reply in nonsense.items():
         setattr(stand_ins[1], question, reply)
         engine.sync_weights()
         assert capsys.readouterr().out.count(" is left out (1 of 2") == 1, question
-        stand_ins[1].told, stand_ins[1].answered = told, answered
+        stand_ins[1].told = told
+        stand_ins[1].answered = answered
         engine.sync_weights()
         assert "is back" in capsys.readouterr().out
 
 
-def test_a_server_that_takes_connections_and_says_nothing_is_left_out(stand_ins, tmp_path, monkeypatch, capsys):
+def test_a_server_that_takes_connections_and_says_nothing_is_left_out(
+    stand_ins, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr("adora_vl.rollout.servers._LIVING_S", (5.0, 0.3))
     engine = engine_of(stand_ins, tmp_path / "w", nn_model())
-    told, woken = stand_ins[1].told, Event()
+    told = stand_ins[1].told
+    woken = Event()
     stand_ins[1].told = lambda path: told(path) if woken.wait(20) else None
     engine.sync_weights()
     woken.set()
-    assert [len(one.weights) for one in stand_ins] == [1, 0] and "is left out (1 of 2" in capsys.readouterr().out
+    assert [len(one.weights) for one in stand_ins] == [
+        1,
+        0,
+    ] and "is left out (1 of 2" in capsys.readouterr().out
 
 
-def test_a_server_that_hangs_while_it_samples_is_left_out_at_the_deadline(stand_ins, tmp_path, monkeypatch, capsys):
+def test_a_server_that_hangs_while_it_samples_is_left_out_at_the_deadline(
+    stand_ins, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr("adora_vl.rollout.servers._AT_A_TIME", 1)
     asks = rows(9)
     engine = engine_of(stand_ins, tmp_path / "w", answer_s=1.0)
     expected = sampled(engine, asks)
-    woken, heard = Event(), []
+    woken = Event()
+    heard = []
 
     def hang(path: str, body: dict[str, Any]) -> None:
         heard.append(path)
@@ -407,14 +550,20 @@ def test_a_server_that_hangs_while_it_samples_is_left_out_at_the_deadline(stand_
     stand_ins[1].answered = hang
     assert sampled(engine, asks) == expected
     woken.set()
-    assert len(heard) <= 2, "one for each thread: the deadline passes once, and a request that hangs is not repeated"
+    assert len(heard) <= 2, (
+        "one for each thread: the deadline passes once, and a request that hangs is not repeated"
+    )
     said = capsys.readouterr().out
-    assert said.count(" is left out (1 of 2") == 1 and "it gave no answer in 1 s, half of ddp_timeout" in said
+    assert (
+        said.count(" is left out (1 of 2") == 1
+        and "it gave no answer in 1 s, half of ddp_timeout" in said
+    )
 
 
 def test_a_run_that_ends_does_not_wait_for_its_servers():
-    """As it would with the threads of an executor, which Python joins. TRL's client, which nothing here asks, takes
-    ten seconds to import.
+    """As it would with the threads of an executor, which Python joins.
+
+    TRL's client, which nothing here asks, takes ten seconds to import.
     """
     script = """
 import sys
@@ -434,7 +583,9 @@ assert asked.wait(60)
     assert subprocess.run([sys.executable, "-c", script], timeout=120, check=False).returncode == 0
 
 
-def test_a_server_that_gives_other_log_probabilities_is_named_once_for_each_of_its_starts(stand_ins, tmp_path, capsys):
+def test_a_server_that_gives_other_log_probabilities_is_named_once_for_each_of_its_starts(
+    stand_ins, tmp_path, capsys
+):
     """When it gets weights: what is said while the model is loaded goes into a file."""
     stand_ins[1].logprobs_mode = "processed_logprobs"
     engine = engine_of(stand_ins, tmp_path / "w", nn_model())
@@ -444,21 +595,32 @@ def test_a_server_that_gives_other_log_probabilities_is_named_once_for_each_of_i
         engine.sync_weights()
         engine.sync_weights()
         said = capsys.readouterr().out.splitlines()
-        assert len(said) == 1 and said[0].startswith(f"Server {stand_ins[1].url} was started with --logprobs-mode proc")
+        assert len(said) == 1 and said[0].startswith(
+            f"Server {stand_ins[1].url} was started with --logprobs-mode proc"
+        )
 
 
-def test_a_server_that_hangs_while_it_reads_weights_is_left_out_at_the_deadline(stand_ins, tmp_path, capsys):
+def test_a_server_that_hangs_while_it_reads_weights_is_left_out_at_the_deadline(
+    stand_ins, tmp_path, capsys
+):
     """While the other ranks still wait for the first one."""
-    engine, answered, woken = engine_of(stand_ins, tmp_path / "w", nn_model(), answer_s=1.0), StandIn.answered, Event()
+    engine = engine_of(stand_ins, tmp_path / "w", nn_model(), answer_s=1.0)
+    answered = StandIn.answered
+    woken = Event()
     stand_ins[1].answered = lambda path, body: woken.wait(60) and answered(stand_ins[1], path, body)
     engine.sync_weights()
     stand_ins[1].dead = True
     woken.set()
-    assert len(stand_ins[0].weights) == 1 and capsys.readouterr().out.count(" is left out (1 of 2") == 1
+    assert (
+        len(stand_ins[0].weights) == 1
+        and capsys.readouterr().out.count(" is left out (1 of 2") == 1
+    )
 
 
 def test_servers_that_cannot_be_used_are_named_at_the_start(stand_ins):
-    with pytest.raises(EngineError, match=r"vllm_server_base_url: http://127.0.0.1:9 cannot be used"):
+    with pytest.raises(
+        EngineError, match=r"vllm_server_base_url: http://127.0.0.1:9 cannot be used"
+    ):
         connect([stand_ins[0].url, "http://127.0.0.1:9"], 0, 0.0)
     stand_ins[0].told = lambda path: None if path == "/server_info" else {"data": [{"id": "m"}]}
     with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
@@ -479,11 +641,19 @@ def test_a_server_behind_a_login_is_used_and_the_password_is_said_nowhere(stand_
     connect([address], 0, 0.0)
     assert stand_ins[1].logins == set(), "a proxy gets nothing that is for this machine"
     stand_ins[1].told = stand_ins[0].told = lambda path: None
-    for wrong in (address, "http://me:pass%40word@127.0.0.1:9", "http://me:pass%40word@far.invalid:8000"):
-        with pytest.raises(EngineError, match="vllm_server_base_url: http://[^@]* cannot be used") as error:
+    for wrong in (
+        address,
+        "http://me:pass%40word@127.0.0.1:9",
+        "http://me:pass%40word@far.invalid:8000",
+    ):
+        with pytest.raises(
+            EngineError, match="vllm_server_base_url: http://[^@]* cannot be used"
+        ) as error:
             connect([wrong], 0, 0.1)
         assert "pass" not in f"{error.value}{error.value.__cause__}"
-    assert stand_ins[1].logins == {basic}, "it was asked for the one that is elsewhere, and its error was no server"
+    assert stand_ins[1].logins == {basic}, (
+        "it was asked for the one that is elsewhere, and its error was no server"
+    )
 
 
 def test_what_every_server_would_refuse_is_not_asked_of_all(stand_ins, tmp_path):

@@ -1,4 +1,7 @@
-"""When the engine sleeps and is sent weights. No CPU engine can sleep, so vLLM's own calls are counted in its place."""
+"""When the engine sleeps and is sent weights.
+
+No CPU engine can sleep, so vLLM's own calls are counted in its place.
+"""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -11,14 +14,14 @@ from transformers import TrainerState
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
-from adora_vl.config.blocks import RolloutOptions
+from adora_vl.config.options import RolloutOptions
 from adora_vl.doctor.engine import check_runner
 from adora_vl.record.metrics import PhaseClock
 from adora_vl.rollout import engine as engine_module
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
-from adora_vl.rollout.rollouts import RolloutAsk
-from adora_vl.rollout.sources import EngineNow
+from adora_vl.rollout.rollouts import SamplingRequest
+from adora_vl.rollout.samplers import VLLMSampler
 from adora_vl.rollout.weight_sync import runner_version, zero_scratch
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.launch import prepare_engine_environment
@@ -35,14 +38,17 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState  # noqa: E
 
 from adora_vl.rollout.llm import PolicyLLM  # noqa: E402
 
-ASKS = [RolloutAsk([1], [], together=0)] * 2
+ASKS = [SamplingRequest([1], [], together=0)] * 2
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A colocated engine with sleep mode, asleep, which notes in `did` what is asked of vLLM."""
     did: list[str] = []
-    answers = [SimpleNamespace(token_ids=[7], logprobs=None, index=number, finish_reason="stop") for number in (0, 1)]
+    answers = [
+        SimpleNamespace(token_ids=[7], logprobs=None, index=number, finish_reason="stop")
+        for number in (0, 1)
+    ]
 
     def generate(self: Any, prompts: Any, sampling_params: Any, use_tqdm: bool) -> list[Any]:
         did.append("generate")
@@ -57,24 +63,39 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(vllm_generation, "empty_cache", lambda: None)
     engine: Any = object.__new__(AdoraVLLMGeneration)
     engine.__dict__.update(
-        mode="colocate", enable_sleep_mode=True, _engine_is_complete=False, _llm_weights_sleeping=True,
-        model=nn.Linear(1, 1), _timed=nullcontext, image_token_id=None, tensor_parallel_size=1, logprobs=0,
-        generation_kwargs={}, structured_outputs_regex=None, temperature=1.0, top_p=1.0, top_k=0, min_p=None,
-        repetition_penalty=1.0, max_completion_length=4, accelerator=SimpleNamespace(process_index=0), did=did,
+        mode="colocate",
+        enable_sleep_mode=True,
+        _engine_is_complete=False,
+        _llm_weights_sleeping=True,
+        model=nn.Linear(1, 1),
+        _timed=nullcontext,
+        image_token_id=None,
+        tensor_parallel_size=1,
+        logprobs=0,
+        generation_kwargs={},
+        structured_outputs_regex=None,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=None,
+        repetition_penalty=1.0,
+        max_completion_length=4,
+        accelerator=SimpleNamespace(process_index=0),
+        did=did,
         llm=object.__new__(PolicyLLM),
-    )  # fmt: skip
+    )
     engine.llm.model_config = SimpleNamespace(max_model_len=9)
     return engine
 
 
 def trainer(engine: Any, **changed: Any) -> Any:
     """What decides whether the engine stays awake, with dynamic sampling; `changed` in `facts`."""
-    facts: dict[str, Any] = {"tries": 2, "old_pass": False, "beta": 0.0, "extension": False}
+    facts: dict[str, Any] = {"tries": 2, "old_pass": False, "beta": 0.0}
     facts |= {"model": nn.Linear(1, 1), **changed}
     found: Any = object.__new__(AdoraGRPOTrainer)
     found.__dict__.update(beta=facts["beta"], sampler=SimpleNamespace(awake=engine.staying_awake))
-    found.model, found.shape = facts["model"], SimpleNamespace(has_one_step=True)
-    found.extensions = [SimpleNamespace(needs_old_logps=facts["extension"])]
+    found.model = facts["model"]
+    found.shape = SimpleNamespace(has_one_step=True)
     found.args = SimpleNamespace(
         adora_rollouts=RolloutOptions(refill=facts["tries"]), own=lambda part: not facts["old_pass"]
     )
@@ -89,7 +110,14 @@ def test_the_batches_of_dynamic_sampling_need_one_sync(engine):
     assert engine.did[-1] == "sleep" and engine.did.count("sleep") == 1
     engine.did.clear()
     engine.sample(ASKS)  # the next step's, without it
-    assert engine.did == ["wake weights", "zero scratch", "sync", "wake kv_cache", "generate", "sleep"]
+    assert engine.did == [
+        "wake weights",
+        "zero scratch",
+        "sync",
+        "wake kv_cache",
+        "generate",
+        "sleep",
+    ]
 
 
 @pytest.mark.parametrize("batches", [0, 3], ids=["each step", "dynamic sampling"])
@@ -98,7 +126,9 @@ def test_the_clock_says_what_waking_syncing_and_sleeping_took(engine, batches, m
     clock = PhaseClock(print, lambda: float(len(engine.did)), settle=lambda: None, sleep_mode=True)
     monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: None)
     monkeypatch.setattr(engine_module, "refuse_on_cpu", lambda config, sleep_mode: None)
-    engine._timed, engine.model.config, engine.settings = clock.phase, None, EngineSettings()
+    engine._timed = clock.phase
+    engine.model.config = None
+    engine.settings = EngineSettings()
     engine._init_vllm()
     clock.enter("policy")
     with trainer(engine, tries=batches)._engine_awake():
@@ -123,7 +153,7 @@ def test_it_sleeps_as_well_where_the_batches_end_in_an_error(engine):
 def test_it_sleeps_after_each_where_the_policy_makes_a_pass_between(engine, subtests):
     """The pass needs the memory of the engine."""
     dropout = {"model": nn.Dropout(0.1)}  # two passes over the same tokens differ
-    for changed in ({"old_pass": True}, {"beta": 0.01}, {"extension": True}, {"tries": 0}, dropout):
+    for changed in ({"old_pass": True}, {"beta": 0.01}, {"tries": 0}, dropout):
         with subtests.test(str(changed)):
             engine.did.clear()
             with trainer(engine, **changed)._engine_awake():
@@ -133,9 +163,12 @@ def test_it_sleeps_after_each_where_the_policy_makes_a_pass_between(engine, subt
 
 
 def test_the_weights_of_a_step_are_synced_once(engine):
-    """Where several parts of a step ask for them, as one step ahead and the measurement of the drift do."""
-    state, shown = TrainerState(), cast("Any", SimpleNamespace(cache=None))
-    sampler = EngineNow(step_context(state=state), shown, engine)
+    """Where several parts of a step ask for them, as one step ahead and the measurement of the
+    drift do.
+    """
+    state = TrainerState()
+    shown = cast("Any", SimpleNamespace(cache=None))
+    sampler = VLLMSampler(step_context(state=state), shown, engine)
     for state.global_step in (3, 3, 4, 4):
         sampler.give_weights()
     assert engine.did.count("sync") == 2
@@ -154,9 +187,15 @@ def around(runner: Any) -> Any:
 
 
 def test_the_positions_of_model_runner_v2_are_zero_again_after_sleep():
-    """vLLM's own classes, of which no object can be made without a GPU: their memory is what a sleep leaves."""
-    runner, state, rope = object.__new__(RunnerV2), object.__new__(DefaultModelState), object.__new__(RopeState)
-    runner.model_state, state.rope_state, rope.positions = state, rope, torch.full((3, 9), 2**40)
+    """vLLM's own classes, of which no object can be made without a GPU: their memory is what a
+    sleep leaves.
+    """
+    runner = object.__new__(RunnerV2)
+    state = object.__new__(DefaultModelState)
+    rope = object.__new__(RopeState)
+    runner.model_state = state
+    state.rope_state = rope
+    rope.positions = torch.full((3, 9), 2**40)
     zero_scratch(around(runner))
     assert not rope.positions.any()
     state.rope_state = None  # a model that reads text only
@@ -165,8 +204,11 @@ def test_the_positions_of_model_runner_v2_are_zero_again_after_sleep():
 
 
 def test_what_qwen3_vl_adds_to_its_layers_is_zero_again_after_sleep():
-    """A step without an image, as of prompts of text alone, adds what it finds there to every token."""
-    runner, model = object.__new__(CPUModelRunner), object.__new__(Qwen3VL)
+    """A step without an image, as of prompts of text alone, adds what it finds there to every
+    token.
+    """
+    runner = object.__new__(CPUModelRunner)
+    model = object.__new__(Qwen3VL)
     nn.Module.__init__(model)
     model.deepstack_input_embeds = [torch.full((9, 4), float("nan")) for _ in range(3)]
     model.deepstack_num_level = len(model.deepstack_input_embeds)

@@ -1,6 +1,8 @@
-"""An engine that sleeps is built without reading the checkpoint, and its first sync makes it the same engine.
+"""An engine that sleeps is built without reading the checkpoint, and its first sync makes it the
+same engine.
 
-A CPU engine cannot sleep, and it repacks its layers. The tensors are streamed here as on a GPU, before that repacking.
+A CPU engine cannot sleep, and it repacks its layers. The tensors are streamed here as on a GPU,
+before that repacking.
 """
 
 from itertools import product
@@ -28,9 +30,14 @@ from adora_vl.rollout import llm as llm_module  # noqa: E402
 from adora_vl.rollout.llm import LATER, LoadLater, PolicyLLM  # noqa: E402
 
 OPTIONS: dict[str, Any] = {
-    "dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_batched_tokens": 4096,
-    "enable_chunked_prefill": False, "limit_mm_per_prompt": {"video": 0}, "gpu_memory_utilization": 0.1,
-}  # fmt: skip
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 4096,
+    "enable_chunked_prefill": False,
+    "limit_mm_per_prompt": {"video": 0},
+    "gpu_memory_utilization": 0.1,
+}
 
 
 def around(model: Any) -> Any:
@@ -51,10 +58,16 @@ def tensors(llm: Any) -> dict[str, torch.Tensor]:
 def answer(llm: Any) -> list[Any]:
     """Tokens and log-probabilities of a greedy answer about an image."""
     image = {"image": Image.new("RGB", (56, 84), (200, 30, 90))}
-    prompt = {"prompt": "<|vision_start|><|image_pad|><|vision_end|>Find x.", "multi_modal_data": image}
+    prompt = {
+        "prompt": "<|vision_start|><|image_pad|><|vision_end|>Find x.",
+        "multi_modal_data": image,
+    }
     greedy = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
     (output,) = llm.generate([prompt], sampling_params=greedy, use_tqdm=False)
-    return [[(token, found.logprob) for token, found in step.items()] for step in output.outputs[0].logprobs]
+    return [
+        [(token, found.logprob) for token, found in step.items()]
+        for step in output.outputs[0].logprobs
+    ]
 
 
 @pytest.mark.slow
@@ -70,37 +83,57 @@ def test_the_first_sync_makes_it_the_engine_that_read_the_checkpoint(tied, tmp_p
     processor.save_pretrained(tmp_path)
     read = PolicyLLM(model=str(tmp_path), **OPTIONS)
 
-    fill, sync = LoadLater.load_weights, [(name, p.data) for name, p in policy.named_parameters()]
+    fill = LoadLater.load_weights
+    sync = [(name, p.data) for name, p in policy.named_parameters()]
 
     def fill_and_sync(self: Any, model: Any, config: Any) -> None:
         fill(self, model, config)
         for number in (0, len(sync) // 2, len(sync) - 1):
             with pytest.raises(RolloutError, match="got no value in a sync of the whole model"):
-                push_weights(around(model), (one for one in sync if one is not sync[number]), everything=True)
+                push_weights(
+                    around(model), (one for one in sync if one is not sync[number]), everything=True
+                )
         fill(self, model, config)
         assert push_weights(around(model), iter(sync), everything=True) == len(sync)
 
     monkeypatch.setattr(LoadLater, "load_weights", fill_and_sync)
     synced = PolicyLLM(model=str(tmp_path), load_format=LATER, **OPTIONS)
-    wanted, found = tensors(read), tensors(synced)
+    wanted = tensors(read)
+    found = tensors(synced)
     assert "visual.input_norm.weight" in wanted and wanted.keys() == found.keys()
     assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
     assert answer(read) == answer(synced)
 
 
-def test_only_an_engine_that_sleeps_and_can_do_without_starts_without_weights(tmp_path, monkeypatch):
-    """With a copy of the tied weights in the checkpoint vLLM does not tie them before it has read both."""
+def test_only_an_engine_that_sleeps_and_can_do_without_starts_without_weights(
+    tmp_path, monkeypatch
+):
+    """With a copy of the tied weights in the checkpoint vLLM does not tie them before it has read
+    both.
+    """
     monkeypatch.setattr(llm_module, "PolicyLLM", lambda **arguments: arguments)
     weight = torch.zeros(2, 2)
-    for name, tensors in (("plain", {"embed.weight": weight}), ("copied", {"lm_head.weight": weight})):
+    for name, tensors in (
+        ("plain", {"embed.weight": weight}),
+        ("copied", {"lm_head.weight": weight}),
+    ):
         (tmp_path / name).mkdir()
         save_file(tensors, tmp_path / name / "model.safetensors")
     for sleeps, tied, checkpoint in product((True, False), (True, False), ("plain", "copied")):
         engine: Any = object.__new__(AdoraVLLMGeneration)
         config = SimpleNamespace(tie_word_embeddings=tied)
-        model = SimpleNamespace(dtype=torch.float32, config=config, name_or_path=str(tmp_path / checkpoint))
-        engine.__dict__.update(model=model, image_token_id=None, _asked={}, enable_sleep_mode=sleeps)
-        engine.__dict__.update(temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0)
-        engine.settings, engine.tensor_parallel_size = EngineSettings(), 1
+        model = SimpleNamespace(
+            dtype=torch.float32, config=config, name_or_path=str(tmp_path / checkpoint)
+        )
+        engine.__dict__.update(
+            model=model, image_token_id=None, _asked={}, enable_sleep_mode=sleeps
+        )
+        engine.__dict__.update(
+            temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0
+        )
+        engine.settings = EngineSettings()
+        engine.tensor_parallel_size = 1
         without = sleeps and not (tied and checkpoint == "copied")
-        assert engine._build_llm(max_model_len=64).get("load_format") == (LATER if without else None)
+        assert engine._build_llm(max_model_len=64).get("load_format") == (
+            LATER if without else None
+        )

@@ -1,9 +1,10 @@
-"""Turns of a rollout: what stands between them, what of it is graded, when they end, and that all ranks make the same
-calls.
+"""Turns of a rollout: what stands between them, what of it is graded, when they end, and that all
+ranks make the same calls.
 """
 
 import asyncio
 import copy
+import random
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,21 +18,25 @@ from PIL import Image
 
 from adora_vl.advantage.adora import Adora
 from adora_vl.advantage.methods import AdvantagePipeline
-from adora_vl.dedup.images import DistinctImages
+from adora_vl.config.options import ToolOptions
 from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.packing.images import DistinctImages
 from adora_vl.rewards import reward_function
-from adora_vl.rollout.rollouts import Call, DrawnProblem, Rollout, RolloutGroup, Span
-from adora_vl.rollout.turns import CALL, Turns, play
+from adora_vl.rollout.rollouts import Call, DrawnProblem, Rollout, RolloutGroup, Segment
+from adora_vl.rollout.turns import CALL, ToolLoop, run_turns
+from adora_vl.tools.ours import View
+from adora_vl.tools.run import Toolbox, choose_tools
 from adora_vl.training.advantages import AdvantageComputer
+from adora_vl.training.batch_builder import BatchBuilder
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import RewardGuard
-from adora_vl.training.judge import Judge
-from adora_vl.training.scores import Ends, Grader, RewardFunctions
+from adora_vl.training.scoring import Grader, RewardFunctions, StopCriteria
 from tests.support.step_context import step_context
 
 PROCESSOR: Any = load_processor(str(PRETRAINED))
 TOKENIZER = PROCESSOR.tokenizer
-END, IMAGE = TOKENIZER.eos_token_id, PROCESSOR.image_token_id
+END = TOKENIZER.eos_token_id
+IMAGE = PROCESSOR.image_token_id
 CALLED = f"{CALL} 7"
 
 
@@ -39,30 +44,103 @@ def ids_of(text: str) -> list[int]:
     return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
-def sampled(text: str, *before: Span, end: Sequence[int] = (END,)) -> Rollout:
+def sampled(text: str, *before: Segment, end: Sequence[int] = (END,)) -> Rollout:
     ids = (*ids_of(text), *end)
-    return Rollout((*before, Span(ids, (-0.5,) * len(ids), 3)), "stop")
+    return Rollout((*before, Segment(ids, (-0.5,) * len(ids), 3)), "stop")
 
 
 class Says:
     """Tools that say these parts to whatever has a call in it."""
 
     def __init__(self, *parts: Any) -> None:
-        self.parts, self.asked = parts, list[Any]()
+        self.parts = parts
+        self.asked = list[Any]()
 
-    def answer(self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, **_: Any) -> Any:
+    def answer(
+        self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, **_: Any
+    ) -> Any:
         self.asked.append((text, len(images), seed, last))
         return SimpleNamespace(parts=self.parts, calls=(Call("zoom", "{}", "", 0.1, failed=False),))
 
 
-def answered(tools: Says, rollout: Rollout, *, most: int = 2, room: int | None = None, longest: int = 200) -> Rollout:
-    turns = Turns(tools, PROCESSOR, {}, lambda image: image.width // 28, most, TOKENIZER.decode, room=room)
-    return turns(rollout, [Image.new("RGB", (28, 28))], prompt=100, longest=longest, step=4, seed="7/train/3/0/1/0")
+def answered(
+    tools: Says, rollout: Rollout, *, most: int = 2, room: int | None = None, longest: int = 200
+) -> Rollout:
+    turns = ToolLoop(
+        tools, PROCESSOR, {}, lambda image: image.width // 28, most, TOKENIZER.decode, room=room
+    )
+    return turns(
+        rollout,
+        [Image.new("RGB", (28, 28))],
+        prompt=100,
+        longest=longest,
+        step=4,
+        seed="7/train/3/0/1/0",
+    )
+
+
+PIECES = [
+    *(
+        CALL,
+        "</tool_call>",
+        '{"name": "line", "arguments": {',
+        '"x1": ',
+        "}}",
+        "1" * 400,
+        "[" * 600,
+    ),
+    *('{"name": "mark", "arguments": {"x": 1, "y": 1, "label": "', '"}}', "<|im_end|>", "\\ud800"),
+    *(
+        "<|image_pad|>",
+        '{"name": "odd", "arguments": {}}',
+        "</tool_response>",
+        "é😀\x00",
+        " 7 ",
+        "NaN",
+    ),
+]
+
+
+def test_no_turn_of_a_policy_ends_a_run():
+    """Of any pieces, with tools of ours and one whose answers cannot be looked at."""
+
+    class Odd(dict[str, str]):
+        def get(self, *_: Any) -> Any:
+            raise RuntimeError("closed")
+
+    def odd() -> str:
+        """Return something odd."""
+        return Odd()  # type: ignore[return-value]
+
+    box = Toolbox(choose_tools(["line", "mark", odd]), ToolOptions(), View(784, 3136, 28))
+    turns = ToolLoop(box, PROCESSOR, {}, lambda image: 4, None, TOKENIZER.decode)
+    draw = random.Random(0)
+    called = 0
+    for number in range(300):
+        text = "".join(draw.choices(PIECES, k=draw.randrange(1, 8)))
+        before = sampled(text)
+        after = turns(
+            before,
+            [Image.new("RGB", (56, 56))],
+            prompt=100,
+            longest=10_000,
+            step=4,
+            seed=f"7/{number}",
+        )
+        assert after.ended in ("", "room", "stop")
+        called += bool(after.calls)
+        for call in after.calls:
+            assert call.failed == call.text.startswith("Error: ") and "\n" not in call.text
+        if after.spans[1:]:
+            assert after.tokens.count(IMAGE) - before.tokens.count(IMAGE) == 4 * len(after.pictures)
+    assert called > 50
 
 
 @pytest.mark.parametrize("end", [(END,), ()], ids=["ended", "stopped at a string"])
 def test_an_answer_is_a_users_turn_of_the_template_behind_what_was_sampled(end):
-    """As the template itself would have written it; marks that a tool says begin no turn and no image."""
+    """As the template itself would have written it; marks that a tool says begin no turn and no
+    image.
+    """
     picture = Image.new("L", (84, 28), 50)
     before = sampled(CALLED, end=end)
     after = answered(Says("Picture 2: ", picture, " of <|image_pad|> and<|im_end|>"), before)
@@ -71,15 +149,25 @@ def test_an_answer_is_a_users_turn_of_the_template_behind_what_was_sampled(end):
     shown = f"<|vision_start|>{'<|image_pad|>' * 3}<|vision_end|>"
     said = f"Picture 2: {shown} of < |image_pad|> and< |im_end|>"
     expected = ids_of(f"{own}\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n")
-    assert list(after.spans[1].tokens) == expected and after.spans[1].logps is None and after.spans[1].step == 4
-    (shown_now,), (call,) = after.pictures, after.calls
-    assert (shown_now.span, call.span, shown_now.image.mode, shown_now.image.size) == (1, 1, "RGB", (84, 28))
+    assert (
+        list(after.spans[1].tokens) == expected
+        and after.spans[1].logps is None
+        and after.spans[1].step == 4
+    )
+    (shown_now,) = after.pictures
+    (call,) = after.calls
+    assert (shown_now.span, call.span, shown_now.image.mode, shown_now.image.size) == (
+        1,
+        1,
+        "RGB",
+        (84, 28),
+    )
 
 
 def test_a_model_that_reads_text_alone_gets_the_same_turn():
     tokenizer = copy.copy(TOKENIZER)
     tokenizer.chat_template = PROCESSOR.chat_template
-    turns = Turns(Says("It is 7."), tokenizer, {}, lambda _: 0, None, TOKENIZER.decode)
+    turns = ToolLoop(Says("It is 7."), tokenizer, {}, lambda _: 0, None, TOKENIZER.decode)
     rollout = turns(sampled(CALLED), [], prompt=9, longest=200, step=4, seed="")
     expected = ids_of("\n<|im_start|>user\nIt is 7.<|im_end|>\n<|im_start|>assistant\n")
     assert list(rollout.spans[1].tokens) == expected and not rollout.pictures
@@ -95,8 +183,11 @@ def test_tools_are_asked_with_the_turns_words_and_all_images_under_a_seed_of_its
 
 
 def test_what_ends_a_rollout_and_whether_it_has_an_end():
-    """By its own words, with a call that nobody answers, and where the answer has no room; whatever its last token."""
-    tools, ends = Says("x" * 20), Ends.of({END}, {}, TOKENIZER.decode)
+    """By its own words, with a call that nobody answers, and where the answer has no room; whatever
+    its last token.
+    """
+    tools = Says("x" * 20)
+    ends = StopCriteria.of({END}, {}, TOKENIZER.decode)
     once = answered(tools, sampled(CALLED), most=1)
     for rollout, ended, has_end in (
         (answered(tools, sampled("so 7")), "stop", True),
@@ -112,8 +203,9 @@ def test_what_ends_a_rollout_and_whether_it_has_an_end():
 
 @pytest.mark.parametrize("wide", [28, 196])
 def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
-    """A right answer in a tool's words is no reward, and however large its picture, a group has the same weight: of the
-    right one and the wrong one that ended, the right one said more. As many image tokens are learned behind as images.
+    """A right answer in a tool's words is no reward, and however large its picture, a group has the
+    same weight: of the right one and the wrong one that ended, the right one said more. As many
+    image tokens are learned behind as images.
     """
     weights = torch.ones(1)
     context = step_context(use_vllm=True, num_generations=3)
@@ -124,34 +216,56 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
         sampled("so it is " * 4 + "\\boxed{7}"),
         answered(tools, sampled(CALLED), longest=50),
     )
-    images, guard = DistinctImages([], PROCESSOR, torch.device("cpu"), context.config), RewardGuard(context)
-    ends = Ends.of({END}, {}, partial(TOKENIZER.decode, skip_special_tokens=True))
+    images = DistinctImages([], PROCESSOR, torch.device("cpu"), context.config)
+    guard = RewardGuard(context)
+    ends = StopCriteria.of({END}, {}, partial(TOKENIZER.decode, skip_special_tokens=True))
     watched: Any = SimpleNamespace(check_batch=lambda *_: None, graded=lambda *_: None)
-    functions = RewardFunctions([reward_function("accuracy")], [None], {}, dict, asyncio.new_event_loop)
-    judge = Judge(
-        context, images, PROCESSOR, ends, functions,
-        Grader(context, guard, weights, ["accuracy"]), lambda batch: batch, lambda *_: None,
-        AdvantageComputer(context, AdvantagePipeline({"adora": Adora()}), weights, tools=True), watched, watched,
-        lambda _: nullcontext(), scored=True, tools=True,
-    )  # fmt: skip
+    functions = RewardFunctions(
+        [reward_function("accuracy")], [None], {}, dict, asyncio.new_event_loop
+    )
+    judge = BatchBuilder(
+        context,
+        images,
+        PROCESSOR,
+        ends,
+        functions,
+        Grader(context, guard, weights, ["accuracy"]),
+        lambda batch: batch,
+        lambda *_: None,
+        AdvantageComputer(context, AdvantagePipeline({"adora": Adora()}), weights, tools=True),
+        watched,
+        watched,
+        lambda _: nullcontext(),
+        scored=True,
+        tools=True,
+    )
     prompt = [{"role": "user", "content": "Which?"}]
     asked: Any = {"prompt": prompt, "answer": "7", "images": [Image.new("RGB", (56, 28))]}
     group = RolloutGroup(DrawnProblem(0, "train/0/0", 0), asked, 0, rollouts)
     generation = Generation([], "train", 0, "0/0", 0, 3)
     judge(generation, [group], None, aged=False)
-    judged, batch = generation.advantages, generation.batch
+    judged = generation.advantages
+    batch = generation.batch
     assert judged is not None and judged.groups.rewards_PG.tolist() == [[0, 1, 0]]
     own, right, _ = judged.groups.lengths_PG[0].tolist()
-    assert own == len(ids_of(CALLED)) + 1 + len(ids_of("so 3")) + 1 and own < right < len(rollouts[0].tokens)
-    assert judged.groups.truncated_PG.tolist() == [[False, False, True]] and judged.weighting.weights_P.tolist() == [1]
+    assert own == len(ids_of(CALLED)) + 1 + len(ids_of("so 3")) + 1 and own < right < len(
+        rollouts[0].tokens
+    )
+    assert judged.groups.truncated_PG.tolist() == [
+        [False, False, True]
+    ] and judged.weighting.weights_P.tolist() == [1]
     shown = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1) == IMAGE
     grids = batch["image_grid_thw"].prod(dim=1) // 4
-    assert shown.sum(dim=1).tolist() == [one.sum() for one in grids.split(batch["num_images"])] and len(grids) == 4
+    assert (
+        shown.sum(dim=1).tolist() == [one.sum() for one in grids.split(batch["num_images"])]
+        and len(grids) == 4
+    )
 
 
 def test_all_play_a_turn_then_those_that_were_answered_the_next_one():
     """And a rank whose own rollouts have ended takes part until all have."""
-    wanted, asked = {"a": 1, "b": 3, "c": 2}, list[list[str]]()
+    wanted = {"a": 1, "b": 3, "c": 2}
+    asked = list[list[str]]()
 
     def ask(going: dict[str, Rollout]) -> dict[str, Rollout]:
         asked.append([*going])
@@ -159,9 +273,11 @@ def test_all_play_a_turn_then_those_that_were_answered_the_next_one():
 
     def answer(key: str, rollout: Rollout) -> Rollout:
         more = len(rollout.spans) < 2 * wanted[key] - 1
-        return Rollout((*rollout.spans, Span((9,), None, 3))) if more else rollout
+        return Rollout((*rollout.spans, Segment((9,), None, 3))) if more else rollout
 
     others = iter([True, True, True, True, False])
-    done = play(dict.fromkeys(wanted, Rollout()), ask, answer, lambda *_: True, lambda _: next(others))
+    done = run_turns(
+        dict.fromkeys(wanted, Rollout()), ask, answer, lambda *_: True, lambda _: next(others)
+    )
     assert asked == [["a", "b", "c"], ["b", "c"], ["b"], [], []]
     assert {key: len(rollout.spans) for key, rollout in done.items()} == {"a": 1, "b": 5, "c": 3}

@@ -1,4 +1,6 @@
-"""Weights on their way into an engine: one at a time, merged with an adapter, and kept when the trainer frees them."""
+"""Weights on their way into an engine: one at a time, merged with an adapter, and kept when the
+trainer frees them.
+"""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -34,10 +36,13 @@ NAMES = ["first", "second", "third"]
 
 
 class Runner:
-    """What vLLM's model runners do with tensors: the CPU's keeps them until a layer is complete, the GPU's copies."""
+    """What vLLM's model runners do with tensors: the CPU's keeps them until a layer is complete,
+    the GPU's copies.
+    """
 
     def __init__(self, device: str, events: list[str]) -> None:
-        self.device, self.events = torch.device(device), events
+        self.device = torch.device(device)
+        self.events = events
         self.model = self
         self.got: dict[str, Tensor] = {}
 
@@ -69,7 +74,9 @@ def test_a_gathered_weight_is_taken_before_the_next_is_gathered_and_outlives_it(
             executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
             llm = SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor))
             assert push_weights(llm, gathered()) == len(NAMES)
-            assert events == [event for name in NAMES for event in (f"gather {name}", f"engine takes {name}")]
+            assert events == [
+                event for name in NAMES for event in (f"gather {name}", f"engine takes {name}")
+            ]
             assert {name: tensor.tolist() for name, tensor in runner.got.items()} == {
                 name: [float(number)] * 3 for number, name in enumerate(NAMES)
             }
@@ -98,12 +105,20 @@ def policy(dtype, family=DEFAULT_FAMILY, targets=("q_proj", "up_proj", "fc1"), *
 
 
 def sent(model, wanted=lambda name: True):
-    return {name: tensor.clone() for name, tensor in merged_parameters(model, lambda _: nullcontext(), wanted)}
+    return {
+        name: tensor.clone()
+        for name, tensor in merged_parameters(model, lambda _: nullcontext(), wanted)
+    }
 
 
 def test_after_the_first_sync_only_the_layers_that_an_adapter_touches_go():
     model, original = policy(torch.float32, modules_to_save=["lm_head"])
-    names = [name for name, _ in merged_parameters(model, lambda _: nullcontext(), lambda _: True, changed_only=True)]
+    names = [
+        name
+        for name, _ in merged_parameters(
+            model, lambda _: nullcontext(), lambda _: True, changed_only=True
+        )
+    ]
     adapted = {name for name in original if "q_proj" in name or "up_proj" in name}
     assert sorted(names) == sorted(adapted | {"lm_head.weight"})
 
@@ -130,19 +145,48 @@ def test_only_an_adapter_that_vllm_computes_whole_goes_alone(form):
     assert (lora_settings(model) is not None) == (form in {"plain", "rslora", "head"})
 
 
-ALONE = {"modules_to_save", "tokens", "biases of the base"}  # PEFT activates one such adapter at a time
-OTHERS = {kind.name: config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items() if kind.name != "LORA"}
-TOKENS = {"num_virtual_tokens": 2, "task_type": "CAUSAL_LM", "num_layers": 2, "token_dim": 96, "num_attention_heads": 4}
+# PEFT activates one such adapter at a time
+ALONE = {
+    "modules_to_save",
+    "tokens",
+    "biases of the base",
+}
+OTHERS = {
+    kind.name: config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items() if kind.name != "LORA"
+}
+TOKENS = {
+    "num_virtual_tokens": 2,
+    "task_type": "CAUSAL_LM",
+    "num_layers": 2,
+    "token_dim": 96,
+    "num_attention_heads": 4,
+}
 NEEDS: dict[str, dict[str, Any]] = {
-    "ADALORA": {"total_step": 10}, "IA3": {"feedforward_modules": []}, "VBLORA": {"vector_length": 16},
-    "C3A": {"block_size": 48}, "ROAD": {"group_size": 16}, "OFT": {"r": 0}, "BEFT": {"target_modules": ["q_proj"]},
+    "ADALORA": {"total_step": 10},
+    "IA3": {"feedforward_modules": []},
+    "VBLORA": {"vector_length": 16},
+    "C3A": {"block_size": 48},
+    "ROAD": {"group_size": 16},
+    "OFT": {"r": 0},
+    "BEFT": {"target_modules": ["q_proj"]},
     "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"], "token_indices": [5]},
-    "P_TUNING": TOKENS, "PROMPT_TUNING": TOKENS, "PREFIX_TUNING": TOKENS, "MULTITASK_PROMPT_TUNING": TOKENS,
+    "P_TUNING": TOKENS,
+    "PROMPT_TUNING": TOKENS,
+    "PREFIX_TUNING": TOKENS,
+    "MULTITASK_PROMPT_TUNING": TOKENS,
     "LN_TUNING": {"target_modules": ["input_layernorm"]},
-}  # fmt: skip
+}
 CHANGES_NO_WEIGHT = {"P_TUNING", "PROMPT_TUNING", "PREFIX_TUNING", "LILY", "POLY", "XLORA"}
 # Made for other families of models, or from packages that are not installed.
-NOT_MADE = {"ADAMSS", "ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "PSOFT", "SHADOW"}
+NOT_MADE = {
+    "ADAMSS",
+    "ADAPTION_PROMPT",
+    "CARTRIDGE",
+    "CPT",
+    "MULTITASK_PROMPT_TUNING",
+    "PSOFT",
+    "SHADOW",
+}
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +195,9 @@ def base():
 
 
 def adapted(base, config, second: str | None = None):
-    """A policy with this adapter, and a `second` one of the same kind, where all that is trained has moved."""
+    """A policy with this adapter, and a `second` one of the same kind, where all that is trained
+    has moved.
+    """
     torch.manual_seed(0)
     model = get_peft_model(deepcopy(base), config, autocast_adapter_dtype=False)
     if second is not None:
@@ -165,15 +211,23 @@ def adapted(base, config, second: str | None = None):
 
 
 def assert_sent_is_merged(base, model):
-    """Every name of the base once, the tensors of PEFT's own merging, and a model of them answers as the policy."""
+    """Every name of the base once, the tensors of PEFT's own merging, and a model of them answers
+    as the policy.
+    """
     assert can_merge(model)
     kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    pairs = [(name, tensor.clone()) for name, tensor in merged_parameters(model, lambda _: nullcontext(), bool)]
+    pairs = [
+        (name, tensor.clone())
+        for name, tensor in merged_parameters(model, lambda _: nullcontext(), bool)
+    ]
     assert [name for name, _ in pairs] == [name for name, _ in base.named_parameters()]
-    assert all(torch.equal(kept[name], tensor) for name, tensor in model.state_dict().items()), "the policy is changed"
+    assert all(torch.equal(kept[name], tensor) for name, tensor in model.state_dict().items()), (
+        "the policy is changed"
+    )
     merged = dict(deepcopy(model).merge_and_unload().named_parameters())
     assert [name for name, tensor in pairs if not torch.equal(tensor, merged[name])] == []
-    engine, words = deepcopy(base).eval(), torch.arange(3, 20)[None]
+    engine = deepcopy(base).eval()
+    words = torch.arange(3, 20)[None]
     engine.load_state_dict(dict(pairs), strict=False)
     trained, sampled = (one(input_ids=words).logits for one in (model, engine))
     # 1e-5: DEFT computes in float32, whatever the weights are
@@ -189,7 +243,9 @@ def assert_sent_is_merged(base, model):
 )
 def test_every_form_of_lora_is_sent_as_peft_merges_it(base, form, second):
     """`second`: an adapter beside it, a reference as TRL keeps it, or one that is active too."""
-    model = adapted(base, LoraConfig(**{"r": 4, "target_modules": ["q_proj", "up_proj"], **LORA[form]}), second)
+    model = adapted(
+        base, LoraConfig(**{"r": 4, "target_modules": ["q_proj", "up_proj"], **LORA[form]}), second
+    )
     assert assert_sent_is_merged(base, model)
 
 
@@ -202,7 +258,9 @@ def test_an_export_of_a_checkpoint_has_what_the_engine_was_sent(base, form, tmp_
     model.save_pretrained(tmp_path / "run")
     export(tmp_path / "run", tmp_path / "out")
     exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").state_dict()
-    assert [name for name, tensor in sent(model).items() if not torch.equal(tensor, exported[name])] == []
+    assert [
+        name for name, tensor in sent(model).items() if not torch.equal(tensor, exported[name])
+    ] == []
 
 
 @pytest.mark.parametrize("kind", sorted(OTHERS.keys() - NOT_MADE))
@@ -222,7 +280,9 @@ def test_every_part_of_another_family_is_sent_merged(subtests):
     """Their towers and mergers have other layers: `linear_fc1` and `linear_fc2`."""
     for family in set(TINY_FAMILIES) - {DEFAULT_FAMILY}:
         with subtests.test(family):
-            model, original = policy(torch.float32, family, targets=("q_proj", "down_proj", "linear_fc2"))
+            model, original = policy(
+                torch.float32, family, targets=("q_proj", "down_proj", "linear_fc2")
+            )
             tensors = sent(model)
             assert tensors.keys() == original.keys()
             changed = {name for name in tensors if not torch.equal(tensors[name], original[name])}
@@ -239,7 +299,10 @@ def test_twenty_syncs_leave_bfloat16_weights_as_they_were():
     for _ in range(20):
         again = sent(model)
     assert all(torch.equal(first[name], again[name]) for name in first)
-    base = {n.replace(".base_layer", "").removeprefix("base_model.model."): p for n, p in model.named_parameters()}
+    base = {
+        n.replace(".base_layer", "").removeprefix("base_model.model."): p
+        for n, p in model.named_parameters()
+    }
     assert all(torch.equal(base[name], tensor) for name, tensor in original.items())
     assert first["lm_head.weight"].dtype == torch.bfloat16
 
@@ -254,14 +317,21 @@ def test_the_engine_gets_merged_weights_first_all_and_then_those_that_can_change
     model, original = policy(torch.float32)
     merged = sent(model)
     engine: Any = object.__new__(AdoraVLLMGeneration)
-    engine.model, engine.mode, engine.enable_sleep_mode, engine._engine_is_complete = model, "colocate", False, False
+    engine.model = model
+    engine.mode = "colocate"
+    engine.enable_sleep_mode = False
+    engine._engine_is_complete = False
     engine._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: nullcontext())
     engine.settings = EngineSettings()
     first = dict(engine._iter_named_params())
-    assert first.keys() == original.keys() and all(torch.equal(first[name], merged[name]) for name in merged)
+    assert first.keys() == original.keys() and all(
+        torch.equal(first[name], merged[name]) for name in merged
+    )
     engine._engine_is_complete = True
     later = dict(engine._iter_named_params())
-    assert {component_of(name) for name in later} == {"language_model", "vision_tower"}, "none is in the projector"
+    assert {component_of(name) for name in later} == {"language_model", "vision_tower"}, (
+        "none is in the projector"
+    )
     assert all(torch.equal(later[name], merged[name]) for name in later)
     engine.enable_sleep_mode = True  # sleep has discarded the weights
     assert dict(engine._iter_named_params()).keys() == original.keys()
@@ -273,9 +343,13 @@ class Client:
     def __init__(self) -> None:
         self.syncs: list[tuple[list[str], list[str]]] = []
 
-    def update_named_params(self, announced: list[Any], tensors: Iterator[tuple[str, Tensor]]) -> None:
+    def update_named_params(
+        self, announced: list[Any], tensors: Iterator[tuple[str, Tensor]]
+    ) -> None:
         said = [f"{name} {dtype} {shape}" for name, dtype, shape in announced]
-        sent = [f"{name} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors]
+        sent = [
+            f"{name} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors
+        ]
         self.syncs.append((said, sent))
 
     def reset_prefix_cache(self) -> None:
@@ -289,9 +363,12 @@ def test_every_sync_with_a_server_sends_the_tensors_that_it_announced(subtests):
     for kind, model in {"frozen": frozen, "LoRA": policy(torch.float32)[0]}.items():
         with subtests.test(kind):
             engine: Any = object.__new__(AdoraVLLMGeneration)
-            engine.__dict__.update(model=model, mode="server", enable_sleep_mode=False, _engine_is_complete=False)
+            engine.__dict__.update(
+                model=model, mode="server", enable_sleep_mode=False, _engine_is_complete=False
+            )
             engine.__dict__.update(_weight_metadata=None, _timed=nullcontext, vllm_client=Client())
-            engine.settings, engine.served = EngineSettings(), SimpleNamespace(first_rank=lambda do: None)
+            engine.settings = EngineSettings()
+            engine.served = SimpleNamespace(first_rank=lambda do: None)
             engine.accelerator = SimpleNamespace(is_main_process=True)
             engine._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: nullcontext())
             for _ in range(3):

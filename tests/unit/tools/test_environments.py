@@ -1,14 +1,18 @@
-"""Each rollout has an environment of its own, those of a problem begin alike, and what is none is refused."""
+"""Each rollout has an environment of its own, those of a problem begin alike, and what is none is
+refused.
+"""
 
 import random
 
+import numpy as np
 import pytest
 from PIL import Image
 
-from adora_vl.config.blocks import ToolOptions
+from adora_vl.config.options import ToolOptions
 from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup
 from adora_vl.tools.environments import environments_of
 from adora_vl.tools.run import Toolbox, choose_tools
+from adora_vl.tools.tries import unsteady_tools
 from adora_vl.types import Row
 from adora_vl.utils.errors import UserError
 
@@ -23,7 +27,8 @@ class Doors:
 
     def reset(self, answer, images, **row):
         images[0].paste("red", (0, 0, 9, 9))  # a copy
-        self.opened, self.behind = [], random.randrange(10**9)
+        self.opened = []
+        self.behind = random.randrange(10**9)
         return f" {answer}: {self.behind}." if answer else None
 
     def open(self, door: int) -> str:
@@ -44,30 +49,49 @@ ONE = Doors()
 
 def group(number, content, answer="x"):
     images = [Image.new("RGB", (28, 28))]
-    row = Row(id=f"r{number}", answer=answer, prompt=[{"role": "user", "content": content}], images=images)
+    row = Row(
+        id=f"r{number}", answer=answer, prompt=[{"role": "user", "content": content}], images=images
+    )
     return RolloutGroup(DrawnProblem(number, "train/3/0", number), row, 0, (Rollout(),) * 2)
 
 
 def opens(toolbox, rollout, door):
     call = f'<tool_call>{{"name": "open", "arguments": {{"door": {door}}}}}</tool_call>'
-    return toolbox.answer(call, [], seed="0", last=False, environment=rollout.environment).calls[0].text
+    return (
+        toolbox.answer(call, [], seed="0", last=False, environment=rollout.environment)
+        .calls[0]
+        .text
+    )
 
 
 def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_alike():
-    Doors.made, state = 0, random.getstate()
+    Doors.made = 0
+    state = random.getstate()
     made = environments_of(Doors, 10.0)
     toolbox = Toolbox(choose_tools(["calculate"], made), ToolOptions(), None)
     assert [schema["function"]["name"] for schema in toolbox.schemas] == ["calculate", "open"]
     parts = [{"type": "image", "text": None}, {"type": "text", "text": "Which?"}]
     asked = [group(0, "Which?"), group(1, parts), group(2, "Which?", answer="")]
     first, second, third = found = made.entered(asked, 7, anew=True)
-    (one, other), behind = first.rollouts, [each.rollouts[0].environment.behind for each in found]
+    (one, other) = first.rollouts
+    behind = [each.rollouts[0].environment.behind for each in found]
     assert first.row["prompt"] == [{"role": "user", "content": f"Which? x: {behind[0]}."}]
     assert second.row["prompt"][0]["content"][2:] == [{"type": "text", "text": f" x: {behind[1]}."}]
     assert third.row == asked[2].row and one.environment.behind == other.environment.behind
-    assert len(set(behind)) == 3 and random.getstate() == state and asked[0].row["images"][0].getpixel((0, 0))[0] == 0
-    assert [opens(toolbox, one, 3), opens(toolbox, one, 4), opens(toolbox, other, 5)] == ["[3]", "[3, 4]", "[5]"]
-    assert made.reward()(environments=[one.environment, other.environment], prompts=[]) == [2.0, 1.0]
+    assert (
+        len(set(behind)) == 3
+        and random.getstate() == state
+        and asked[0].row["images"][0].getpixel((0, 0))[0] == 0
+    )
+    assert [opens(toolbox, one, 3), opens(toolbox, one, 4), opens(toolbox, other, 5)] == [
+        "[3]",
+        "[3, 4]",
+        "[5]",
+    ]
+    assert made.reward()(environments=[one.environment, other.environment], prompts=[]) == [
+        2.0,
+        1.0,
+    ]
     assert made.reward().__name__ == "Doors" and Doors.made == 6
     made.entered([group(3, "Which?")], 7, anew=False)
     again, *_ = made.entered(asked, 7, anew=True)
@@ -80,7 +104,9 @@ async def later(self):
 
 
 def like(**methods):
-    return type("Own", (Doors,), {name: lambda self, do=do, **row: do() for name, do in methods.items()})
+    return type(
+        "Own", (Doors,), {name: lambda self, do=do, **row: do() for name, do in methods.items()}
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,16 +118,41 @@ def like(**methods):
         (dict, "dict has no method reset"),
         (lambda: ONE, "row r0: Doors is one object for two rollouts"),
         (lambda: 1 / 0, "<lambda>: it cannot be made: ZeroDivisionError"),
-        (type("Bare", (), {"reset": lambda self, **row: None}), "Bare has no public method that a model could call"),
-        (type("Late", (Doors,), {"get_reward": later}), "Late.get_reward is async; write a plain method"),
+        (
+            type("Bare", (), {"reset": lambda self, **row: None}),
+            "Bare has no public method that a model could call",
+        ),
+        (
+            type("Late", (Doors,), {"get_reward": later}),
+            "Late.get_reward is async; write a plain method",
+        ),
         (
             like(reset=lambda: str(random.SystemRandom().random())),
             "row r0: reset says '[0-9.]+' to one rollout of a problem and '[0-9.]+' to another",
         ),
         (like(reset=lambda: [][0]), "row r0: reset: IndexError: list index out of range"),
+        (
+            like(reset=lambda: " Answer <|image_pad|>"),
+            "row r0: reset says <.image_pad.>, which is a token of the model's own",
+        ),
         (like(reset=lambda: 3), "row r0: reset returned a int; return a text or None"),
     ],
 )
 def test_what_is_no_environment_is_refused(asked, why):
     with pytest.raises(UserError, match=f"^environment_factory: {why}"):
         environments_of(asked, 10.0).entered([group(0, "Which?")], 7, anew=True)
+
+
+def test_a_method_that_answers_in_two_ways_in_environments_that_begin_alike_is_named():
+    class Dice(Doors):
+        def throw(self) -> float:
+            """Throw."""
+            return float(np.random.default_rng().random())
+
+    made = environments_of(Dice, 10.0)
+    toolbox = Toolbox(choose_tools([], made), ToolOptions(), None)
+    [entered] = made.entered([group(0, "Which?")], 7, anew=True)
+    inside = [rollout.environment for rollout in entered.rollouts]
+    [line] = unsteady_tools(toolbox, [], inside)
+    assert line.startswith("tools: 'throw' answers"), "open counts, and both count alike"
+    assert unsteady_tools(toolbox) == [], "a method is not called before its environment has begun"

@@ -1,21 +1,28 @@
-"""What a model may call, and that nothing which it writes, or a tool does, is more than one line to it."""
+"""What a model may call, and that nothing which it writes, or a tool does, is more than one line to
+it.
+"""
 
+import io
 import json
 import random
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageDraw
 
-from adora_vl.config.blocks import ToolOptions
+from adora_vl.config.options import ToolOptions
 from adora_vl.data.prompts import with_tools
 from adora_vl.tools.ours import OURS, View
 from adora_vl.tools.run import Toolbox, choose_tools
+from adora_vl.tools.tries import unsteady_tools
 from adora_vl.utils.errors import UserError
+from adora_vl.utils.own_files import OverdueError
 
-SMALL, THOUSANDTHS = View(56 * 56, 56 * 56, 28), View(256**2, 4096**2, 32, relative=True)
+SMALL = View(56 * 56, 56 * 56, 28)
+THOUSANDTHS = View(256**2, 4096**2, 32, relative=True)
 
 
 def picture():
@@ -66,14 +73,30 @@ def test_a_region_is_cut_from_the_picture_as_it_is_by_the_coordinates_of_the_fam
         ("calculate", {"expression": "sin(30) + 2**10"}, "1024.5"),
         ("calculate", {"expression": "7/4"}, "1.75"),
         ("calculate", {"expression": "1/0"}, "Error: the expression has no value here (undefined)"),
-        ("calculate", {"expression": "__import__('os')"}, "Error: the expression has no value here"),
+        (
+            "calculate",
+            {"expression": "__import__('os')"},
+            "Error: the expression has no value here",
+        ),
         ("measure", {"x1": 0, "y1": 0, "x2": 3, "y2": 4}, "5.0 pixels of the picture"),
-        ("measure", {"x1": 9, "y1": 0, "x2": 0, "y2": 0, "x3": 0, "y3": 7}, "90.0 degrees in the picture"),
+        (
+            "measure",
+            {"x1": 9, "y1": 0, "x2": 0, "y2": 0, "x3": 0, "y3": 7},
+            "90.0 degrees in the picture",
+        ),
         ("zoom", {"x1": 5, "y1": 0, "x2": 5, "y2": 9}, "Error: the region is empty"),
-        ("zoom", {"x1": 0, "y1": 0, "x2": 99, "y2": 9}, "Error: (99, 9) is not in the picture, which ends at (56, 56)"),
+        (
+            "zoom",
+            {"x1": 0, "y1": 0, "x2": 99, "y2": 9},
+            "Error: (99, 9) is not in the picture, which ends at (56, 56)",
+        ),
         ("zoom", {"x1": "0", "y1": 0, "x2": 9, "y2": 9}, "Error: x1 is no number"),
         ("zoom", {"x1": 0, "y1": 0, "x2": 9}, "Error: the argument 'y2' is missing"),
-        ("zoom", {"x1": 0, "y1": 0, "x2": 9, "y2": 9, "picture": 3}, "Error: picture: 3 is not there (0 to 0)"),
+        (
+            "zoom",
+            {"x1": 0, "y1": 0, "x2": 9, "y2": 9, "picture": 3},
+            "Error: picture: 3 is not there (0 to 0)",
+        ),
         ("look", {}, "Error: no tool 'look'; there are zoom, mark"),
     ],
 )
@@ -82,26 +105,37 @@ def test_what_our_tools_say(name, arguments, answer):
 
 
 def test_ten_thousand_broken_calls_are_one_line_each():
-    draw, toolbox = random.Random(0), box()
+    draw = random.Random(0)
+    toolbox = box()
     whole = [
-        written("zoom", x1=0, y1=0, x2=7, y2=7), written("calculate", expression="1+1"),
-        '<tool_call>{"name": "zoom", "name": "mark", "arguments": {"x1": NaN, "y1": 1e999}}</tool_call>',
-        f'<tool_call>{{"name": "calculate", "arguments": {"[" * 90}}}</tool_call>', f"<tool_call>{'[' * 3000}",
-        '<tool_call>{"name": "mark", "arguments": {"x": 1, "y": 1, "label": "\\ud800"}}</tool_call>',
-    ]  # fmt: skip
+        written("zoom", x1=0, y1=0, x2=7, y2=7),
+        written("calculate", expression="1+1"),
+        '<tool_call>{"name": "zoom", "name": "mark", "arguments": {"x1": NaN, "y1": '
+        "1e999}}</tool_call>",
+        f'<tool_call>{{"name": "calculate", "arguments": {"[" * 90}}}</tool_call>',
+        f"<tool_call>{'[' * 3000}",
+        '<tool_call>{"name": "mark", "arguments": {"x": 1, "y": 1, "label": '
+        '"\\ud800"}}</tool_call>',
+    ]
     letters = '{}[]",:0123456789.eE-+\\u\x00\n ABCzé😀<>/'
     slowest = 0.0
     for _ in range(10_000):
         text = draw.choice(whole)
         for _ in range(draw.randrange(1, 6)):
             at = draw.randrange(len("<tool_call>"), len(text) + 1)
-            change = draw.choice([draw.choice(letters), "", draw.choice(letters) * draw.randrange(1, 300)])
+            change = draw.choice(
+                [draw.choice(letters), "", draw.choice(letters) * draw.randrange(1, 300)]
+            )
             text = text[:at] + change + text[at + draw.randrange(0, 4) :]
         began = time.process_time()
         answer = toolbox.answer(text, [picture()] if "zoom" in text else [], seed="0", last=False)
         slowest = max(slowest, time.process_time() - began)
         for call in answer.calls:
-            assert call.failed == call.text.startswith("Error: ") and "\n" not in call.text and len(call.text) <= 400
+            assert (
+                call.failed == call.text.startswith("Error: ")
+                and "\n" not in call.text
+                and len(call.text) <= 400
+            )
             assert len(call.text) <= 200 or not call.failed
             call.text.encode()
     print(f"the slowest took {1000 * slowest:.0f} ms")
@@ -166,7 +200,8 @@ def misbehave(how: str, images: list):
 def test_whatever_a_tool_does_is_an_answer(tmp_path, monkeypatch, how, answer):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(HOSTILE)
-    images, toolbox = [picture()], box("own.py:misbehave", seconds=1)
+    images = [picture()]
+    toolbox = box("own.py:misbehave", seconds=1)
     assert "images" not in json.dumps(toolbox.schemas)
     text, pictures = said(toolbox, written("misbehave", how=how), images)
     assert text.startswith(answer) and text.count("\n") == answer.count("\n")
@@ -175,10 +210,279 @@ def test_whatever_a_tool_does_is_an_answer(tmp_path, monkeypatch, how, answer):
     assert "own.py" in toolbox.chosen.hashes
 
 
-def test_a_tool_draws_the_same_in_every_run_and_the_run_goes_on_as_if_it_had_not(tmp_path, monkeypatch):
+class Raises:
+    """Whatever is asked of it fails, its own words too."""
+
+    def __init__(self, error: BaseException) -> None:
+        object.__setattr__(self, "error", error)
+
+    def __getattribute__(self, name):
+        if name == "__class__":
+            return Raises
+        raise object.__getattribute__(self, "error")
+
+
+class SpeechlessError(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+class Panic(BaseException):
+    """As compiled code raises it."""
+
+
+class Endless(list):
+    def __iter__(self):
+        while True:
+            yield ""
+
+
+class Odd(dict):
+    def get(self, *_):
+        raise RuntimeError("closed")
+
+
+class LatePicture(Image.Image):
+    def load(self):
+        raise OSError("the file is gone")
+
+
+def cyclic():
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+def odd_values():
+    """Values that tools return, and some that raise when they are looked at."""
+    yield from (None, True, 3, 1.5, float("nan"), 10**5000, 1j, b"x", object(), type, print, ...)
+    yield from (
+        "",
+        "text",
+        "\ud800",
+        "x" * 10**6,
+        [],
+        (),
+        {},
+        set(),
+        cyclic(),
+        [[["deep"]]],
+        [None],
+    )
+    yield from (np.zeros(3), np.float32(1), np.array("x"), torch.zeros(2), torch.tensor(1.0))
+    yield from (Raises(RuntimeError("closed")), Raises(Panic()), Raises(SpeechlessError()))
+    yield from (Raises(StopIteration()), Raises(RecursionError()), Raises(MemoryError()))
+    yield from (Odd(), Endless(), {"type": np.array(["text", "image"])}, {"type": "image"})
+    yield from ({"type": "image", "image": "no picture"}, {"type": ["text"]}, {1: object()})
+    yield from (Image.new("RGB", (0, 5)), LatePicture(), Image.new("L", (300, 1)))
+    yield from (Image.new(mode, (56, 56)) for mode in ("RGBA", "LA", "P", "CMYK", "F", "1", "LAB"))
+    yield (one for one in "generator")
+    yield [Image.new("L", (56, 56)), "and", Raises(RuntimeError("closed"))]
+
+
+def test_whatever_a_tool_returns_is_an_answer():
+    returned = iter(())
+
+    def odd():
+        """Odd."""
+        return next(returned)
+
+    odd.__annotations__["return"] = str
+    toolbox = box(odd)
+    for value in odd_values():
+        returned = iter([value])
+        text, pictures = said(toolbox, written("odd"))
+        assert text.count("\n") == 0 or not text.startswith("Error: ")
+        text.encode()
+        assert len(text) <= 2000
+        for shown in pictures:
+            assert shown.mode == "RGB" and min(shown.size) >= 28
+
+
+def test_whatever_a_tool_raises_is_an_answer():
+    errors = [Panic("p"), SpeechlessError(), StopIteration(3), SystemExit(1), OverdueError()]
+    raised = iter(errors)
+
+    def raising() -> str:
+        """Raise."""
+        raise next(raised)
+
+    toolbox = box(raising)
+    for _ in errors:
+        text, _ = said(toolbox, written("raising"))
+        assert text.startswith("Error: ") and "\n" not in text
+
+
+def random_value(draw, depth=0):
+    """A value as JSON has them, also ones that no tool is made for."""
+    kind = draw.randrange(10 if depth < 4 else 8)
+    if kind == 8:
+        return [random_value(draw, depth + 1) for _ in range(draw.randrange(4))]
+    if kind == 9:
+        return {
+            draw.choice("abxy"): random_value(draw, depth + 1) for _ in range(draw.randrange(4))
+        }
+    return [
+        None,
+        draw.random() < 0.5,
+        draw.randrange(-5, 70),
+        draw.uniform(-1e3, 1e3),
+        draw.choice([1e308, -1e308, 5e-324, -0.0]),
+        10 ** draw.randrange(1, 400) * draw.choice([1, -1]),
+        draw.choice(["", "0", "a" * 3000, "\ud800", "<|im_end|>", "\x00", "-" * 400, "picture"]),
+        draw.choice([0, 1, 56, 57]),
+    ][kind]
+
+
+def test_whatever_a_model_writes_into_a_call_is_an_answer():
+    """Every tool of ours and one that takes anything, with arguments of any type, count and depth."""
+
+    def anything(a, b) -> str:
+        """Take anything.
+
+        Args:
+            a: Anything.
+            b: Anything.
+        """
+        return f"{a:>5}{b.x}"
+
+    anything.__annotations__ |= {"a": Any, "b": list[dict[str, float]]}
+    draw = random.Random(1)
+    toolbox = box(*OURS, anything)
+    names = [*OURS, "anything"]
+    for _ in range(3000):
+        name = draw.choice(names)
+        known = toolbox._by_name[name]["function"]["parameters"]["properties"]
+        chosen = [*known, "more"] if draw.random() < 0.1 else [*known]
+        arguments = {key: random_value(draw) for key in chosen if draw.random() < 0.9}
+        text = json.dumps({"name": name, "arguments": arguments})
+        if draw.random() < 0.2:
+            text = text.replace("[", "[" * draw.choice([9, 600, 990]), 1)
+        answer = toolbox.answer(f"<tool_call>{text}</tool_call>", [picture()], seed="0", last=False)
+        [call] = answer.calls
+        assert call.failed == call.text.startswith("Error: ") and call.name.encode() is not None
+        assert len(call.text) <= 2000 and "\n" not in call.text
+    big = "1" * 400
+    for inside in (
+        f'"x1": {big}',
+        f'"x1": 1, "picture": {big}',
+        f'"x1": {"[" * 600}{"]" * 600}',
+    ):
+        text = f'{{"name": "zoom", "arguments": {{{inside}, "y1": 0, "x2": 5, "y2": 5}}}}'
+        assert said(toolbox, f"<tool_call>{text}")[0].startswith("Error: ")
+
+
+@pytest.mark.parametrize("kind", ["transparent", "16 bits", "floats", "on its side"])
+def test_a_picture_of_a_tool_is_shown_as_a_person_sees_it(kind):
+    drawn = Image.new("RGBA", (84, 56), (0, 0, 0, 0))
+    ImageDraw.Draw(drawn).line((0, 0, 83, 55), fill=(0, 0, 0, 255), width=3)
+    grey = np.linspace(0, 1, 84 * 56).reshape(56, 84)
+    stream = io.BytesIO()
+    tags = Image.Exif()
+    tags[ExifTags.Base.Orientation] = 6
+    drawn.convert("RGB").save(stream, "JPEG", exif=tags)
+    pictures = {
+        "transparent": drawn,
+        "16 bits": Image.fromarray((grey * 65535).astype(np.uint16)),
+        "floats": Image.fromarray(grey.astype(np.float32)),
+        "on its side": Image.open(stream),
+    }
+
+    def show() -> Image.Image:
+        """Show."""
+        return pictures[kind]
+
+    _, [shown] = said(box(show, max_pixels=84 * 84), written("show"))
+    assert shown.size == ((56, 84) if kind == "on its side" else (84, 56))
+    values = np.asarray(shown.convert("L")).astype(int)
+    if kind == "transparent":
+        assert values.max() == 255 and values.min() == 0 and (values == 255).mean() > 0.8
+    elif kind != "on its side":
+        assert abs(values - grey * 255).max() <= 1
+    pictures[kind].load()
+    assert shown is not pictures[kind]
+
+
+def test_what_a_tool_draws_on_is_its_own_and_what_it_returned_is_the_answers():
+    images = [picture()]
+    before = images[0].tobytes()
+    kept = []
+
+    def draw(images: list) -> Image.Image:
+        """Draw."""
+        images[0].load()[0, 0] = (1, 2, 3)
+        kept.append(images[0])
+        return images[0]
+
+    toolbox = box(draw, max_pixels=448 * 448)
+    _, [first] = said(toolbox, written("draw"), images)
+    assert images[0].tobytes() == before and first.getpixel((0, 0)) == (1, 2, 3)
+    kept[0].putpixel((0, 0), (9, 9, 9))
+    assert first.getpixel((0, 0)) == (1, 2, 3)
+
+
+def test_no_text_of_a_tool_may_have_a_token_of_the_models_own():
+    def look() -> str:
+        """Look at <|image_pad|>."""
+
+    def other() -> str:
+        """Look at <end>."""
+
+    with pytest.raises(UserError, match=r"^tools: 'look' has the model's own token <.image_pad"):
+        box(look)
+    with pytest.raises(UserError, match="^tools: 'other' has the model's own token <end>"):
+        Toolbox(choose_tools([other]), ToolOptions(), SMALL, ("<end>",))
+
+
+def test_a_tool_that_answers_the_same_call_in_two_ways_is_named():
+    def machine(sides: int) -> float:
+        """Throw.
+
+        Args:
+            sides: Of the die.
+        """
+        return np.random.default_rng().random()
+
+    def shown(how: str) -> Image.Image:
+        """Show.
+
+        Args:
+            how: In which way.
+        """
+        return Image.effect_noise((56, 56), time.perf_counter_ns() % 97 + 1)
+
+    def named(sides: int) -> float:
+        """Throw.
+
+        Args:
+            sides: Of the die.
+        """
+        return random.random() + float(np.random.random()) + float(torch.rand(()))
+
+    def refuses(value: float) -> str:
+        """Refuse.
+
+        Args:
+            value: A number.
+        """
+        raise ValueError("never")
+
+    def looks(images: list) -> str:
+        """Look."""
+        return str(images[0].size)
+
+    lines = unsteady_tools(box(machine, shown, named, refuses, looks, "zoom"), [picture()])
+    assert [line.split("'")[1] for line in lines] == ["machine", "shown"]
+    assert all("answers the same call in two ways" in line for line in lines)
+
+
+def test_a_tool_draws_the_same_in_every_run_and_the_run_goes_on_as_if_it_had_not(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(HOSTILE)
-    toolbox, call = box("own.py:misbehave"), written("misbehave", how="draw")
+    toolbox = box("own.py:misbehave")
+    call = written("misbehave", how="draw")
     states = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
     first = [toolbox.answer(call * 2, [], seed=seed, last=False) for seed in ("a", "a", "b")]
     texts = [[one.text for one in answer.calls] for answer in first]
@@ -187,19 +491,33 @@ def test_a_tool_draws_the_same_in_every_run_and_the_run_goes_on_as_if_it_had_not
 
 
 def test_calls_that_are_too_many_and_the_last_turn_are_said():
-    toolbox, call = box(calls_per_turn=2), written("calculate", expression="1+1")
+    toolbox = box(calls_per_turn=2)
+    call = written("calculate", expression="1+1")
     answer = toolbox.answer(call * 9, [], seed="0", last=True)
-    assert [one.text for one in answer.calls] == ["2", "2", "Error: too many calls in a turn, at most 2"]
+    assert [one.text for one in answer.calls] == [
+        "2",
+        "2",
+        "Error: too many calls in a turn, at most 2",
+    ]
     assert answer.parts[-1] == "\nNo calls are left."
 
 
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        ("def f(x):\n    '''Text.\n\n    Args:\n        x: A.\n    '''", "needs type hints and a docstring"),
+        (
+            "def f(x):\n    '''Text.\n\n    Args:\n        x: A.\n    '''",
+            "needs type hints and a docstring",
+        ),
         ("def f(x: int):\n    pass", "needs type hints and a docstring"),
-        ("async def f(x: int):\n    '''T.\n\n    Args:\n        x: A.\n    '''", "is async; write a plain function"),
-        ("def f(*x: int):\n    '''T.\n\n    Args:\n        x: A.\n    '''", "has to name each of its parameters"),
+        (
+            "async def f(x: int):\n    '''T.\n\n    Args:\n        x: A.\n    '''",
+            "is async; write a plain function",
+        ),
+        (
+            "def f(*x: int):\n    '''T.\n\n    Args:\n        x: A.\n    '''",
+            "has to name each of its parameters",
+        ),
         ("def g():\n    '''T.'''", "no function 'f' there; it has g"),
     ],
 )
@@ -214,8 +532,12 @@ def test_a_tool_that_no_model_can_be_told_of_is_refused(tmp_path, monkeypatch, s
 
 def test_the_system_prompt_has_the_schemas_in_the_words_of_qwen():
     told = with_tools("Think.", box("calculate").schemas)
-    assert told.startswith("Think.\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n")
+    assert told.startswith(
+        "Think.\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    )
     line = told.split("<tools>\n")[1].split("\n</tools>")[0]
     assert json.loads(line) == box("calculate").schemas[0]
-    assert told.endswith('<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>')
+    assert told.endswith(
+        '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+    )
     assert with_tools("Think.", []) == "Think." and with_tools(None, []) is None

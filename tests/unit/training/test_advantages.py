@@ -1,4 +1,6 @@
-"""The advantages of a generation: what grading hands over, and what table, log, record and loss get from them."""
+"""The advantages of a generation: what grading hands over, and what table, log, record and loss get
+from them.
+"""
 
 import json
 import shutil
@@ -19,9 +21,8 @@ from transformers import GenerationMixin
 
 from adora_vl.advantage import METHODS, AdvantagePipeline, Groups
 from adora_vl.advantage.adora import Adora, weigh_groups
-from adora_vl.advantage.experimental import D3s
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.blocks import RolloutOptions
+from adora_vl.config.options import RolloutOptions
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.metrics import judged_figures, learned_figures
 from adora_vl.record.trackers import add_rows
@@ -30,12 +31,14 @@ from adora_vl.training.advantages import AdvantageComputer, Advantages
 from adora_vl.training.batch_rows import chosen_groups
 from adora_vl.training.guards import RewardGuard
 from adora_vl.training.micro_batches import MicroBatcher, live_units
-from adora_vl.training.policies import admitted
-from adora_vl.training.scores import Ends, Grader, Grades, Rewards, Scores
+from adora_vl.training.schedule import admitted
+from adora_vl.training.scoring import Grader, Grades, Rewards, Scores, StopCriteria
+from tests.support.examples import example
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
 
-END, PAD = 2, 0
+END = 2
+PAD = 0
 
 
 def rewards(values: list[list[float]]) -> Rewards:
@@ -51,9 +54,15 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
         calls.append(tensor)
         return tensor
 
-    context = step_context(accelerator=SimpleNamespace(device="cpu", gather=gather, num_processes=2))
-    completions, texts = [[5, 6, END], [5, 6], [], [END, 5]], ["Wait, wait.", "no", "", "I verify"]
-    ended = [Ends(frozenset({END, PAD})).ended(*each) for each in zip(completions, texts, strict=True)]
+    context = step_context(
+        accelerator=SimpleNamespace(device="cpu", gather=gather, num_processes=2)
+    )
+    completions = [[5, 6, END], [5, 6], [], [END, 5]]
+    texts = ["Wait, wait.", "no", "", "I verify"]
+    ended = [
+        StopCriteria(frozenset({END, PAD})).ended(*each)
+        for each in zip(completions, texts, strict=True)
+    ]
     grader = Grader(context, RewardGuard(context), torch.ones(1), ["accuracy"])
     grades = Grades(torch.zeros(4, 1), {"note": [*"abcd"]}, {"own": [0.5, 1.5]})
     scores = grader(grades, [[1] * 9] * 4, completions, texts, ended, 4, 0)
@@ -66,18 +75,38 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
 
 
 def test_an_answer_has_ended_where_its_last_token_completes_a_string_to_stop_at(subtests):
-    """Of characters as tokens. A string that is there before, as behind vLLM's `min_tokens`, has ended nothing."""
-    ends = Ends.of({0}, {"stop": "</a>", "stop_token_ids": [33]}, lambda ids: "".join(map(chr, ids)))
-    cases = {"so </a>": True, "so </a> and on": False, "so": False, "so!": True, "</a> </a>": False, "": True}
+    """Of characters as tokens.
+
+    A string that is there before, as behind vLLM's `min_tokens`, has ended nothing.
+    """
+    ends = StopCriteria.of(
+        {0}, {"stop": "</a>", "stop_token_ids": [33]}, lambda ids: "".join(map(chr, ids))
+    )
+    cases = {
+        "so </a>": True,
+        "so </a> and on": False,
+        "so": False,
+        "so!": True,
+        "</a> </a>": False,
+        "": True,
+    }
     for text, ended in cases.items():
         with subtests.test(text):
             assert ends.ended([ord(one) for one in text], text) is ended
-    assert Ends.of({0}, {"stop": ["x", "y"]}, str).strings == ("x", "y") and Ends.of({0}, {}, str).strings == ()
+    assert (
+        StopCriteria.of({0}, {"stop": ["x", "y"]}, str).strings == ("x", "y")
+        and StopCriteria.of({0}, {}, str).strings == ()
+    )
 
 
-def test_cut_off_answers_are_masked_and_counted_by_how_they_ended_and_not_by_their_last_token(tmp_path, monkeypatch):
-    """As where a string ends them, without the end-of-turn token. Here answers whose last token is even have ended."""
-    monkeypatch.setattr(Ends, "ended", lambda self, ids, text: ids[-1] % 2 == 0)
+def test_cut_off_answers_are_masked_and_counted_by_how_they_ended_and_not_by_their_last_token(
+    tmp_path, monkeypatch
+):
+    """As where a string ends them, without the end-of-turn token.
+
+    Here answers whose last token is even have ended.
+    """
+    monkeypatch.setattr(StopCriteria, "ended", lambda self, ids, text: ids[-1] % 2 == 0)
     learned = noted_batches(monkeypatch)
     keys: Any = {"mask_truncated_completions": True, "adora_truncated": "eos"}
     log = run_from_python(tmp_path, **keys).state.log_history[0]
@@ -92,7 +121,8 @@ def test_cut_off_answers_are_masked_and_counted_by_how_they_ended_and_not_by_the
 
 def test_what_the_models_folder_says_of_sampling_stays_out_of_it(tmp_path, monkeypatch):
     """Without vLLM, Transformers fills in what no key says. The model that is saved keeps it."""
-    folder, used = shutil.copytree(PRETRAINED, tmp_path / "model"), []
+    folder = shutil.copytree(PRETRAINED, tmp_path / "model")
+    used = []
     file = folder / "generation_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "do_sample": True, "min_p": 0.99}))
     prepare = GenerationMixin._prepare_generation_config
@@ -108,31 +138,42 @@ def test_what_the_models_folder_says_of_sampling_stays_out_of_it(tmp_path, monke
 
 
 def test_how_sure_the_policy_was_is_known_of_the_rollouts_of_all_ranks():
-    """As their rewards are: the groups are those of all ranks. The other one's are a nat likelier."""
+    """As their rewards are: the groups are those of all ranks.
+
+    The other one's are a nat likelier.
+    """
     two = SimpleNamespace(process_index=0, gather=lambda own: torch.cat([own, own - 1]))
-    computer = AdvantageComputer(step_context(accelerator=two), AdvantagePipeline({}), torch.ones(1))
+    computer = AdvantageComputer(
+        step_context(accelerator=two), AdvantagePipeline({}), torch.ones(1)
+    )
     batch: Any = {
         "completion_ids": torch.zeros(2, 2),
         "completion_mask": torch.tensor([[1, 1], [1, 0]]),
         "sampling_per_token_logps": torch.tensor([[-1.0, -2.0], [-2.0, -9.0]]),
     }
-    scores = Scores(rewards([[1.0], [0.0], [1.0], [0.0]]), torch.ones(4), torch.zeros(4) > 0, torch.zeros(4))
+    scores = Scores(
+        rewards([[1.0], [0.0], [1.0], [0.0]]), torch.ones(4), torch.zeros(4) > 0, torch.zeros(4)
+    )
     groups = computer.judged(scores, batch, 2, 0, training=False).groups
     assert groups.surprisal_PG.tolist() == [[1.5, 2.0], [0.5, 1.0]]
 
 
-CASES = [(name, METHODS[name]()) for name in METHODS if name != "mc_grpo"]
-CASES += [("d3s", D3s(across="batch")), ("adora", Adora(assign="rate"))]
+CASES: list[tuple[str, Any]] = [(name, METHODS[name]()) for name in METHODS]
+CASES += [("canon", example("canon.py:Canon")()), ("adora", Adora(assign="rate"))]
 
 
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
 @pytest.mark.parametrize("scale", ["group", "batch"])
-def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_one(scale, aggregation, subtests):
-    """One of eight groups of the first batch has signal, and seven of the second: in the end each weighs the same, and
-    DARO has learned once.
+def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_one(
+    scale, aggregation, subtests
+):
+    """One of eight groups of the first batch has signal, and seven of the second: in the end each
+    weighs the same, and DARO has learned once.
     """
-    mixed, dead = [0.5, 0.0, 0.0, 0.0], [0.5] * 4
-    first, second = [mixed, *[dead] * 7], [mixed] * 7 + [dead]
+    mixed = [0.5, 0.0, 0.0, 0.0]
+    dead = [0.5] * 4
+    first = [mixed, *[dead] * 7]
+    second = [mixed] * 7 + [dead]
 
     def graded(computer: AdvantageComputer, groups: list[list[float]]) -> Any:
         both = torch.tensor(groups).flatten()
@@ -146,21 +187,33 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
     for name, options in CASES:
         with subtests.test(f"{name} {options}"):
             sums = aggregation == "sum_then_normalize"
-            context = step_context(scale_rewards=scale, num_generations=4, adora_rollouts=RolloutOptions(refill=2))
-            runs = [AdvantagePipeline({name: options}, scale=scale, sums_rewards=sums) for _ in range(2)]
+            context = step_context(
+                scale_rewards=scale, num_generations=4, adora_rollouts=RolloutOptions(refill=2)
+            )
+            runs = [
+                AdvantagePipeline({name: options}, scale=scale, sums_rewards=sums) for _ in range(2)
+            ]
             refilled, at_once = (AdvantageComputer(context, run, torch.ones(2)) for run in runs)
-            one, other = graded(refilled, first), graded(refilled, second)
+            one = graded(refilled, first)
+            other = graded(refilled, second)
             chosen = admitted(live_units(one["signal"], 4), live_units(other["signal"], 4), 8)
             batch = chosen_groups(one, other, chosen, 4, 0)
-            found, wanted = refilled(batch, 4, 0), at_once(graded(at_once, [mixed] * 8), 4, 0)
-            assert torch.equal(found.advantages_PG, wanted.advantages_PG) and wanted.advantages_PG.any()
+            found = refilled(batch, 4, 0)
+            wanted = at_once(graded(at_once, [mixed] * 8), 4, 0)
+            assert (
+                torch.equal(found.advantages_PG, wanted.advantages_PG)
+                and wanted.advantages_PG.any()
+            )
             assert runs[0].state() == runs[1].state() and found.figures == wanted.figures
 
 
 def test_advantages_before_the_methods_are_trls_to_the_bit(tmp_path, subtests, monkeypatch):
-    """They are made again of the groups that are learned from; without a refill these are those that TRL had."""
+    """They are made again of the groups that are learned from; without a refill these are those
+    that TRL had.
+    """
     made: list[tuple[Any, Any]] = []
-    judge, weigh = AdvantageComputer.judged, AdvantageComputer.__call__
+    judge = AdvantageComputer.judged
+    weigh = AdvantageComputer.__call__
 
     def judged(self: Any, *args: Any, **more: Any) -> Advantages:
         made.append((judge(self, *args, **more), None))
@@ -172,15 +225,24 @@ def test_advantages_before_the_methods_are_trls_to_the_bit(tmp_path, subtests, m
 
     monkeypatch.setattr(AdvantageComputer, "judged", judged)
     monkeypatch.setattr(AdvantageComputer, "__call__", weighed)
-    for scale, how in product(("group", "batch", "none"), ("sum_then_normalize", "normalize_then_sum")):
+    for scale, how in product(
+        ("group", "batch", "none"), ("sum_then_normalize", "normalize_then_sum")
+    ):
         with subtests.test(f"{scale} {how}"):
-            run_from_python(tmp_path, scale_rewards=scale, multi_objective_aggregation=how, adora_method="grpo")
+            run_from_python(
+                tmp_path, scale_rewards=scale, multi_objective_aggregation=how, adora_method="grpo"
+            )
             theirs, ours = made[-1]
             assert torch.equal(ours.raw_PG, theirs.raw_PG) and ours.raw_PG.any()
 
 
-def test_a_refilled_generation_reaches_the_loss_the_record_and_the_log_as_it_is_learned_from(tmp_path, monkeypatch):
-    """Every fourth problem is mixed: of 8 groups 1 to 3, until further batches bring more. DAPO weighs them alike."""
+def test_a_refilled_generation_reaches_the_loss_the_record_and_the_log_as_it_is_learned_from(
+    tmp_path, monkeypatch
+):
+    """Every fourth problem is mixed: of 8 groups 1 to 3, until further batches bring more.
+
+    DAPO weighs them alike.
+    """
     learned = noted_batches(monkeypatch)
     method: Any = {"adora_method": {"dapo": {"keep_settings": ["mask_truncated_completions"]}}}
     trainer = run_from_python(tmp_path, share=4, adora_rollouts=RolloutOptions(refill=2), **method)
@@ -212,23 +274,48 @@ def noted_batches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return learned
 
 
-def run_from_python(folder: Path, *, share: int = 1, model: Path = PRETRAINED, **keys: Any) -> AdoraGRPOTrainer:
-    """One step of 8 groups of texts. In every `share`-th problem one rollout of four is right by the first function."""
-    data = Dataset.from_list([
-        {"prompt": [{"role": "user", "content": f"{number}?"}], "live": number % share == 0} for number in range(64)
-    ])  # fmt: skip
+def run_from_python(
+    folder: Path, *, share: int = 1, model: Path = PRETRAINED, **keys: Any
+) -> AdoraGRPOTrainer:
+    """One step of 8 groups of texts.
+
+    In every `share`-th problem one rollout of four is right by the first function.
+    """
+    data = Dataset.from_list(
+        [
+            {"prompt": [{"role": "user", "content": f"{number}?"}], "live": number % share == 0}
+            for number in range(64)
+        ]
+    )
 
     def right(completions: Any, live: list[bool], **columns: Any) -> list[float]:
         return [float(mixed and row % 4 == 0) for row, mixed in enumerate(live)]
 
     def short(completions: Any, **columns: Any) -> list[Any]:
-        return [None if share > 1 or row // 4 == 2 else row % 7 / 10 for row in range(len(completions))]
+        return [
+            None if share > 1 or row // 4 == 2 else row % 7 / 10 for row in range(len(completions))
+        ]
 
-    made = AdoraGRPOTrainer(str(model), [right, short], train_dataset=data, args=AdoraGRPOConfig(
-        str(folder), use_cpu=True, bf16=False, max_steps=1, num_generations=4, per_device_train_batch_size=32,
-        max_completion_length=4, report_to="none", save_strategy="no", gradient_checkpointing=False, seed=1,
-        logging_steps=1, **keys,
-    ))  # fmt: skip
+    made = AdoraGRPOTrainer(
+        str(model),
+        [right, short],
+        train_dataset=data,
+        args=AdoraGRPOConfig(
+            str(folder),
+            use_cpu=True,
+            bf16=False,
+            max_steps=1,
+            num_generations=4,
+            per_device_train_batch_size=32,
+            max_completion_length=4,
+            report_to="none",
+            save_strategy="no",
+            gradient_checkpointing=False,
+            seed=1,
+            logging_steps=1,
+            **keys,
+        ),
+    )
     made.train()
     return made
 
@@ -236,19 +323,31 @@ def run_from_python(folder: Path, *, share: int = 1, model: Path = PRETRAINED, *
 def weighed() -> Advantages:
     """Two groups of two: one with a right and a wrong answer, one that is wrong throughout."""
     groups = Groups(
-        torch.tensor([[1.0, 0.0], [0.0, 0.0]]), torch.tensor([[10.0, 20.0], [30.0, 40.0]]),
-        truncated_PG=torch.zeros(2, 2, dtype=torch.bool), tokens_PG=torch.tensor([[10.0, 20.0], [30.0, 40.0]]),
-        surprisal_PG=None, correct_above=0.5, step=0,
-    )  # fmt: skip
+        torch.tensor([[1.0, 0.0], [0.0, 0.0]]),
+        torch.tensor([[10.0, 20.0], [30.0, 40.0]]),
+        truncated_PG=torch.zeros(2, 2, dtype=torch.bool),
+        tokens_PG=torch.tensor([[10.0, 20.0], [30.0, 40.0]]),
+        surprisal_PG=None,
+        correct_above=0.5,
+        step=0,
+    )
     weighting = weigh_groups(replace(groups, truncated_PG=torch.zeros_like(groups.truncated_PG)))
     raw_PG = torch.tensor([[0.7, -0.7], [0.0, 0.0]])
-    return Advantages(groups, weighting, raw_PG, raw_PG * weighting.weights_P[:, None], {"own": 3.0})
+    return Advantages(
+        groups, weighting, raw_PG, raw_PG * weighting.weights_P[:, None], {"own": 3.0}
+    )
 
 
 def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_the_loss():
-    """It keeps the newest rows, as TRL's does; a rollout that has left its group shows what was said of it."""
-    said = Rewards(torch.tensor([[1.0], [0.0], [0.25], [0.0]]), torch.full((4, 1), torch.nan), (None,) * 4)
-    scores = Scores(said, torch.ones(4), torch.zeros(4) > 0, torch.zeros(4), extra={"verdict": [*"abcd"]})
+    """It keeps the newest rows, as TRL's does; a rollout that has left its group shows what was
+    said of it.
+    """
+    said = Rewards(
+        torch.tensor([[1.0], [0.0], [0.25], [0.0]]), torch.full((4, 1), torch.nan), (None,) * 4
+    )
+    scores = Scores(
+        said, torch.ones(4), torch.zeros(4) > 0, torch.zeros(4), extra={"verdict": [*"abcd"]}
+    )
     for size in (4, 3):
         column: Any = partial(deque, maxlen=size)
         shown: Any = {name: column() for name in ("prompt", "completion", "images", "advantages")}
@@ -256,17 +355,24 @@ def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_th
         of_the_loss = weighed()
         add_rows(shown, ["a problem"] * 4, [*"wxyz"], [], scores, of_the_loss, ["accuracy"])
         assert list(shown["advantages"]) == of_the_loss.advantages_PG.flatten().tolist()[-size:]
-        assert torch.equal(torch.tensor(shown["extra"]["advantage_raw"]), of_the_loss.raw_PG.flatten()[-size:])
+        assert torch.equal(
+            torch.tensor(shown["extra"]["advantage_raw"]), of_the_loss.raw_PG.flatten()[-size:]
+        )
         assert list(shown["extra"]["adora_length"]) == [10, 20, 30, 40][-size:]
         weights = of_the_loss.weighting.weights_P.repeat_interleave(2).tolist()
         assert list(shown["extra"]["adora_weight"]) == weights[-size:]
-        assert list(shown["extra"]["verdict"]) == [*"abcd"][-size:] and list(shown["completion"]) == [*"wxyz"][-size:]
+        assert (
+            list(shown["extra"]["verdict"]) == [*"abcd"][-size:]
+            and list(shown["completion"]) == [*"wxyz"][-size:]
+        )
         assert list(shown["rewards"]["accuracy"]) == [1.0, 0.0, 0.25, 0.0][-size:]
 
 
 def test_the_log_has_the_figures_of_adora_and_of_the_method():
     lengths_B = torch.tensor([10.0, 20.0, 30.0, 40.0])
-    scores = Scores(rewards([[0.0]] * 4), lengths_B, lengths_B < 0, torch.tensor([0.0, 1.0, 0.0, 1.0]))
+    scores = Scores(
+        rewards([[0.0]] * 4), lengths_B, lengths_B < 0, torch.tensor([0.0, 1.0, 0.0, 1.0])
+    )
     assert learned_figures(weighed()) == {"adora/learned_reward": 0.25, "adora/own": 3.0}
     figures = judged_figures(weighed(), scores, ["accuracy"])
     assert figures["adora/reflective_per_1000_tokens"] == 20.0
@@ -287,16 +393,24 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
     stock = AdoraGRPOTrainer._compute_loss
 
     def noted(self: AdoraGRPOTrainer, model: Any, inputs: Any) -> Any:
-        numbers, advantages = inputs["rollout_number"].tolist(), inputs["advantages"].tolist()
+        numbers = inputs["rollout_number"].tolist()
+        advantages = inputs["advantages"].tolist()
         step = self.state.global_step + 1
-        of_the_loss.update({(step, number): advantage for number, advantage in zip(numbers, advantages, strict=True)})
+        of_the_loss.update(
+            {
+                (step, number): advantage
+                for number, advantage in zip(numbers, advantages, strict=True)
+            }
+        )
         return stock(self, model, inputs)
 
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(AdoraGRPOTrainer, "_compute_loss", noted)
         # so that groups with right and wrong answers are attenuated too
         criteria = {"adora_method": "{adora: {criteria: [difficulty], tau: 0.25}}"}
-        folder: Path = train(tmp_path_factory.mktemp("recorded") / "run", save_strategy="no", **criteria)
+        folder: Path = train(
+            tmp_path_factory.mktemp("recorded") / "run", save_strategy="no", **criteria
+        )
     rollouts = pd.read_parquet(folder / "rollouts").sort_values(["step", "group", "rollout"])
     yield Recorded(rollouts.reset_index(drop=True), of_the_loss)
 
@@ -308,9 +422,13 @@ def test_a_recorded_advantage_is_the_raw_one_times_the_recorded_weight(run):
     mixed = rollouts.groupby(["step", "group"])["reward"].transform("nunique") > 1
     product = rollouts["weight"].astype(float) * rollouts["advantage_raw"].astype(float)
     gap = (rollouts["advantage"].astype(float) - product).abs()
-    assert (gap <= 1e-6 * product.abs())[mixed].all()  # one product in float32 is right to 6e-8 of itself
+    assert (gap <= 1e-6 * product.abs())[
+        mixed
+    ].all()  # one product in float32 is right to 6e-8 of itself
     assert (rollouts["advantage"][~mixed] == 0).all(), "a group of equal rewards teaches nothing"
-    assert set(rollouts["weight"].astype(float).round(4)) == {0.1, 1.0}, "the run has to have weights of both kinds"
+    assert set(rollouts["weight"].astype(float).round(4)) == {0.1, 1.0}, (
+        "the run has to have weights of both kinds"
+    )
 
 
 @pytest.mark.slow
@@ -321,7 +439,9 @@ def test_a_recorded_advantage_is_the_one_that_the_loss_got(run):
     numbers = rollouts.groupby("step").cumcount()
     recorded = {
         (step, number): advantage
-        for step, number, advantage in zip(rollouts["step"], numbers, rollouts["advantage"], strict=True)
+        for step, number, advantage in zip(
+            rollouts["step"], numbers, rollouts["advantage"], strict=True
+        )
     }
     assert run.of_the_loss and run.of_the_loss.keys() <= recorded.keys()
     assert {place: recorded[place] for place in run.of_the_loss} == run.of_the_loss

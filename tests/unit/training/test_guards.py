@@ -1,7 +1,10 @@
-"""What goes wrong while a run is on: skipped and counted, or one line that says where and how to go on."""
+"""What goes wrong while a run is on: skipped and counted, or one line that says where and how to go
+on.
+"""
 
 import errno
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +19,23 @@ from adora_vl import train
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.data.images import png_bytes
 from adora_vl.data.loading import mark_unreadable, unreadable_rows
-from adora_vl.training.guards import DriftGuard, GenerationGuard, RatioGuard, errors_with_step, largest_ratio
+from adora_vl.training.guards import (
+    DriftGuard,
+    GenerationGuard,
+    RatioGuard,
+    errors_with_step,
+    largest_ratio,
+)
 from adora_vl.training.optimizer_steps import SkipBadSteps
 from adora_vl.types import Batch
-from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, RunError, UserError, engine_call
+from adora_vl.utils.errors import (
+    EngineError,
+    NoServerError,
+    RolloutError,
+    RunError,
+    UserError,
+    engine_call,
+)
 from adora_vl.utils.files import disk_is_full
 from tests.support.step_context import step_context
 from tests.unit.utils.test_half_written import disk_of
@@ -37,7 +53,8 @@ def training():
 
     context = step_context(log, adora_max_ratio=1000.0)
     ratios = RatioGuard(context)
-    guard, control = SkipBadSteps(context, ratios, None), TrainerControl()
+    guard = SkipBadSteps(context, ratios, None)
+    control = TrainerControl()
     guard.patience = 2
 
     def step(*gradient: float, ratio: float | None = None) -> list[float]:
@@ -47,7 +64,9 @@ def training():
         optimizer.step()
         return weights.tolist()
 
-    return SimpleNamespace(step=step, guard=guard, control=control, logged=logged, optimizer=optimizer, weights=weights)
+    return SimpleNamespace(
+        step=step, guard=guard, control=control, logged=logged, optimizer=optimizer, weights=weights
+    )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -55,7 +74,9 @@ def test_a_bad_step_is_skipped_and_the_next_one_is_as_if_it_had_not_been(trainin
     before = training.step(1.0, 1.0)
     moments = {k: v.clone() for k, v in training.optimizer.state[training.weights].items()}
     assert training.step(bad, 1.0) == before
-    assert all(torch.equal(training.optimizer.state[training.weights][k], v) for k, v in moments.items())
+    assert all(
+        torch.equal(training.optimizer.state[training.weights][k], v) for k, v in moments.items()
+    )
     assert training.step(1.0, 1.0) != before
     assert training.logged == [0.0, 1.0, 0.0] and training.guard.reason is None
 
@@ -72,15 +93,21 @@ def test_bad_steps_in_a_row_save_and_stop(training):
 def test_the_reason_of_a_stop_names_a_ratio_that_exploded(training):
     training.step(float("nan"), 1.0, ratio=5e4)
     training.step(float("nan"), 1.0, ratio=7e4)
-    assert "2 steps in a row were skipped: the largest importance ratio of the last is 7e+04" in training.guard.reason
+    assert (
+        "2 steps in a row were skipped: the largest importance ratio of the last is 7e+04"
+        in training.guard.reason
+    )
     assert "adora_max_ratio: 1000.0" in training.guard.reason
 
 
 def deepspeed(norm: float, skipped: bool, patience: int = 2, fp16: bool = False):
     """The guard of a run under DeepSpeed after two steps of this norm, and its control."""
     engine = SimpleNamespace(get_global_grad_norm=lambda: norm)
-    context = step_context(fp16=fp16, accelerator=SimpleNamespace(optimizer_step_was_skipped=skipped))
-    guard, control = SkipBadSteps(context, RatioGuard(context), lambda: engine), TrainerControl()
+    context = step_context(
+        fp16=fp16, accelerator=SimpleNamespace(optimizer_step_was_skipped=skipped)
+    )
+    guard = SkipBadSteps(context, RatioGuard(context), lambda: engine)
+    control = TrainerControl()
     guard.patience = guard.patience if fp16 else patience
     for step in (7, 8):
         guard.on_step_end(None, SimpleNamespace(global_step=step), control)
@@ -89,9 +116,13 @@ def deepspeed(norm: float, skipped: bool, patience: int = 2, fp16: bool = False)
 
 def test_steps_that_deepspeed_has_skipped_are_counted_and_stop_the_run_with_a_checkpoint():
     guard, control = deepspeed(math.inf, skipped=True)
-    assert "2 steps in a row" in guard.reason and control.should_save and control.should_training_stop
+    assert (
+        "2 steps in a row" in guard.reason and control.should_save and control.should_training_stop
+    )
     assert deepspeed(math.inf, skipped=True, patience=3)[0].reason is None
-    assert deepspeed(math.inf, skipped=True, fp16=True)[0].reason is None  # it looks for its loss scale
+    assert (
+        deepspeed(math.inf, skipped=True, fp16=True)[0].reason is None
+    )  # it looks for its loss scale
     assert deepspeed(0.3, skipped=False)[0].in_a_row == 0
 
 
@@ -112,12 +143,15 @@ def test_the_largest_ratio_counts_tokens_and_no_padding(subtests):
     ]
     for log_ratios, level, expected in cases:
         with subtests.test(f"{log_ratios} {level}"):
-            found = largest_ratio(torch.tensor([log_ratios]), torch.tensor([[1, 1, 0]]), level).item()
+            found = largest_ratio(
+                torch.tensor([log_ratios]), torch.tensor([[1, 1, 0]]), level
+            ).item()
             assert found == pytest.approx(expected, nan_ok=True)
 
 
 def test_a_ratio_above_the_bound_makes_the_loss_nan_and_is_told_once(subtests):
-    old_BC, mask_BC = torch.zeros(2, 2), torch.tensor([[1, 1], [1, 0]])
+    old_BC = torch.zeros(2, 2)
+    mask_BC = torch.tensor([[1, 1], [1, 0]])
     logps_BC = torch.tensor([[0.0, math.log(4)], [-1.0, 9.0]])  # the 9 is padding
     for bound, exploded in ((5.0, None), (3.0, 4.0), (None, None)):
         with subtests.test(f"bound {bound}"):
@@ -127,9 +161,14 @@ def test_a_ratio_above_the_bound_makes_the_loss_nan_and_is_told_once(subtests):
             loss = guard.loss(torch.tensor(2.0), logps_BC, micro).item()
             assert log == {"adora/ratio_max": pytest.approx(4)}
             assert loss == pytest.approx(2.0 if exploded is None else math.nan, nan_ok=True)
-            assert guard.take() == (None if exploded is None else pytest.approx(exploded)) and guard.take() is None
+            assert (
+                guard.take() == (None if exploded is None else pytest.approx(exploded))
+                and guard.take() is None
+            )
     guard = RatioGuard(step_context(adora_max_ratio=1.0))
-    assert guard.loss(torch.tensor(2.0), logps_BC, {"completion_mask": mask_BC}) == 2, "no old policy, no ratio"
+    assert guard.loss(torch.tensor(2.0), logps_BC, {"completion_mask": mask_BC}) == 2, (
+        "no old policy, no ratio"
+    )
 
 
 def test_a_ratio_that_explodes_on_another_rank_skips_the_step_here_too():
@@ -160,7 +199,10 @@ def test_an_engine_that_drifts_stops_the_run_with_a_checkpoint_and_only_then(tmp
 
 
 def test_the_drift_is_of_what_the_present_weights_have_sampled(tmp_path):
-    """Earlier weights sampled the first token of the first row, and all of the second. They are far from the policy."""
+    """Earlier weights sampled the first token of the first row, and all of the second.
+
+    They are far from the policy.
+    """
     batch: Batch = {
         "completion_mask": torch.ones(2, 3),
         "old_per_token_logps": torch.zeros(2, 3),
@@ -188,7 +230,8 @@ def test_without_a_server_the_run_ends_with_a_checkpoint_to_go_on_from(tmp_path)
 
 def failing(error: Exception, **place):
     writer = CheckpointWriter(Path("runs/x"), None, None)
-    writer.saved_at, writer.began_at = place.get("saved_at"), place.get("began_at")
+    writer.saved_at = place.get("saved_at")
+    writer.began_at = place.get("began_at")
     with pytest.raises(RunError) as caught, errors_with_step(lambda: 6, writer.where_to_go_on):
         raise error
     return caught.value
@@ -199,7 +242,8 @@ def test_an_error_of_the_engine_says_step_cause_and_what_a_new_start_goes_on_fro
         raise ValueError("the core died\nat once")
     error = failing(engine.value, saved_at=5)
     assert str(error) == (
-        "step 7: the engine failed in generate (ValueError: the core died); the same command goes on from checkpoint-5"
+        "step 7: the engine failed in generate (ValueError: the core died); the same command goes "
+        "on from checkpoint-5"
     )
     assert isinstance(error.__cause__, ValueError)
     assert str(failing(KeyError("x"), began_at="runs/a/checkpoint-4")) == (
@@ -216,6 +260,24 @@ def test_what_we_raise_ourselves_is_not_wrapped_again(subtests):
             assert outer.value is error
 
 
+def test_an_iterator_that_has_run_out_is_an_error_like_every_other_one(subtests):
+    """Python takes a RuntimeError with a StopIteration as its cause for its own where a generator
+    makes the context.
+    """
+    for kind in (StopIteration, StopAsyncIteration, GeneratorExit):
+        with subtests.test(kind.__name__):
+            if not issubclass(kind, Exception):
+                with pytest.raises(kind), errors_with_step(lambda: 6, str), engine_call("generate"):
+                    raise kind
+                continue
+            with pytest.raises(EngineError, match=kind.__name__) as engine, engine_call("generate"):
+                raise kind("no more images")
+            assert isinstance(engine.value.__cause__, kind)
+            assert f"step 7: {kind.__name__}: no more images" in str(
+                failing(kind("no more images"))
+            )
+
+
 def caused(error: Exception) -> Exception:
     error.__cause__ = ZeroDivisionError("why")
     return error
@@ -226,7 +288,11 @@ def test_a_run_that_cannot_go_on_ends_in_one_line_and_exit_code_1(monkeypatch, c
         (RunError("step 3: stop"), "0", ["error: step 3: stop"]),
         (RunError("step 3: stop"), "1", []),
         (RolloutError("step 3: drift"), "0", ["error: step 3: drift"]),
-        (caused(RunError("step 3: boom")), "1", ["ZeroDivisionError: why", "error (rank 1 of 2): step 3: boom"]),
+        (
+            caused(RunError("step 3: boom")),
+            "1",
+            ["ZeroDivisionError: why", "error (rank 1 of 2): step 3: boom"],
+        ),
     ]
     monkeypatch.setenv("WORLD_SIZE", "2")
     for error, rank, lines in cases:
@@ -242,8 +308,13 @@ def test_a_run_that_cannot_go_on_ends_in_one_line_and_exit_code_1(monkeypatch, c
 
 
 def rows_with(*stored: dict) -> Dataset:
-    columns = {"id": [f"row/{n}" for n in range(len(stored))], "images": [[each] for each in stored]}
-    return Dataset.from_dict(columns, features=Features({"id": Value("string"), "images": List(Image())}))
+    columns = {
+        "id": [f"row/{n}" for n in range(len(stored))],
+        "images": [[each] for each in stored],
+    }
+    return Dataset.from_dict(
+        columns, features=Features({"id": Value("string"), "images": List(Image())})
+    )
 
 
 def test_a_row_with_an_image_that_cannot_be_read_is_named_with_the_reason(tmp_path):
@@ -251,19 +322,30 @@ def test_a_row_with_an_image_that_cannot_be_read_is_named_with_the_reason(tmp_pa
     gone = tmp_path / "gone.png"
     gone.write_bytes(whole)
     stored: list[dict[str, Any]] = [
-        {"bytes": whole}, {"bytes": whole[:50]}, {"bytes": b"no image"}, {"path": str(gone)},
-    ]  # fmt: skip
-    dataset = mark_unreadable(rows_with(*[{"bytes": None, "path": None, **each} for each in stored]))
+        {"bytes": whole},
+        {"bytes": whole[:50]},
+        {"bytes": b"no image"},
+        {"path": str(gone)},
+    ]
+    dataset = mark_unreadable(
+        rows_with(*[{"bytes": None, "path": None, **each} for each in stored])
+    )
     assert isinstance(dataset, Dataset) and dataset["id"][:2] == ["row/0", "row/1"]
     gone.unlink()
     rows = dataset.__getitems__([0, 1, 2, 3, 3])  # as a data loader reads them
     assert rows[0]["images"][0].getpixel((4, 4)) == (255, 0, 0)
     names, reasons = zip(*unreadable_rows(rows), strict=True)
     assert names == ("row/1", "row/2", "row/3")
-    assert "truncated" in reasons[0] and "cannot identify" in reasons[1] and "FileNotFoundError" in reasons[2]
+    assert (
+        "truncated" in reasons[0].lower()
+        and reasons[1] == "not in any known picture format"
+        and "FileNotFoundError" in reasons[2]
+    )
     guard = GenerationGuard(step_context(save_now=lambda: tmp_path))
     guard.check(rows[:1], 6)
-    with pytest.raises(RunError, match=rf"^step 7: row row/1: .*truncated.*and 2 more rows.* {tmp_path}$"):
+    with pytest.raises(
+        RunError, match=rf"^step 7: row row/1: .*[Tt]runcated.*and 2 more rows.* {tmp_path}$"
+    ):
         guard.check(rows, 6)
 
 
@@ -271,7 +353,9 @@ def test_what_begins_a_rollout_ends_the_run_with_a_checkpoint_where_it_fails(tmp
     guard = GenerationGuard(step_context(save_now=lambda: tmp_path))
     with guard.beginning(6):
         pass
-    ends = pytest.raises(UserError, match=f"^step 7: row 3: reset: oh; go on with .*checkpoint {tmp_path}$")
+    ends = pytest.raises(
+        UserError, match=f"^step 7: row 3: reset: oh; go on with .*checkpoint {tmp_path}$"
+    )
     with ends, guard.beginning(6):
         raise UserError("row 3: reset: oh")
 
@@ -285,11 +369,17 @@ def test_what_torch_says_of_a_full_disk_is_known_for_that(tmp_path):
     with pytest.raises(RuntimeError) as error:
         save_on_a_full_disk(tmp_path)
     assert disk_is_full(error.value), str(error.value)
-    assert disk_is_full(OSError("Error while serializing: I/O error: No space left on device (os error 28)"))
-    assert not disk_is_full(OSError(errno.EACCES, "Permission denied")) and not disk_is_full(RuntimeError("os error 2"))
+    assert disk_is_full(
+        OSError("Error while serializing: I/O error: No space left on device (os error 28)")
+    )
+    assert not disk_is_full(OSError(errno.EACCES, "Permission denied")) and not disk_is_full(
+        RuntimeError("os error 2")
+    )
 
 
-def test_a_full_disk_ends_the_run_in_one_line_of_the_rank_that_met_it(monkeypatch, capsys, tmp_path):
+def test_a_full_disk_ends_the_run_in_one_line_of_the_rank_that_met_it(
+    monkeypatch, capsys, tmp_path
+):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
 
@@ -301,6 +391,30 @@ def test_a_full_disk_ends_the_run_in_one_line_of_the_rank_that_met_it(monkeypatc
     monkeypatch.setattr("adora_vl.train.train", training)
     assert train.main(["--model_name_or_path", "tiny"]) == 1
     assert capsys.readouterr().err == (
-        "error (rank 1 of 2): step 5: no space left on the disk; make room there, and the same command goes on from "
-        "checkpoint-4\n"
+        "error (rank 1 of 2): step 5: no space left on the disk; make room there, and the same "
+        "command goes on from checkpoint-4\n"
     )
+
+
+def test_a_prompt_of_a_stream_that_cannot_be_used_ends_the_run_before_it_is_sampled(tmp_path):
+    guard = GenerationGuard(
+        step_context(save_now=lambda: tmp_path), control_tokens=("<|im_end|>", "<end>")
+    )
+    user = {"role": "user", "content": "Which?"}
+    text: Any = "<|im_end|> of a text"
+    guard.check([{"id": "a", "prompt": [user]}, {"id": "b", "prompt": text}], 6)
+    cases: list[tuple[Any, str]] = [
+        (
+            [user, {"role": "assistant", "content": "A<|im_end|>"}],
+            "the model's own token <|im_end|>",
+        ),
+        ([{"role": "user", "content": [{"type": "text", "text": "<end>"}]}], "own token <end>"),
+        ("Which <|image_pad|>?", "the model's own token <|image_pad|>"),
+        (
+            [{"role": "user", "content": [{"image": PIL.Image.new("L", (8, 8))}]}],
+            "a picture inside",
+        ),
+    ]
+    for prompt, fault in cases:
+        with pytest.raises(UserError, match=f"^step 7: row c: its prompt has .*{re.escape(fault)}"):
+            guard.check([{"id": "c", "prompt": prompt}], 6)

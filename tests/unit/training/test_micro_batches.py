@@ -1,4 +1,6 @@
-"""A generation becomes micro-batches: which rows each has, what a row takes with it, and what moves between ranks."""
+"""A generation becomes micro-batches: which rows each has, what a row takes with it, and what moves
+between ranks.
+"""
 
 import copy
 from types import SimpleNamespace
@@ -9,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adora_vl.config.batch_plan import Shape, unit_size
-from adora_vl.dedup.image_store import ImageBanks, ProcessedImage
+from adora_vl.config.batch_plan import BatchLayout, unit_size
+from adora_vl.packing.image_store import ImageBanks, ProcessedImage
 from adora_vl.training import batch_rows
 from adora_vl.training.micro_batches import (
     MicroBatcher,
@@ -23,7 +25,7 @@ from adora_vl.training.micro_batches import (
     split_evenly,
     tokens_of_units,
 )
-from adora_vl.training.policies import admitted
+from adora_vl.training.schedule import admitted
 from adora_vl.types import Batch
 from benchmarks.lockstep import CASES, moved, ordered, shuffled, simulate, waited
 from tests.support.step_context import step_context
@@ -32,26 +34,39 @@ CPU = torch.device("cpu")
 
 
 def test_how_many_micro_batches_are_merged_and_whether_the_policy_is_still_the_one_that_sampled():
-    """By steps_per_generation, num_iterations and gradient_accumulation_steps. Where these do not divide each other, a
-    generation's are spread over optimizer steps unevenly, and each stays as it is: six are one and a half of four, so
-    the second generation is learned from in two steps and needs the old log-probabilities.
+    """By steps_per_generation, num_iterations and gradient_accumulation_steps.
+
+    Where these do not divide each other, a generation's are spread over optimizer steps unevenly,
+    and each stays as it is: six are one and a half of four, so the second generation is learned
+    from in two steps and needs the old log-probabilities.
     """
     cases = {
-        (4, 1, 4): (4, True), (8, 1, 4): (4, False), (1, 1, 1): (1, True), (2, 1, 4): (2, True), (1, 1, 8): (1, True),
-        (4, 1, 6): (1, False), (2, 2, 4): (2, True), (4, 2, 4): (4, False),
-    }  # fmt: skip
+        (4, 1, 4): (4, True),
+        (8, 1, 4): (4, False),
+        (1, 1, 1): (1, True),
+        (2, 1, 4): (2, True),
+        (1, 1, 8): (1, True),
+        (4, 1, 6): (1, False),
+        (2, 2, 4): (2, True),
+        (4, 2, 4): (4, False),
+    }
     for (steps, iterations, accumulated), expected in cases.items():
-        shape = Shape(rows=4, generations=4, steps=steps, iterations=iterations, accumulated=accumulated)
+        shape = BatchLayout(
+            rows=4, generations=4, steps=steps, iterations=iterations, accumulated=accumulated
+        )
         assert (shape.chunk, shape.has_one_step) == expected, (steps, iterations, accumulated)
 
 
 def image(key: str) -> ProcessedImage:
-    return ProcessedImage(key, torch.full((4, 3), ord(key), dtype=torch.uint8), torch.tensor([1, 2, 2]))
+    return ProcessedImage(
+        key, torch.full((4, 3), ord(key), dtype=torch.uint8), torch.tensor([1, 2, 2])
+    )
 
 
 def rank_batch(banks: ImageBanks, images: str, completion: int, first: int) -> Batch:
     """A rollout an image, prompts of two tokens."""
-    rows, bank = len(images), banks.new("train")
+    rows = len(images)
+    bank = banks.new("train")
     numbers = torch.arange(first, first + rows)
     return {
         "prompt_ids": torch.stack([numbers, numbers], dim=1),
@@ -61,14 +76,18 @@ def rank_batch(banks: ImageBanks, images: str, completion: int, first: int) -> B
         "sampling_per_token_logps": -numbers[:, None].expand(rows, completion).float(),
         "advantages": numbers.float(),
         "rollout_number": numbers,
-        "pixel_values": torch.cat([bank.references(image(key), torch.Tensor.float, CPU) for key in images]),
+        "pixel_values": torch.cat(
+            [bank.references(image(key), torch.Tensor.float, CPU) for key in images]
+        ),
         "image_grid_thw": torch.tensor([[1, 2, 2]] * rows),
         "num_images": [1] * rows,
         "num_items_in_batch": torch.tensor(100.0),
     }
 
 
-@pytest.mark.parametrize(("rows", "generations", "unit"), [(128, 8, 8), (8, 8, 8), (4, 8, 4), (12, 8, 4), (6, 4, 2)])
+@pytest.mark.parametrize(
+    ("rows", "generations", "unit"), [(128, 8, 8), (8, 8, 8), (4, 8, 4), (12, 8, 4), (6, 4, 2)]
+)
 def test_a_unit_is_what_fits_a_micro_batch_of_a_group(rows, generations, unit):
     assert unit_size(rows, generations) == unit
 
@@ -83,15 +102,20 @@ def test_every_chunk_ends_with_work_and_no_micro_batch_is_too_large(chunks, chun
 
 def test_a_unit_counts_the_tokens_of_the_policy_s_pass():
     """Prompts of two and three tokens; four rollouts of 1, 4, 2 and 2 tokens."""
-    prompts, answers = torch.tensor([2, 2, 3, 3]), torch.tensor([1, 4, 2, 2])
+    prompts = torch.tensor([2, 2, 3, 3])
+    answers = torch.tensor([1, 4, 2, 2])
     assert tokens_of_units(prompts, answers, 2, shares_prompt=True) == [2 + 5, 3 + 4]
     assert tokens_of_units(prompts, answers, 2, shares_prompt=False) == [4 + 5, 6 + 4]
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.randoms(use_true_random=False))
 def test_ranks_find_units_of_the_same_place_by_length_in_each_micro_batch(chunks, each, rng):
-    """Whatever their lengths. A step gets units of all lengths, and others at another place in the run."""
-    count, orders = chunks * each, []
+    """Whatever their lengths.
+
+    A step gets units of all lengths, and others at another place in the run.
+    """
+    count = chunks * each
+    orders = []
     for _ in range(3):
         tokens = rng.sample(range(1000), count)
         longest_first = sorted(range(count), key=lambda number: -tokens[number])
@@ -99,7 +123,9 @@ def test_ranks_find_units_of_the_same_place_by_length_in_each_micro_batch(chunks
         assert sorted(units) == list(range(count))
         orders.append([longest_first.index(number) for number in units])
     assert orders[0] == orders[1] == orders[2]
-    assert all(part == sorted(part) for part in split_evenly(orders[0], chunks)), "the longest of a step first"
+    assert all(part == sorted(part) for part in split_evenly(orders[0], chunks)), (
+        "the longest of a step first"
+    )
 
 
 def test_the_steps_on_a_generation_see_units_of_all_lengths():
@@ -125,12 +151,18 @@ def batch():
 
 
 def test_rows_are_taken_with_all_that_belongs_to_them_and_padding_is_cut_on_both_sides():
-    cut = batch_rows.without_padding({**batch_rows.take_rows(batch(), [1, 0]), "pixel_values": batch()["pixel_values"]})
+    cut = batch_rows.without_padding(
+        {**batch_rows.take_rows(batch(), [1, 0]), "pixel_values": batch()["pixel_values"]}
+    )
     assert cut["prompt_ids"].tolist() == [[5, 6, 7], [0, 7, 8]]
     assert cut["completion_ids"].tolist() == [[1, 0], [1, 2]]
     assert cut["mm_token_type_ids"].tolist() == [[9, 10, 11, 12, 13], [1, 2, 3, 4, 5]]
     assert cut["sampling_per_token_logps"].shape == (2, 2)
-    assert cut["advantages"].tolist() == [-1, 1] and cut["num_images"] == [1, 1] and cut["num_items_in_batch"] == 7
+    assert (
+        cut["advantages"].tolist() == [-1, 1]
+        and cut["num_images"] == [1, 1]
+        and cut["num_items_in_batch"] == 7
+    )
     assert len(cut["pixel_values"]) == 8
     whole = batch()
     assert batch_rows.without_padding(whole)["completion_ids"].shape == (3, 4)
@@ -144,7 +176,9 @@ def test_a_batch_of_empty_completions_keeps_a_column():
 
 def test_dead_groups_are_replaced_by_live_ones_of_a_further_batch():
     assert admitted([True, False, False], [False, True, False], 3) == [0, 4, 2]
-    assert admitted([True, False], [False, True, True, False], 4) == [0, 1, 3, 4], "free places come first"
+    assert admitted([True, False], [False, True, True, False], 4) == [0, 1, 3, 4], (
+        "free places come first"
+    )
     assert admitted([False], [True, True], 2) == [2, 1] and admitted([True], [False], 2) == [0, 1]
     own, further = batch(), batch()
     grids = torch.tensor([[1, 1, 2], [1, 2, 2], [1, 1, 2]])
@@ -173,22 +207,42 @@ def test_a_ratio_is_padded_with_what_changes_nothing(own, further, expected):
     """TRL's VESPO takes its logarithm without a mask. A ratio of whole rollouts has one column."""
 
     def part(ratio, length):
-        rows = {name: value[:1] for name, value in batch().items() if name in ("prompt_ids", "prompt_mask")}
+        rows = {
+            name: value[:1]
+            for name, value in batch().items()
+            if name in ("prompt_ids", "prompt_mask")
+        }
         rows |= {name: batch()[name][:1, :length] for name in ("completion_ids", "completion_mask")}
         return rows | {"importance_sampling_ratio": torch.tensor(ratio)}
 
-    assert batch_rows.concat_rows(part(own, 2), part(further, 1), 77)["importance_sampling_ratio"].tolist() == expected
+    assert (
+        batch_rows.concat_rows(part(own, 2), part(further, 1), 77)[
+            "importance_sampling_ratio"
+        ].tolist()
+        == expected
+    )
 
 
-def batcher(*, banks: ImageBanks, log: dict[str, float] | None = None, every_row_counts: bool = False, **keys: Any):
-    """Of a run of one process with groups of two; four rollouts in a micro-batch, four micro-batches in a step."""
+def batcher(
+    *,
+    banks: ImageBanks,
+    log: dict[str, float] | None = None,
+    every_row_counts: bool = False,
+    **keys: Any,
+):
+    """Of a run of one process with groups of two; four rollouts in a micro-batch, four
+    micro-batches in a step.
+    """
     own = {"num_generations": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
     context = step_context(log, **{**own, "steps_per_generation": 4, **keys})
     return MicroBatcher(context, banks, every_row_counts=every_row_counts)
 
 
 def sixteen(banks: ImageBanks, live: str) -> Batch:
-    """Eight groups of two rollouts; those of the letters in `live` have signal. Each rollout is one token longer."""
+    """Eight groups of two rollouts; those of the letters in `live` have signal.
+
+    Each rollout is one token longer.
+    """
     rows = rank_batch(banks, "".join(2 * letter for letter in "abcdefgh"), 16, 0)
     rows["completion_mask"] = (torch.arange(16) <= torch.arange(16)[:, None]).long()
     signs = torch.tensor([[1.0, -1.0] if letter in live else [0.0, 0.0] for letter in "abcdefgh"])
@@ -201,7 +255,8 @@ def rows_of(micro_batches: list[Batch]) -> list[list[int]]:
 
 
 def test_only_groups_with_signal_are_in_micro_batches_the_longest_first_with_all_that_is_theirs():
-    banks, log = ImageBanks(), dict[str, float]()
+    banks = ImageBanks()
+    log = dict[str, float]()
     micro_batches = batcher(banks=banks, log=log).split(sixteen(banks, "bdeg"), "0/0")
     assert rows_of(micro_batches) == [[], [], [12, 13, 8, 9], [6, 7, 2, 3]]
     assert log == {"adora/skipped_groups": 0.5}
@@ -209,15 +264,22 @@ def test_only_groups_with_signal_are_in_micro_batches_the_longest_first_with_all
         numbers = micro["rollout_number"]
         assert micro["advantages"].tolist() == [(n + 1) * (-1) ** n for n in numbers.tolist()]
         assert micro["completion_mask"].sum(dim=1).tolist() == (numbers + 1).tolist()
-        assert micro["completion_ids"].size(1) == int(numbers.max()) + 1, "padding of the whole generation is cut"
-        assert torch.equal(micro["completion_ids"][:, 0], numbers) and torch.equal(micro["prompt_ids"][:, 0], numbers)
+        assert micro["completion_ids"].size(1) == int(numbers.max()) + 1, (
+            "padding of the whole generation is cut"
+        )
+        assert torch.equal(micro["completion_ids"][:, 0], numbers) and torch.equal(
+            micro["prompt_ids"][:, 0], numbers
+        )
         starts = micro["pixel_values"].view(4, -1)[:, 0].tolist()
         letters = [chr(int(banks.of(start).pixels([start])[0][0, 0])) for start in starts]
         assert letters == ["abcdefgh"[number // 2] for number in numbers.tolist()]
 
 
 def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_signal(monkeypatch):
-    """Else it would wait for ever in a pass that gathers weights. Without signal of its own, it takes the shortest."""
+    """Else it would wait for ever in a pass that gathers weights.
+
+    Without signal of its own, it takes the shortest.
+    """
     monkeypatch.setattr("adora_vl.training.micro_batches.gather_object", lambda own: [*own, 5])
     two = SimpleNamespace(num_processes=2, device=CPU, process_index=0)
     banks = ImageBanks()
@@ -228,23 +290,31 @@ def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_s
 
 
 @pytest.mark.parametrize(
-    ("live", "rows", "sizes", "losses"), [("abc", 16, [4, 2], [3.0, 1.5]), ("abcdef", 12, [4, 4, 4], [4.0] * 3)]
+    ("live", "rows", "sizes", "losses"),
+    [("abc", 16, [4, 2], [3.0, 1.5]), ("abcdef", 12, [4, 4, 4], [4.0] * 3)],
 )
 def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one(live, rows, sizes, losses):
-    """TRL takes a mean over the rows of a micro-batch; the share puts back how many there are. Places without rollouts,
-    as with unfinished ones, do not count: the mean of twelve is that of a run without other places.
+    """TRL takes a mean over the rows of a micro-batch; the share puts back how many there are.
+
+    Places without rollouts, as with unfinished ones, do not count: the mean of twelve is that of a
+    run without other places.
     """
-    banks, loss = ImageBanks(), torch.tensor(3.0)
+    banks = ImageBanks()
+    loss = torch.tensor(3.0)
     own = batch_rows.take_rows(batch_rows.split_images(sixteen(banks, live)), range(rows))
     one = batcher(banks=banks, loss_type="grpo")
     work = [micro for micro in one.split(batch_rows.join_images(own), "0/0") if micro]
     assert [len(numbers) for numbers in rows_of(work)] == sizes
     assert [float(one.scaled(loss, micro)) for micro in work] == pytest.approx(losses)
-    assert float(batcher(banks=banks, loss_type="dapo").scaled(loss, work[-1])) == 3.0, "DAPO divides by tokens"
+    assert float(batcher(banks=banks, loss_type="dapo").scaled(loss, work[-1])) == 3.0, (
+        "DAPO divides by tokens"
+    )
 
 
 def test_which_groups_are_learned_from_and_where(subtests):
-    """All where the loss has another term or the key says so; the shortest where none has signal, for each step."""
+    """All where the loss has another term or the key says so; the shortest where none has signal,
+    for each step.
+    """
     cases: list[tuple[str, dict[str, Any], list[int], int]] = [
         ("a", {"every_row_counts": True}, [4, 4, 4, 4], 16),
         ("a", {"adora_stock_step": ["skip_zero_signal"]}, [4, 4, 4, 4], 16),
@@ -279,7 +349,9 @@ def test_moves_by_hand():
 
 def test_a_long_unit_moves_to_where_it_meets_another_long_one():
     assert plan_moves([{0: 90, 1: 100}, {0: 10, 1: 11}]) == [Move(0, 0, 1), Move(1, 0, 0)]
-    assert plan_moves([{0: 90, 1: 10}, {0: 100, 1: 11}]) == [], "in order of length they meet as they are"
+    assert plan_moves([{0: 90, 1: 10}, {0: 100, 1: 11}]) == [], (
+        "in order of length they meet as they are"
+    )
     assert plan_moves([{3: 100, 5: 30}, {1: 90, 4: 25}]) == [], "about as long is enough"
 
 
@@ -292,18 +364,24 @@ def test_ranks_in_lockstep_hardly_wait_for_each_other(case):
     assert waited([[4, 2], [3, 3]]) == pytest.approx(7 / 6), "by hand"
 
 
-@given(st.lists(st.lists(st.integers(1, 99), max_size=9), min_size=1, max_size=6), st.integers(1, 6))
+@given(
+    st.lists(st.lists(st.integers(1, 99), max_size=9), min_size=1, max_size=6), st.integers(1, 6)
+)
 def test_no_rank_learns_from_more_units_than_it_must_and_none_is_lost(ranks, least):
     own = [dict(enumerate(tokens)) for tokens in ranks]
     moves = plan_moves(own, least)
-    after = [{(rank, number): count for number, count in units.items()} for rank, units in enumerate(own)]
+    after = [
+        {(rank, number): count for number, count in units.items()} for rank, units in enumerate(own)
+    ]
     for source, number, target in moves:
         after[target][source, number] = after[source].pop((source, number))
         assert source != target
     assert sum(map(len, after)) == sum(map(len, own))
     assert max(map(len, after)) <= max(least, -(-sum(map(len, own)) // len(own)))
     if len({len(units) for units in own}) == 1 and len(own[0]) >= least:
-        assert len({len(units) for units in after}) == 1, "so that no group counts twice where all groups count"
+        assert len({len(units) for units in after}) == 1, (
+            "so that no group counts twice where all groups count"
+        )
 
 
 def test_a_rank_that_gets_nothing_looks_at_its_images_again_with_the_others():
@@ -311,15 +389,23 @@ def test_a_rank_that_gets_nothing_looks_at_its_images_again_with_the_others():
     banks = ImageBanks()
     batch = rank_batch(banks, "abab", 2, 0)
     banks.of_training().features_due = False
-    rebalanced(batch, [True, True], 2, [Move(1, 0, 2)], 0, banks, 99, lambda plan, sending, rank: [])
+    rebalanced(
+        batch, [True, True], 2, [Move(1, 0, 2)], 0, banks, 99, lambda plan, sending, rank: []
+    )
     assert banks.of_training().features_due
 
 
-@given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=2, max_size=5), st.sampled_from([1, 2, 3, 6]))
+@given(
+    st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=2, max_size=5),
+    st.sampled_from([1, 2, 3, 6]),
+)
 def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, least):
     """The plan, what is sent, and the choice of units together, for whatever has signal."""
-    lengths = [{number: 10 + number for number, alive in enumerate(live) if alive} for live in ranks]
-    plan, banks = plan_moves(lengths, least), [ImageBanks() for _ in ranks]
+    lengths = [
+        {number: 10 + number for number, alive in enumerate(live) if alive} for live in ranks
+    ]
+    plan = plan_moves(lengths, least)
+    banks = [ImageBanks() for _ in ranks]
     packed_rows: list[Any] = []
     batches = [rank_batch(bank, "abcdef", 1, 100 * (rank + 1)) for rank, bank in enumerate(banks)]
     for batch, live in zip(batches, ranks, strict=True):
@@ -336,14 +422,19 @@ def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, least):
     def carry(plan, sending, rank):
         return [packed for target, packed in packed_rows if target == rank]
 
-    after = {r: rebalanced(batches[r], ranks[r], 1, plan, r, banks[r], 99, carry) for r in range(len(ranks))}
+    after = {
+        r: rebalanced(batches[r], ranks[r], 1, plan, r, banks[r], 99, carry)
+        for r in range(len(ranks))
+    }
     wanted = max(least, *(sum(live) for _, live in after.values()))
     learned = []
     for batch, live in after.values():
         chosen = chosen_units(live, wanted, [1] * len(live))
         assert len(chosen) == wanted
         learned += [value for value in batch["advantages"][chosen].tolist() if value]
-    assert sorted(learned) == sorted(value for batch in batches for value in batch["advantages"].tolist() if value)
+    assert sorted(learned) == sorted(
+        value for batch in batches for value in batch["advantages"].tolist() if value
+    )
 
 
 def test_all_that_is_a_row_s_goes_with_it_and_no_image_is_held_twice():
@@ -361,7 +452,10 @@ def test_all_that_is_a_row_s_goes_with_it_and_no_image_is_held_twice():
     batch, live = rebalanced(batches[0], [False, False], 2, plan, 0, banks[0], 99, carry)
     assert live == [False, False, True]
     assert batch["prompt_ids"][:, 0].tolist() == [0, 1, 2, 3, 12, 13]
-    assert batch["completion_ids"][0].tolist() == [0, 0, 99] and batch["completion_ids"][4].tolist() == [12] * 3
+    assert (
+        batch["completion_ids"][0].tolist() == [0, 0, 99]
+        and batch["completion_ids"][4].tolist() == [12] * 3
+    )
     assert batch["completion_mask"].sum(dim=1).tolist() == [2, 2, 2, 2, 3, 3]
     assert batch["advantages"].tolist() == [0, 1, 2, 3, 12, 13]
     assert batch["rollout_number"].tolist() == [0, 1, 2, 3, 12, 13]

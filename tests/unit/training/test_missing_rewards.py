@@ -13,7 +13,6 @@ import torch
 
 from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, group_advantages
 from adora_vl.advantage.adora import Adora, weigh_groups
-from adora_vl.advantage.experimental import Canon, D3s, Ssb
 from adora_vl.advantage.grpo import Dapo
 from adora_vl.checkpoint.store import facts_of
 from adora_vl.record.metrics import METRICS, adora_metrics, read_metrics
@@ -21,8 +20,9 @@ from adora_vl.report.run_view import load_run
 from adora_vl.train import main
 from adora_vl.training.advantages import AdvantageComputer, Advantages
 from adora_vl.training.guards import RewardGuard
-from adora_vl.training.scores import Rewards, Scores, weighted_sum
+from adora_vl.training.scoring import Rewards, Scores, weighted_sum
 from adora_vl.utils.errors import RunError, SharedUserError, UserError
+from tests.support.examples import example
 from tests.support.recorded_runs import write_run
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, arguments
@@ -31,8 +31,13 @@ NAN = float("nan")
 NAMES = ("accuracy", "judge")
 
 
-def rewards(accuracy: list[float], judge: list[float], weights: Any = (1.0, 1.0), **more: Any) -> Rewards:
-    """Groups of four, of two functions. `failed`: the rollouts for which the judge's call failed."""
+def rewards(
+    accuracy: list[float], judge: list[float], weights: Any = (1.0, 1.0), **more: Any
+) -> Rewards:
+    """Groups of four, of two functions.
+
+    `failed`: the rollouts for which the judge's call failed.
+    """
     failed = {(row, 1): "HTTP 503" for row in more.pop("failed", ())}
     both_BF = torch.tensor([accuracy, judge]).T
     return Rewards.of(both_BF, failed, torch.tensor(weights), NAMES, more.pop("generations", 4))
@@ -44,7 +49,9 @@ def sums(found: Rewards, weights: Any = (1.0, 1.0)) -> list[float | None]:
 
 
 def test_a_failed_call_is_no_zero_and_one_who_is_left_alone_has_nobody_to_be_compared_with():
-    """Accuracy 0 throughout, and one of four calls came back: as zeros, the other three had taught the first one."""
+    """Accuracy 0 throughout, and one of four calls came back: as zeros, the other three had taught
+    the first one.
+    """
     found = rewards([0.0] * 4, [0.5, NAN, NAN, NAN], failed=[1, 2, 3])
     assert sums(found) == [None] * 4
     assert found.missing == (None, *["judge: HTTP 503"] * 3) and found.missing_share == 0.75
@@ -59,7 +66,9 @@ def test_those_who_are_left_are_compared_with_each_other_alone():
 
 
 def test_none_beside_a_score_in_the_same_group_is_missing_and_none_throughout_does_not_apply():
-    """TRL's convention for several tasks: a function returns None for all rollouts of other tasks' problems."""
+    """TRL's convention for several tasks: a function returns None for all rollouts of other tasks'
+    problems.
+    """
     found = rewards([1.0, 0.0, 1.0, 0.0] * 2, [NAN] * 4 + [1.0, 1.0, 0.0, NAN])
     assert sums(found) == [1.0, 0.0, 1.0, 0.0, 2.0, 1.0, 1.0, None]
     assert found.missing[7] == "judge: None" and found.missing_share == 1 / 8
@@ -68,7 +77,8 @@ def test_none_beside_a_score_in_the_same_group_is_missing_and_none_throughout_do
 def test_a_call_that_failed_is_missing_even_where_it_failed_for_the_whole_group():
     found = rewards([1.0, 0.0, 1.0, 0.0], [NAN] * 4, failed=[0, 1, 2, 3])
     assert sums(found) == [None] * 4 and found.missing_share == 1
-    found = rewards([1.0, 0.0, 1.0, 0.0], [NAN] * 4, failed=[0])  # the function applies, so three more are missing
+    # the function applies, so three more are missing
+    found = rewards([1.0, 0.0, 1.0, 0.0], [NAN] * 4, failed=[0])
     assert sums(found) == [None] * 4
 
 
@@ -77,7 +87,9 @@ def test_only_functions_with_a_weight_count():
     found = rewards([1.0, 0.0, 1.0, 0.0], [NAN, 1.0, 0.0, 1.0], unweighted, failed=[0])
     assert sums(found, unweighted) == [1.0, 0.0, 1.0, 0.0] and found.missing == (None,) * 4
     found = rewards([NAN] * 4, [1.0] * 4, unweighted)
-    assert sums(found, unweighted) == [None] * 4 and set(found.missing) == {"no reward function scored it"}
+    assert sums(found, unweighted) == [None] * 4 and set(found.missing) == {
+        "no reward function scored it"
+    }
 
 
 def test_a_group_of_one_is_whole():
@@ -90,11 +102,15 @@ def test_where_nothing_is_missing_trl_gets_what_it_gathered():
     assert torch.equal(Rewards.of(both_BF, {}, torch.ones(2), NAMES, 8).counted_BF, both_BF)
 
 
-# The tokens of those who have left still stand in the number by which TRL divides. These methods undo that division.
+# The tokens of those who have left still stand in the number by which TRL divides. These methods
+# undo that division.
 BY_TOKENS = {"dapo", "daro"}
-CASES = [(name, METHODS[name]()) for name in METHODS]
+CASES: list[tuple[str, Any]] = [(name, METHODS[name]()) for name in METHODS]
 CASES += [("adora", Adora(assign=assign)) for assign in ("random", "reversed", "rate")]
-CASES += [("canon", Canon(measure="length")), ("d3s", D3s(across="batch")), ("ssb", Ssb(0.5))]
+CASES += [
+    ("canon", example("canon.py:Canon")(measure=measure)) for measure in ("length", "entropy")
+]
+CASES += [("ngrpo", example("ngrpo.py:Ngrpo")())]
 CASES += [("dapo", Dapo(overlong_cache=50))]
 
 
@@ -110,10 +126,15 @@ def leave(name: str, options: Any, scale: Any) -> None:
     values = torch.tensor([0.0, 0.1, 1.0], dtype=torch.float64)
     dense_PG = values[torch.randint(0, 3, (30, 6), generator=generator)]
     dense_PG[0] = 1.0  # without signal
-    places = torch.stack([torch.randperm(8, generator=generator)[:6].sort().values for _ in range(30)])
-    lengths_PG, surprisal_PG = torch.randint(1, 99, (31, 8), generator=generator), torch.rand(31, 8).double()
+    places = torch.stack(
+        [torch.randperm(8, generator=generator)[:6].sort().values for _ in range(30)]
+    )
+    lengths_PG = torch.randint(1, 99, (31, 8), generator=generator)
+    surprisal_PG = torch.rand(31, 8).double()
 
-    def batch(rewards_PG: torch.Tensor, lengths_PG: torch.Tensor, surprisal_PG: torch.Tensor) -> torch.Tensor:
+    def batch(
+        rewards_PG: torch.Tensor, lengths_PG: torch.Tensor, surprisal_PG: torch.Tensor
+    ) -> torch.Tensor:
         groups = Groups(rewards_PG, lengths_PG, lengths_PG > 90, surprisal_PG=surprisal_PG)
         advantages_PG = group_advantages(rewards_PG, scale=scale)
         run = AdvantagePipeline({name: options}, scale=scale, max_length=99, seed=1)
@@ -124,10 +145,13 @@ def leave(name: str, options: Any, scale: Any) -> None:
     whole_PG = whole_PG.roll(7, dims=0)  # the group that all have left is not the last one
     order = torch.arange(31).roll(7)
     found_PG = batch(whole_PG, lengths_PG[order], surprisal_PG[order]).roll(-7, dims=0)
-    expected_PG = batch(dense_PG, lengths_PG[:30].gather(1, places), surprisal_PG[:30].gather(1, places))
+    expected_PG = batch(
+        dense_PG, lengths_PG[:30].gather(1, places), surprisal_PG[:30].gather(1, places)
+    )
     if name in BY_TOKENS:
         expected_PG = expected_PG * lengths_PG.sum() / lengths_PG[:30].gather(1, places).sum()
-    if name == "adora" and options.assign == "random":  # seeded by the number of groups with signal: the same
+    # seeded by the number of groups with signal: the same
+    if name == "adora" and options.assign == "random":
         assert expected_PG.any()
     torch.testing.assert_close(found_PG[:30].gather(1, places), expected_PG, rtol=1e-5, atol=1e-6)
     assert (found_PG[whole_PG.roll(-7, dims=0).isnan()] == 0).all()
@@ -136,10 +160,14 @@ def leave(name: str, options: Any, scale: Any) -> None:
 
 def test_daro_learns_from_the_tokens_of_those_who_are_left():
     rewards_PG = torch.tensor([[1.0, 0.0, NAN, NAN]])
-    groups = Groups(rewards_PG, torch.tensor([[10, 30, 500, 500]]), torch.zeros(1, 4, dtype=torch.bool))
+    groups = Groups(
+        rewards_PG, torch.tensor([[10, 30, 500, 500]]), torch.zeros(1, 4, dtype=torch.bool)
+    )
     run = AdvantagePipeline({"daro": METHODS["daro"]()})
     run(groups, group_advantages(rewards_PG))
-    assert run.figures["daro/loss_2_of_4"] == pytest.approx(0.7071, abs=1e-3), "both advantages are of this size"
+    assert run.figures["daro/loss_2_of_4"] == pytest.approx(0.7071, abs=1e-3), (
+        "both advantages are of this size"
+    )
 
 
 def test_figures_and_tokens_by_the_image_leave_them_out():
@@ -147,7 +175,11 @@ def test_figures_and_tokens_by_the_image_leave_them_out():
     groups = Groups(torch.tensor([[1.0, 0.0, NAN, NAN], [NAN] * 4]), lengths_PG, lengths_PG < 0)
     weighting = weigh_groups(replace(groups, truncated_PG=torch.zeros_like(groups.truncated_PG)))
     figures = adora_metrics(weighting)
-    assert figures["pass_rate"] == 0.5 and figures["no_correct_share"] == 0.0 and figures["tds_share"] == 1.0
+    assert (
+        figures["pass_rate"] == 0.5
+        and figures["no_correct_share"] == 0.0
+        and figures["tds_share"] == 1.0
+    )
     assert (figures["length_correct"], figures["length_wrong"]) == (5.0, 7.0)
     advantages_PG = group_advantages(groups.rewards_PG)
     weighed = Advantages(groups, weighting, advantages_PG, advantages_PG, {})
@@ -155,7 +187,9 @@ def test_figures_and_tokens_by_the_image_leave_them_out():
 
 
 def test_trls_share_of_equal_rewards_is_of_the_groups_that_are_there():
-    """Of four groups one has left and one has equal rewards: TRL's figure is a half, a third is meant."""
+    """Of four groups one has left and one has equal rewards: TRL's figure is a half, a third is
+    meant.
+    """
     rewards_BF = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0, 1.0, NAN, NAN]]).T
     found = Rewards(rewards_BF, rewards_BF, (None,) * 8)
     computer = AdvantageComputer(step_context(), AdvantagePipeline({}), torch.ones(1))
@@ -175,14 +209,20 @@ async def failing_async(completions: list[Any], **columns: Any) -> list[Any]:
 
 
 def test_an_exception_in_the_place_of_a_reward_is_a_failed_call_of_that_completion():
-    """What `asyncio.gather(..., return_exceptions=True)` returns. Nothing stops, and the reason is known."""
+    """What `asyncio.gather(..., return_exceptions=True)` returns.
+
+    Nothing stops, and the reason is known.
+    """
     guard = RewardGuard(step_context())
     one, other = guard.around([failing, failing_async], ["one", "other"])
     texts = ["fine", "lost", "?"]
     assert one(completions=texts) == [1.0, None, None]
     assert asyncio.run(other(completions=["lost"])) == [None]
     guard.check(0)
-    assert guard.failed_calls(3) == {(1, 0): "TimeoutError: after 60 s", (0, 1): "TimeoutError: after 60 s"}
+    assert guard.failed_calls(3) == {
+        (1, 0): "TimeoutError: after 60 s",
+        (0, 1): "TimeoutError: after 60 s",
+    }
     assert guard.failed_calls(3) == {}, "of one generation only"
 
 
@@ -191,12 +231,16 @@ def test_rollouts_of_other_ranks_keep_their_place(monkeypatch):
     guard = RewardGuard(step_context())
     (function,) = guard.around([failing], ["one"])
     function(completions=["fine", "lost", "fine", "fine"])
-    monkeypatch.setattr("adora_vl.training.guards.gather_object", lambda mine: [[(3, 0, "a")], *mine, []])
+    monkeypatch.setattr(
+        "adora_vl.training.guards.gather_object", lambda mine: [[(3, 0, "a")], *mine, []]
+    )
     assert guard.failed_calls(4) == {(3, 0): "a", (5, 0): "TimeoutError: after 60 s"}
 
 
 def test_a_mistake_of_the_user_on_one_rank_ends_all(monkeypatch, tmp_path):
-    """A key that one machine lacks: the other ranks must not wait for that one in a collective call."""
+    """A key that one machine lacks: the other ranks must not wait for that one in a collective
+    call.
+    """
 
     def refused(**arguments: Any) -> list[float]:
         raise UserError("adora_reward: judge: the key is refused")
@@ -208,7 +252,9 @@ def test_a_mistake_of_the_user_on_one_rank_ends_all(monkeypatch, tmp_path):
     found = [*guards[0].failures, *guards[1].failures]
     monkeypatch.setattr("adora_vl.training.guards.gather_object", lambda mine: found)
     for guard in guards:
-        with pytest.raises(SharedUserError, match=rf"^step 3: .* refused, and go on with --resume_\w+ {tmp_path}$"):
+        with pytest.raises(
+            SharedUserError, match=rf"^step 3: .* refused, and go on with --resume_\w+ {tmp_path}$"
+        ):
             guard.check(2)
 
 
@@ -218,8 +264,8 @@ def test_a_generation_without_one_reward_ends_the_run_in_one_line(tmp_path):
     with pytest.raises(RunError) as error:
         guard.check_scored(rewards([0.0] * 4, [NAN] * 4, failed=range(4)).missing, 2)
     assert str(error.value) == (
-        "step 3: not one of 4 rollouts has a reward (judge: HTTP 503). Nothing of this step was applied. Repair the "
-        f"reward, and go on with --resume_from_checkpoint {tmp_path}"
+        "step 3: not one of 4 rollouts has a reward (judge: HTTP 503). Nothing of this step was "
+        f"applied. Repair the reward, and go on with --resume_from_checkpoint {tmp_path}"
     )
 
 
@@ -264,14 +310,23 @@ def test_the_run_learns_from_those_who_are_left_and_says_who_is_not(own, tmp_pat
     why = "flaky: ConnectionError: no route to the judge"
     assert groups[2]["missing"].fillna("").tolist() == [why, "", "", why]
     assert groups[2]["reward/format_reward"].notna().all()
-    assert groups[3]["missing"].tolist() == ["no other rollout of its group has a reward", why, why, why]
+    assert groups[3]["missing"].tolist() == [
+        "no other rollout of its group has a reward",
+        why,
+        why,
+        why,
+    ]
     for part, left in zip(groups, (4, 4, 2, 0), strict=True):
         kept = torch.tensor(part["reward"].dropna().to_numpy())
         assert len(kept) == left
         expected = group_advantages(kept[None])[0] if left else kept
-        assert part["advantage"][part["reward"].notna()].tolist() == pytest.approx(expected.tolist(), abs=2e-3)
+        assert part["advantage"][part["reward"].notna()].tolist() == pytest.approx(
+            expected.tolist(), abs=2e-3
+        )
         assert (part["advantage"][part["reward"].isna()] == 0).all()
-    metrics = [line for line in read_metrics(tmp_path / "run" / METRICS) if "rewards/missing" in line]
+    metrics = [
+        line for line in read_metrics(tmp_path / "run" / METRICS) if "rewards/missing" in line
+    ]
     assert [line["rewards/missing"] for line in metrics] == [5 / 16] * STEPS
     assert metrics[0]["reward"] == pytest.approx(first["reward"].mean(), abs=1e-6)
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
@@ -284,15 +339,21 @@ def test_the_run_stops_where_no_rollout_has_a_reward_and_goes_on_from_there(own,
     assert main(words) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert re.fullmatch(
-        r"error: step 2: not one of 16 rollouts has a reward \(gone: ConnectionError: no route to the judge\)\. "
-        r"Nothing of this step was applied\. Repair the reward, and go on with --resume_from_\w+ \S+checkpoint-1",
+        r"error: step 2: not one of 16 rollouts has a reward \(gone: ConnectionError: no route to "
+        r"the judge\)\. "
+        r"Nothing of this step was applied\. Repair the reward, and go on with --resume_from_\w+ "
+        r"\S+checkpoint-1",
         line,
     )
     saved = facts_of(tmp_path / "run" / "checkpoint-1")["metrics"]
-    assert saved == {}, "a mean over the steps of a log would count those of the second generation twice"
+    assert saved == {}, (
+        "a mean over the steps of a log would count those of the second generation twice"
+    )
     own.with_name("back").touch()
     assert main([*words, *line.split()[-2:]]) == 0
-    metrics = [line for line in read_metrics(tmp_path / "run" / METRICS) if "rewards/missing" in line]
+    metrics = [
+        line for line in read_metrics(tmp_path / "run" / METRICS) if "rewards/missing" in line
+    ]
     assert [line["rewards/missing"] for line in metrics] == [0.0] * STEPS
 
 

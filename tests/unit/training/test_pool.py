@@ -1,4 +1,6 @@
-"""Partial rollouts with a stand-in for the engine whose answers have drawn lengths: nothing is lost, and in order."""
+"""Partial rollouts with a stand-in for the engine whose answers have drawn lengths: nothing is
+lost, and in order.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Barrier, Thread
 from types import SimpleNamespace
@@ -17,31 +20,41 @@ import torch
 from PIL import Image
 from transformers import TrainerState
 
-from adora_vl.config.blocks import RolloutOptions
-from adora_vl.data.dataloader import ROW_NUMBER, content_digest, kept
-from adora_vl.dedup.prompts import PromptBatch
+from adora_vl.config.options import RolloutOptions
+from adora_vl.data.dataloader import ROW_NUMBER
+from adora_vl.data.images import content_digest, kept
+from adora_vl.packing.prompts import PromptBatch
 from adora_vl.rollout.rollouts import (
     Call,
     DrawnProblem,
     Picture,
     Rollout,
-    RolloutAnswer,
-    RolloutAsk,
     RolloutGroup,
-    Span,
+    SamplingRequest,
+    SamplingResult,
+    Segment,
     plan_requests,
 )
+from adora_vl.rollout.samplers import AsyncServerSampler, PendingSamples
 from adora_vl.training.generation import Generation
-from adora_vl.training.policies import automatic_budget, further_rows, groups_to_complete, how_many_begin
 from adora_vl.training.pool import Pool
 from adora_vl.training.pool_ahead import PoolAhead
 from adora_vl.training.pool_state import PoolState
+from adora_vl.training.schedule import (
+    automatic_budget,
+    further_rows,
+    groups_to_complete,
+    how_many_begin,
+)
 from adora_vl.types import Row
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.seeding import rollout_seed
 from tests.support.step_context import step_context
 
-PLACES, SIZE, LONGEST = 6, 4, 400  # groups of a rank and generation, rollouts of a group, tokens
+# groups of a rank and generation, rollouts of a group, tokens
+PLACES = 6
+SIZE = 4
+LONGEST = 400
 IMAGE = 4  # the token of one
 TOKEN = 2**31 - 1  # the largest that a checkpoint takes
 
@@ -49,7 +62,9 @@ TOKEN = 2**31 - 1  # the largest that a checkpoint takes
 class Alone:
     """One process."""
 
-    process_index, num_processes, device = 0, 1, torch.device("cpu")
+    process_index = 0
+    num_processes = 1
+    device = torch.device("cpu")
 
     @property
     def is_main_process(self) -> bool:
@@ -63,8 +78,10 @@ class Together(Alone):
     """One of several processes, which are threads here."""
 
     def __init__(self, rank: int, parts: list[Any], meeting: Barrier) -> None:
-        self.process_index, self.num_processes = rank, len(parts)
-        self._parts, self._meeting = parts, meeting
+        self.process_index = rank
+        self.num_processes = len(parts)
+        self._parts = parts
+        self._meeting = meeting
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         self._parts[self.process_index] = tensor
@@ -75,14 +92,20 @@ class Together(Alone):
 
 
 def drawn(seed: int) -> int:
-    """The whole length of the answer that begins with this seed: a long tail, and some that run to the limit."""
+    """The whole length of the answer that begins with this seed: a long tail, and some that run to
+    the limit.
+    """
     rng = random.Random(seed & TOKEN)
-    return LONGEST if rng.random() < 0.02 else min(LONGEST, max(3, int(60 * rng.lognormvariate(0, 0.7))))
+    return (
+        LONGEST
+        if rng.random() < 0.02
+        else min(LONGEST, max(3, int(60 * rng.lognormvariate(0, 0.7))))
+    )
 
 
 class Engine:
-    """An answer's first token is its seed, and each further one the weights that sample it, as its log-probability.
-    One that runs to the limit would never end by itself.
+    """An answer's first token is its seed, and each further one the weights that sample it, as its
+    log-probability. One that runs to the limit would never end by itself.
     """
 
     def __init__(self) -> None:
@@ -91,9 +114,10 @@ class Engine:
         self.asked: list[Any] = []  # the asks of every call
         self.steps = 0
 
-    scores, awake = True, staticmethod(nullcontext)
+    scores = True
+    awake = staticmethod(nullcontext)
 
-    def sample(self, asks: list[RolloutAsk], prompts: Any) -> list[RolloutAnswer]:
+    def sample(self, asks: list[SamplingRequest], prompts: Any) -> list[SamplingResult]:
         self.asked.append(asks)
         answers = []
         for one in asks:
@@ -103,23 +127,54 @@ class Engine:
             left = whole - len(begun) if whole < LONGEST else 10 * LONGEST
             new = [one.seed & TOKEN, *[self.step] * (min(one.limit, left) - 1)]
             reason: Literal["length", "stop"] = "length" if left > one.limit else "stop"
-            answers.append(RolloutAnswer(new, [-float(self.step)] * len(new), reason))
+            answers.append(SamplingResult(new, [-float(self.step)] * len(new), reason))
         self.steps += max((len(answer.tokens) for answer in answers), default=0)
         return answers
 
 
 class TurnsEngine(Engine):
-    """What it samples at a time, a turn or a part of one, has the length that is drawn from its own seed."""
+    """What it samples at a time, a turn or a part of one, has the length that is drawn from its own
+    seed.
+    """
 
-    def sample(self, asks: list[RolloutAsk], prompts: Any) -> list[RolloutAnswer]:
+    def sample(self, asks: list[SamplingRequest], prompts: Any) -> list[SamplingResult]:
         self.asked.append(asks)
         answers = []
         for one in asks:
             assert one.seed is not None and one.limit is not None and one.limit > 0
             assert sum(token == IMAGE for token in one.ids) == len(one.images)
-            length, reason = min(one.limit, drawn(one.seed)), "stop" if drawn(one.seed) <= one.limit else "length"
-            answers.append(RolloutAnswer([one.seed & TOKEN] * length, [-1.0] * length, reason))  # type: ignore[arg-type]
+            length = min(one.limit, drawn(one.seed))
+            reason = "stop" if drawn(one.seed) <= one.limit else "length"
+            answers.append(SamplingResult([one.seed & TOKEN] * length, [-1.0] * length, reason))  # type: ignore[arg-type]
         return answers
+
+
+class EngineAhead(Engine, AsyncServerSampler):
+    """Answers what is asked for ahead when it is needed, by the weights of when it was asked."""
+
+    def __init__(self, ahead: int) -> None:
+        Engine.__init__(self)
+        self.ahead = ahead
+
+    def give_weights(self, *, anew: bool = False) -> None:
+        pass
+
+    def begin(self, asks: Any, settings: Any = None) -> PendingSamples:
+        answers = Engine.sample(self, [*asks], None)
+        return PendingSamples(self.step, lambda: answers)
+
+    def sample(self, asks: Any, prompts: Any = None, settings: Any = None) -> list[SamplingResult]:
+        return Engine.sample(self, [*asks], prompts)
+
+    def waited(self) -> dict[str, float]:
+        return {}
+
+
+def rows_after(numbers: list[int], distance: int) -> list[Row]:
+    """The rows of the generation so many after the one with these numbers."""
+    later = [number + distance * PLACES for number in numbers]
+    rows: list[Any] = [{"id": f"0/{number}", ROW_NUMBER: number} for number in later]
+    return rows
 
 
 class Answered:
@@ -127,17 +182,22 @@ class Answered:
 
     tokens = None
 
-    def __call__(self, rollout: Rollout, images: Any, *, longest: int, step: int, seed: str, **_: Any) -> Rollout:
-        draw, place = random.Random(f"{seed}/{len(rollout.pictures)}"), len(rollout.spans)
+    def __call__(
+        self, rollout: Rollout, images: Any, *, longest: int, step: int, seed: str, **_: Any
+    ) -> Rollout:
+        draw = random.Random(f"{seed}/{len(rollout.pictures)}")
+        place = len(rollout.spans)
         if draw.random() < 0.3 or len(rollout.pictures) == 3:
             return replace(rollout, ended="stop" if draw.random() < 0.7 else "calls")
         if longest - len(rollout.tokens) < 30:
             return replace(rollout, ended="room")
         image = kept(Image.new("RGB", (28, 28 + draw.randrange(9))))
         return replace(
-            rollout, ended="", spans=(*rollout.spans, Span((5, IMAGE, 6), None, step)),
+            rollout,
+            ended="",
+            spans=(*rollout.spans, Segment((5, IMAGE, 6), None, step)),
             pictures=(*rollout.pictures, Picture(image.digest, image, place)),
-        )  # fmt: skip
+        )
 
 
 class Judges:
@@ -167,31 +227,62 @@ def rollouts_of(generation: Generation) -> list[list[int]]:
 
 
 class Run:
-    """A training of so many optimizer steps, without a policy. `updates`: those that learn from one generation."""
+    """A training of so many optimizer steps, without a policy.
+
+    `updates`: those that learn from one generation.
+    """
 
     def __init__(
-        self, steps: int, accelerator: Any = None, updates: int = 1, tools: bool = False, **rollouts: Any
+        self,
+        steps: int,
+        accelerator: Any = None,
+        updates: int = 1,
+        tools: bool = False,
+        **rollouts: Any,
     ) -> None:
-        self.engine, self.state, self.log = Engine(), TrainerState(max_steps=steps), {}  # type: ignore[var-annotated]
+        self.state, self.log = TrainerState(max_steps=steps), {}  # type: ignore[var-annotated]
         self.updates = updates
+        options = RolloutOptions(**{"budget": 60, **rollouts})
+        self.engine = EngineAhead(options.ahead) if options.ahead else Engine()
         context = step_context(
-            self.log, accelerator=accelerator or Alone(), state=self.state, num_generations=SIZE,
-            per_device_train_batch_size=PLACES * SIZE, steps_per_generation=updates, gradient_accumulation_steps=1,
-            max_completion_length=LONGEST, use_vllm=True, seed=7, vllm_importance_sampling_mode="token_truncate",
-            adora_rollouts=RolloutOptions(**{"budget": 60, **rollouts}),
-        )  # fmt: skip
+            self.log,
+            accelerator=accelerator or Alone(),
+            state=self.state,
+            num_generations=SIZE,
+            per_device_train_batch_size=PLACES * SIZE,
+            steps_per_generation=updates,
+            gradient_accumulation_steps=1,
+            max_completion_length=LONGEST,
+            use_vllm=True,
+            seed=7,
+            vllm_importance_sampling_mode="token_truncate",
+            adora_rollouts=options,
+        )
         self.rank = context.accelerator.process_index
         rows = [{"id": f"{self.rank}/{number}"} for number in range((steps + updates) * PLACES)]
-        images: Any = SimpleNamespace(prompts=lambda rows, *_, **__: PromptBatch([], [[1]] * len(rows), None, {}))
+        images: Any = SimpleNamespace(
+            prompts=lambda rows, *_, **__: PromptBatch([], [[1]] * len(rows), None, {})
+        )
         guard: Any = SimpleNamespace(check=lambda *_: None, watching=nullcontext)
         judge: Any = Judges()
         phase: Any = lambda _: nullcontext()  # noqa: E731
         if tools:
             self.engine = TurnsEngine()
         turns: Any = Answered() if tools else None
-        self.pool = Pool(
-            context, images, self.engine, judge, guard, [], phase, rows, turns=turns,  # type: ignore[arg-type]
-        )  # fmt: skip
+        asked_ahead = partial(
+            PoolAhead, next_rows=rows_after, drift=lambda rows, step: lambda: None
+        )
+        self.pool: Pool = (asked_ahead if options.ahead else Pool)(
+            context,
+            images,
+            self.engine,  # type: ignore[arg-type]
+            judge,
+            guard,
+            [],
+            phase,
+            rows,
+            turns=turns,
+        )
         self.learned: list[Generation] = []
         self.figures: list[dict[str, float]] = []
 
@@ -233,17 +324,21 @@ def whole_lengths(problem: str, updates: int = 1) -> list[int]:
     """Those of the group that begins with this row, as any run draws them."""
     rank, number = map(int, problem.split("/"))
     generation, place = divmod(number, PLACES * updates)
-    where, place = f"train/{generation * updates}/0", place + rank * PLACES * updates
+    where = f"train/{generation * updates}/0"
+    place = place + rank * PLACES * updates
     return [drawn(rollout_seed(7, where, place, member)) for member in range(SIZE)]
 
 
 def check_learned(run: Run, ended: bool = True) -> int:
-    """Every group once and whole, in no other order than they were drawn but for those that wait. Returns how many
-    generations of problems have not begun.
+    """Every group once and whole, in no other order than they were drawn but for those that wait.
+
+    Returns how many generations of problems have not begun.
     """
     problems = [problem for problem, _ in run.answers[::SIZE]]
     lengths = [len(tokens) for _, tokens in run.answers]
-    assert lengths == [length for problem in problems for length in whole_lengths(problem, run.updates)]
+    assert lengths == [
+        length for problem in problems for length in whole_lengths(problem, run.updates)
+    ]
     waiting = [int(group.row["id"].split("/")[1]) for group in run.pool.state.groups]
     numbers = sorted([*(int(problem.split("/")[1]) for problem in problems), *waiting])
     assert numbers == list(range(len(numbers))) and not (ended and waiting)
@@ -256,43 +351,60 @@ def test_what_began_is_learned_from_once_and_at_its_whole_length(budget):
     run = Run(40, budget=budget).go_on()
     assert check_learned(run) <= 4
     assert max(run.sizes) == PLACES and min(run.sizes) >= PLACES // 2
-    assert sum(run.sizes[15:]) > 0.95 * 25 * PLACES, "after a while there is hardly a place without a group"
+    assert sum(run.sizes[15:]) > 0.95 * 25 * PLACES, (
+        "after a while there is hardly a place without a group"
+    )
 
 
 def test_a_run_of_any_shape_that_is_stopped_and_goes_on_learns_from_every_group_once(tmp_path):
-    """However often it is killed, also where a generation fails and is sampled again; and to the bit."""
+    """However often it is killed, also where a generation fails and is sampled again; and to the
+    bit.
+    """
     draw = random.Random(0)
     for number in range(12):
-        updates, staleness = draw.choice((1, 1, 2, 3)), draw.randint(1, 6)
+        updates = draw.choice((1, 1, 2, 3))
+        staleness = draw.randint(1, 6)
         keys: dict[str, Any] = {"budget": draw.choice((5, 30, 100, 250, "auto"))}
         keys["staleness"] = staleness
-        generations, killed = draw.randint(1, 30), 0
+        generations = draw.randint(1, 30)
+        killed = 0
         run = Run(generations * updates, updates=updates, **keys)
         while run.state.global_step < run.state.max_steps:
-            run.go_on(until=min(run.state.max_steps, run.state.global_step + updates * draw.randint(1, 5)))
+            run.go_on(
+                until=min(run.state.max_steps, run.state.global_step + updates * draw.randint(1, 5))
+            )
             check_learned(run, ended=run.state.global_step == run.state.max_steps)
             if run.state.global_step < run.state.max_steps and draw.random() < 0.5:
                 run.sampled()
             folder = tmp_path / f"{number}-{(killed := killed + 1)}"
             run.pool.save(folder)
             again = resumed(run, folder, run.state.global_step, updates=updates, **keys)
-            again.learned, again.figures, run = run.learned, run.figures, again
+            again.learned = run.learned
+            again.figures = run.figures
+            run = again
         whole = Run(generations * updates, updates=updates, **keys).go_on()
-        assert run.answers == whole.answers and run.figures == whole.figures, (updates, keys, generations)
+        assert run.answers == whole.answers and run.figures == whole.figures, (
+            updates,
+            keys,
+            generations,
+        )
         sampled = [[groups_in(generation) for generation in one.learned] for one in (run, whole)]
         assert sampled[0] == sampled[1], (updates, keys, generations)
 
 
 @pytest.mark.parametrize("budget", [None, 40])
 def test_a_run_with_tools_that_is_killed_within_a_turn_goes_on_to_the_bit(tmp_path, budget):
-    """Tools are not called again for what is saved, and each part of a turn has random numbers of its own."""
+    """Tools are not called again for what is saved, and each part of a turn has random numbers of
+    its own.
+    """
     whole = Run(12, tools=True, budget=budget).go_on()
     run = Run(12, tools=True, budget=budget)
     for step in (3, 7):
         run.go_on(until=step).sampled()
         run.pool.save(tmp_path / str(step))
         again = resumed(run, tmp_path / str(step), step, tools=True, budget=budget)
-        again.learned, run = run.learned, again
+        again.learned = run.learned
+        run = again
     run.go_on()
     found = [[groups_in(generation) for generation in one.learned] for one in (run, whole)]
     assert found[0] == found[1]
@@ -301,7 +413,9 @@ def test_a_run_with_tools_that_is_killed_within_a_turn_goes_on_to_the_bit(tmp_pa
     assert {len(rollout.pictures) for rollout in rollouts} == {0, 1, 2, 3}
     seeds = [one.seed for asks in whole.engine.asked for one in asks]
     assert len(set(seeds)) == len(seeds)
-    paused = [group for one in whole.learned for group in groups_in(one) if group.began < one.number]
+    paused = [
+        group for one in whole.learned for group in groups_in(one) if group.began < one.number
+    ]
     assert bool(paused) is (budget is not None)
 
 
@@ -326,9 +440,14 @@ def test_processes_whose_rollouts_have_other_numbers_of_turns_make_the_same_call
 
 
 def test_when_answers_get_short_again_no_group_waits_for_long():
-    """Groups that are complete and have no place make room: fewer begin, and those that were drawn come later."""
-    run, known = Run(70, budget=60), dict[int, int]()
-    run.engine.length = lambda seed: known.setdefault(seed, drawn(seed) if run.engine.step < 30 else 10)
+    """Groups that are complete and have no place make room: fewer begin, and those that were drawn
+    come later.
+    """
+    run = Run(70, budget=60)
+    known = dict[int, int]()
+    run.engine.length = lambda seed: known.setdefault(
+        seed, drawn(seed) if run.engine.step < 30 else 10
+    )
     run.go_on()
     staleness = [figures["adora/staleness"] for figures in run.figures]
     assert sum(staleness[15:30]) / 15 > 1.5 and max(staleness[45:]) <= 0.5
@@ -347,21 +466,31 @@ def test_a_budget_shortens_generations():
 def test_a_budget_that_no_answer_reaches_changes_nothing():
     run = Run(5, budget=LONGEST).go_on()
     assert run.sizes == [PLACES] * 5
-    assert [problem for problem, _ in run.answers[::SIZE]] == [f"0/{number}" for number in range(5 * PLACES)]
+    assert [problem for problem, _ in run.answers[::SIZE]] == [
+        f"0/{number}" for number in range(5 * PLACES)
+    ]
     for generation, asks in zip(run.learned, run.engine.asked, strict=True):
-        seeds = [rollout_seed(7, generation.where, *divmod(row, SIZE)) for row in range(PLACES * SIZE)]
+        seeds = [
+            rollout_seed(7, generation.where, *divmod(row, SIZE)) for row in range(PLACES * SIZE)
+        ]
         assert [one.seed for one in asks] == seeds
         assert len({one.together for one in asks}) == PLACES and len(plan_requests(asks)) == PLACES
 
 
 def test_each_token_keeps_the_log_probability_of_the_weights_that_sampled_it():
-    run, mixed = Run(20).go_on(), 0
+    run = Run(20).go_on()
+    mixed = 0
     for generation in run.learned:
         for rollout, age in zip(
-            [one for group in groups_in(generation) for one in group.rollouts], generation.batch["age"], strict=True
+            [one for group in groups_in(generation) for one in group.rollouts],
+            generation.batch["age"],
+            strict=True,
         ):
-            tokens, logps = rollout.tokens, rollout.logps
-            assert all(-logp == token for token, logp in zip(tokens, logps, strict=True) if token < 1000)
+            tokens = rollout.tokens
+            logps = rollout.logps
+            assert all(
+                -logp == token for token, logp in zip(tokens, logps, strict=True) if token < 1000
+            )
             stale = sum(-logp != generation.step for logp in logps if logp is not None)
             assert stale == rollout.stale(generation.step) and len({*logps}) <= len(rollout.spans)
             assert len({*logps}) <= age + 1
@@ -376,7 +505,9 @@ def test_segments_have_random_numbers_of_their_own_and_those_that_go_on_come_fir
     for segments in asked:
         begun = [len(one.ids) > 1 for one in segments]
         assert begun == sorted(begun, reverse=True)
-        alone, others = ([one.together for one in segments if (len(one.ids) > 1) is had] for had in (True, False))
+        alone, others = (
+            [one.together for one in segments if (len(one.ids) > 1) is had] for had in (True, False)
+        )
         assert len(set(alone)) == len(alone) and not {*alone} & {*others}
 
 
@@ -386,6 +517,19 @@ def test_no_answer_is_older_than_it_may_be():
         groups = [group for generation in run.learned for group in groups_in(generation)]
         segments = [len(rollout.spans) for group in groups for rollout in group.rollouts]
         assert bound + 1 <= max(segments) <= bound + 2
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3, 4])
+def test_every_generation_that_is_asked_for_ahead_has_groups_of_its_own(ahead):
+    """What is complete when a generation is asked for may be used up before its turn. Without any
+    group there is nothing to learn from, and the run ends.
+    """
+    for budget in (20, 60, 150):
+        for steps in (9, 24):
+            run = Run(steps, budget=budget, ahead=ahead).go_on()
+            assert min(run.sizes) >= PLACES // 2, (budget, steps, run.sizes)
+            check_learned(run, ended=False)
+            assert len(run.pool.state.groups) <= PLACES, "little is sampled in vain"
 
 
 def test_the_figures_of_a_generation():
@@ -398,17 +542,30 @@ def test_the_figures_of_a_generation():
 
 
 def test_how_many_begin_and_have_to_be_complete():
-    waits = ((0, 0, 9), (3, 3, 9), (3, 0, 1), (8, 0, 1), (12, 0, 2), (9, 4, 9), (9, 6, 9), (14, 13, 9), (12, 6, 2))
+    waits = (
+        (0, 0, 9),
+        (3, 3, 9),
+        (3, 0, 1),
+        (8, 0, 1),
+        (12, 0, 2),
+        (9, 4, 9),
+        (9, 6, 9),
+        (14, 13, 9),
+        (12, 6, 2),
+    )
     begun = [how_many_begin(waiting, complete, 8, left) for waiting, complete, left in waits]
     assert begun == [8, 8, 5, 0, 4, 8, 6, 0, 4]
-    assert [groups_to_complete(groups, 8, left, 2) for groups, left in ((8, 9), (8, 1), (11, 2), (16, 2), (1, 9))] == [
-        2, 8, 3, 8, 1
-    ]  # fmt: skip
+    begun = [how_many_begin(*wait[:2], 8, wait[2], least=4) for wait in waits]
+    assert begun == [8, 8, 5, 4, 4, 8, 6, 4, 4]
+    assert [
+        groups_to_complete(groups, 8, left, 2)
+        for groups, left in ((8, 9), (8, 1), (11, 2), (16, 2), (1, 9))
+    ] == [2, 8, 3, 8, 1]
 
 
 def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer():
-    """Else answers would be set aside there for a generation that does not come, and lost; and rollouts that are asked
-    for ahead would count as older than they are.
+    """Else answers would be set aside there for a generation that does not come, and lost; and
+    rollouts that are asked for ahead would count as older than they are.
     """
     run = Run(4)
     run.pool.shape, run.pool.rows = replace(run.pool.shape, accumulated=2), range(3 * PLACES)  # type: ignore[assignment]
@@ -430,21 +587,34 @@ def test_the_automatic_budget_is_the_length_of_nine_answers_of_ten():
     run = Run(20, budget="auto").go_on()
     budgets = [figures["adora/rollout_budget"] for figures in run.figures]
     lengths = [[len(tokens) for tokens in rollouts_of(generation)] for generation in run.learned]
-    expected = [automatic_budget(lengths[max(0, step - 4) : step], LONGEST // 5) or LONGEST for step in range(20)]
-    assert budgets == expected and budgets[0] == LONGEST, "of the first generation nothing is known yet"
+    expected = [
+        automatic_budget(lengths[max(0, step - 4) : step], LONGEST // 5) or LONGEST
+        for step in range(20)
+    ]
+    assert budgets == expected and budgets[0] == LONGEST, (
+        "of the first generation nothing is known yet"
+    )
     assert sum(budget < LONGEST for budget in budgets) > 5
 
 
 def test_the_automatic_budget_leaves_answers_whole_where_few_tokens_would_be_saved():
-    """Groups that end later are learned from later. The demo's workings have 35 to 50 tokens, and its limit is 60."""
+    """Groups that end later are learned from later.
+
+    The demo's workings have 35 to 50 tokens, and its limit is 60.
+    """
     assert automatic_budget([[9] * 9 + [60], [45] * 9 + [60]], 12) is None
     tailed = [[9] * 9 + [75], [40] * 9 + [45]]  # the longest are 60 tokens on average
-    assert automatic_budget(tailed, 12) == automatic_budget(tailed, 40) == 40 and automatic_budget(tailed, 41) is None
+    assert (
+        automatic_budget(tailed, 12) == automatic_budget(tailed, 40) == 40
+        and automatic_budget(tailed, 41) is None
+    )
 
 
 def on_two(part: Callable[[int, Any], Any]) -> list[Any]:
     """What `part(rank, accelerator)` returns on two processes that run at once."""
-    parts, meeting, found = [None, None], Barrier(2, timeout=60), [None, None]
+    parts = [None, None]
+    meeting = Barrier(2, timeout=60)
+    found = [None, None]
 
     def work(rank: int) -> None:
         found[rank] = part(rank, Together(rank, parts, meeting))
@@ -466,8 +636,13 @@ def test_all_processes_learn_from_equally_many_groups():
         assert check_learned(run) <= 4 and sum(run.sizes[15:]) > 0.85 * 15 * PLACES
 
 
-def resumed(whole: Run, folder: Path, step: int, generations: int | None = None, **keys: Any) -> Run:
-    """A new run that goes on from the checkpoint in `folder`. `generations`: of the training, if not as before."""
+def resumed(
+    whole: Run, folder: Path, step: int, generations: int | None = None, **keys: Any
+) -> Run:
+    """A new run that goes on from the checkpoint in `folder`.
+
+    `generations`: of the training, if not as before.
+    """
     run = Run(generations or whole.state.max_steps, **keys)
     run.state.global_step = step
     run.pool.load(folder)
@@ -482,17 +657,13 @@ def test_a_run_that_is_to_end_earlier_says_once_what_it_cannot_learn_from(tmp_pa
     assert 2 * PLACES < waiting <= 4 * PLACES, "one generation has no room for them, and four have"
     shorter = resumed(run, tmp_path, 5, 7, budget=20).go_on()
     line = capsys.readouterr().err
-    assert line.startswith(f"max_steps: 7 ends the run before {waiting - 2 * PLACES} of the {waiting} groups")
+    assert line.startswith(
+        f"max_steps: 7 ends the run before {waiting - 2 * PLACES} of the {waiting} groups"
+    )
     assert line.count("\n") == 1 and len(shorter.pool.state.groups) == waiting - 2 * PLACES
     enough = int(line.split("; ")[1].split()[0])
     longer = resumed(run, tmp_path, 5, enough, budget=20).go_on()
     assert not longer.pool.state.groups and capsys.readouterr().err == ""
-
-
-def test_rollouts_that_an_earlier_version_has_set_aside_are_named(tmp_path, capsys):
-    (tmp_path / "partial-00000.pt").touch()
-    Run(3).pool.load(tmp_path)
-    assert capsys.readouterr().err.count("(partial-00000.pt) are not read, and their problems come again") == 1
 
 
 def test_another_number_of_processes_cannot_go_on(tmp_path):
@@ -505,7 +676,10 @@ def test_another_number_of_processes_cannot_go_on(tmp_path):
         return str(refused.value)
 
     for line in on_two(load):
-        assert "has unfinished rollouts (adora_rollouts.budget) of 1 processes, now 2" in line and "\n" not in line
+        assert (
+            "has unfinished rollouts (adora_rollouts.budget) of 1 processes, now 2" in line
+            and "\n" not in line
+        )
 
 
 def test_where_nothing_is_unfinished_other_processes_go_on_with_problems_of_their_own(tmp_path):
@@ -518,7 +692,9 @@ def test_where_nothing_is_unfinished_other_processes_go_on_with_problems_of_thei
         return [problem for problem, _ in again.answers[::SIZE]]
 
     for rank, problems in enumerate(on_two(longer)):
-        assert sorted(problems) == [f"{rank}/{number}" for number in range(30 * PLACES, 30 * PLACES + len(problems))]
+        assert sorted(problems) == [
+            f"{rank}/{number}" for number in range(30 * PLACES, 30 * PLACES + len(problems))
+        ]
 
 
 def test_a_checkpoint_of_a_run_without_a_budget_has_nothing_to_restore(tmp_path):
@@ -526,22 +702,42 @@ def test_a_checkpoint_of_a_run_without_a_budget_has_nothing_to_restore(tmp_path)
 
 
 def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_path):
-    """A tool's answer is a span without log-probabilities, also after a checkpoint; it counts for no seed. A picture is
-    written once.
+    """A tool's answer is a span without log-probabilities, also after a checkpoint; it counts for
+    no seed. A picture is written once.
     """
-    spans = (Span((5, 6), (-0.5, None), 3), Span((9, 9, 9), None, 3), Span((7,), (-0.25,), 4))
+    spans = (
+        Segment((5, 6), (-0.5, None), 3),
+        Segment((9, 9, 9), None, 3),
+        Segment((7,), (-0.25,), 4),
+    )
     image = kept(Image.effect_noise((40, 30), 50).convert("RGB"))
-    picture, call = Picture(image.digest, image, 1), Call("zoom", "{}", "<image>", 0.5, failed=False, span=1)
+    picture = Picture(image.digest, image, 1)
+    call = Call("zoom", "{}", "<image>", 0.5, failed=False, span=1)
     done = Rollout(spans, "stop", pictures=(picture,), calls=(call,))
-    group = RolloutGroup(DrawnProblem(2, "train/3/0", 1), Row(), 3, (done, replace(done, spans=spans[:2], ended="")))
+    group = RolloutGroup(
+        DrawnProblem(2, "train/3/0", 1), Row(), 3, (done, replace(done, spans=spans[:2], ended=""))
+    )
     PoolState(groups=(group,)).save(tmp_path, 0)
     (again,) = PoolState.load(tmp_path, 0, 1).groups
     assert again == group and not again.complete
     whole, part = again.rollouts
-    assert whole.pictures[0].image is part.pictures[0].image and content_digest(whole.pictures[0].image) == image.digest
-    assert whole.tokens == [5, 6, 9, 9, 9, 7] and whole.own == [True, True, False, False, False, True]
+    assert (
+        whole.pictures[0].image is part.pictures[0].image
+        and content_digest(whole.pictures[0].image) == image.digest
+    )
+    assert whole.tokens == [5, 6, 9, 9, 9, 7] and whole.own == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
     assert (whole.said, whole.turn, part.turn) == ([5, 6, 7], [7], [])
-    assert whole.logps == [-0.5, None, None, None, None, -0.25] and (whole.stale(4), part.stale(3)) == (5, 0)
+    assert whole.logps == [-0.5, None, None, None, None, -0.25] and (
+        whole.stale(4),
+        part.stale(3),
+    ) == (5, 0)
     assert again.seed(7, 1, part) == rollout_seed(7, "train/3/0/segment-1", 1, 1)
 
 
@@ -554,25 +750,37 @@ class Signals(Judges):
     def __call__(self, generation: Generation, groups: Any, prompts: Any, *, aged: bool) -> None:
         super().__call__(generation, groups, prompts, aged=aged)
         numbers = [group.problem.number for group in groups for _ in group.rollouts]
-        wide, ages = torch.tensor(numbers)[:, None], generation.batch["age"]
-        ones, signal = torch.ones_like(wide), torch.tensor([self.live(number) for number in numbers])
-        generation.batch = {"prompt_ids": wide, "prompt_mask": ones, "completion_ids": wide, "completion_mask": ones,
-                            "signal": signal, "age": ages}  # fmt: skip
+        wide = torch.tensor(numbers)[:, None]
+        ages = generation.batch["age"]
+        ones = torch.ones_like(wide)
+        signal = torch.tensor([self.live(number) for number in numbers])
+        generation.batch = {
+            "prompt_ids": wide,
+            "prompt_mask": ones,
+            "completion_ids": wide,
+            "completion_mask": ones,
+            "signal": signal,
+            "age": ages,
+        }
 
 
 @pytest.mark.parametrize(
-    ("budget", "refill", "live"), [(None, 4, 0.3), (None, 2, 0.0), (60, 4, 0.3), (None, 0, 0.3), (None, 2, 0.75)]
+    ("budget", "refill", "live"),
+    [(None, 4, 0.3), (None, 2, 0.0), (60, 4, 0.3), (None, 0, 0.3), (None, 2, 0.75)],
 )
 def test_groups_without_signal_are_replaced_by_those_of_further_problems(budget, refill, live):
-    """Until all have signal, or the tries are over; with a budget too, where those that have not ended go on later. A
-    round has half as many again as are likely to be enough.
+    """Until all have signal, or the tries are over; with a budget too, where those that have not
+    ended go on later. A round has half as many again as are likely to be enough.
     """
     run = Run(3, budget=budget, refill=refill)
     run.pool.judge = judge = Signals(lambda number: random.Random(number).random() < live)  # type: ignore[assignment]
     generation = run.sampled()
-    numbers, rounds = generation.batch["prompt_ids"][::SIZE, 0].tolist(), len(run.engine.asked) - 1
+    numbers = generation.batch["prompt_ids"][::SIZE, 0].tolist()
+    rounds = len(run.engine.asked) - 1
     places = {one.together.where for asks in run.engine.asked for one in asks if len(one.ids) == 1}
-    assert {f"train/0/0/{attempt}" for attempt in range(1, rounds + 1 if budget is None else 2)} <= places or not refill
+    assert {
+        f"train/0/0/{attempt}" for attempt in range(1, rounds + 1 if budget is None else 2)
+    } <= places or not refill
     if budget:
         assert run.pool.state.groups and rounds >= 1
         assert {*numbers} - {*range(PLACES)}, "of a further problem that has ended already"

@@ -26,7 +26,9 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return build / "lock"
 
 
-def test_the_folder_is_the_one_in_which_torch_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_folder_is_the_one_in_which_torch_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     from torch.utils.cpp_extension import _get_build_directory
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -37,7 +39,9 @@ def test_the_folder_is_the_one_in_which_torch_builds(tmp_path: Path, monkeypatch
     assert Path(_get_build_directory("an_operator", verbose=False)).parent == launch.builds_folder()
 
 
-def test_an_old_lock_that_nobody_holds_is_removed_in_one_line(lock: Path, capfd: pytest.CaptureFixture[str]):
+def test_an_old_lock_that_nobody_holds_is_removed_in_one_line(
+    lock: Path, capfd: pytest.CaptureFixture[str]
+):
     launch.release_killed_builds(sleep=lambda _: pytest.fail("it waited"))
     assert not lock.exists() and lock.with_name("build.ninja").exists()
     assert capfd.readouterr().err == f"removed {lock}: the build that it guarded was killed\n"
@@ -54,7 +58,9 @@ def test_the_lock_of_a_build_that_goes_on_stays(lock: Path):
 
 
 @pytest.mark.parametrize("written", ["lock", "operator.o"])
-def test_a_build_elsewhere_is_waited_for_while_it_writes(lock: Path, capfd: pytest.CaptureFixture[str], written: str):
+def test_a_build_elsewhere_is_waited_for_while_it_writes(
+    lock: Path, capfd: pytest.CaptureFixture[str], written: str
+):
     """A lock without a builder here may be another machine's, which shares the home folder."""
     new = lock.with_name(written)
     new.touch()
@@ -79,8 +85,12 @@ def test_a_lock_that_its_owner_gives_back_is_waited_for(lock: Path):
     assert not lock.exists()
 
 
-def test_the_other_ranks_leave_the_removal_to_the_first(lock: Path, monkeypatch: pytest.MonkeyPatch, capfd):
-    """A lock that vanished before the first rank holds its own would tell them that the build is done."""
+def test_the_other_ranks_leave_the_removal_to_the_first(
+    lock: Path, monkeypatch: pytest.MonkeyPatch, capfd
+):
+    """A lock that vanished before the first rank holds its own would tell them that the build is
+    done.
+    """
     monkeypatch.setenv("LOCAL_RANK", "1")
     waits: list[float] = []
 

@@ -1,4 +1,6 @@
-"""Libraries are changed in `adora_vl/utils/compat.py` alone, and only where the installed version is as it says."""
+"""Libraries are changed in `adora_vl/utils/compat.py` alone, and only where the installed version
+is as it says.
+"""
 
 import ast
 import inspect
@@ -20,15 +22,22 @@ ROOT = Path(__file__).parents[3]
 PATCHES = {name: value for name, value in vars(compat).items() if isinstance(value, compat.Patch)}
 
 # setattr with a key of a dataclass of settings
-SETS_KEYS = {"adora_vl/config/advantage.py", "adora_vl/config/values.py", "adora_vl/prepare.py"}
-IMAGES = "adora_vl/data/dataloader.py"  # gives a row's images a class of ours
+SETS_KEYS = {
+    "adora_vl/config/advantage.py",
+    "adora_vl/config/values.py",
+    "adora_vl/prepare.py",
+    "adora_vl/rewards/safe_call.py",  # the copy of a record that a function is handed
+}
+IMAGES = "adora_vl/data/images.py"  # gives pictures a class of ours
 SETTERS = ("setattr", "delattr", "__setattr__")
 
 
 @cache
 def _sources() -> list[tuple[str, ast.Module]]:
     paths = [path for top in ("adora_vl", "eval") for path in sorted((ROOT / top).rglob("*.py"))]
-    return [(str(p.relative_to(ROOT)), ast.parse(p.read_text())) for p in paths if p.name != "compat.py"]
+    return [
+        (str(p.relative_to(ROOT)), ast.parse(p.read_text())) for p in paths if p.name != "compat.py"
+    ]
 
 
 def _set_in(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
@@ -43,12 +52,22 @@ def _set_in(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
 def _changes_of_others(tree: ast.Module) -> Iterator[str]:
     """Code that is set on anything but `self`, and every call that sets an attribute by its name."""
     made = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    values = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    values = {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
     code = {node.name for node in ast.walk(tree) if isinstance(node, made)} - values
     for node in ast.walk(tree):
         for target, value in _set_in(node) if isinstance(node, ast.Assign) else ():
-            is_code = isinstance(value, ast.Lambda) or (isinstance(value, ast.Name) and value.id in code)
-            if is_code and isinstance(target, ast.Attribute) and ast.unparse(target.value) != "self":
+            is_code = isinstance(value, ast.Lambda) or (
+                isinstance(value, ast.Name) and value.id in code
+            )
+            if (
+                is_code
+                and isinstance(target, ast.Attribute)
+                and ast.unparse(target.value) != "self"
+            ):
                 yield target.attr
         if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in SETTERS:
             yield "setattr"
@@ -66,29 +85,49 @@ def test_no_library_is_changed_anywhere_else():
 
 def test_that_test_would_notice():
     sources = (
-        "inner.get_image_features = ours", "self.llm.generate = lambda: 1", "trainer.model.forward, x = ours, 1",
-        "setattr(library, name, value)", "object.__setattr__(config, 'x', 1)", "from unittest.mock import patch",
-    )  # fmt: skip
+        "inner.get_image_features = ours",
+        "self.llm.generate = lambda: 1",
+        "trainer.model.forward, x = ours, 1",
+        "setattr(library, name, value)",
+        "object.__setattr__(config, 'x', 1)",
+        "from unittest.mock import patch",
+    )
     ours = "def ours(): ...\n"
-    assert [source for source in sources if not [*_changes_of_others(ast.parse(ours + source))]] == []
+    assert [
+        source for source in sources if not [*_changes_of_others(ast.parse(ours + source))]
+    ] == []
 
 
 def test_no_function_of_ours_is_patched():
     """Our own code takes parameters."""
-    assert [patch for patch in PATCHES.values() if patch.owner.split(".")[0] in ("adora_vl", "eval", "data_prep")] == []
+    assert [
+        patch
+        for patch in PATCHES.values()
+        if patch.owner.split(".")[0] in ("adora_vl", "eval", "data_prep")
+    ] == []
 
 
 def _is_there(patch):
     owner = pydoc.locate(patch.owner)
     if owner is None or hasattr(owner, patch.name) or not inspect.isclass(owner):
         return hasattr(owner, patch.name)
-    return f"self.{patch.name} = " in "".join(inspect.getsource(cls) for cls in owner.__mro__[:-1])  # a constructor's
+    # a constructor's
+    return f"self.{patch.name} = " in "".join(inspect.getsource(cls) for cls in owner.__mro__[:-1])
 
 
 def test_what_is_replaced_is_there_in_the_installed_version_and_replaced_somewhere():
-    assert [f"{patch.owner}.{patch.name}" for patch in PATCHES.values() if not _is_there(patch)] == []
-    used = {ast.unparse(node) for _, tree in _sources() for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    assert [name for name in PATCHES if f"compat.{name}" not in used] == [], "nothing uses it: remove it"
+    assert [
+        f"{patch.owner}.{patch.name}" for patch in PATCHES.values() if not _is_there(patch)
+    ] == []
+    used = {
+        ast.unparse(node)
+        for _, tree in _sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+    }
+    assert [name for name in PATCHES if f"compat.{name}" not in used] == [], (
+        "nothing uses it: remove it"
+    )
 
 
 def test_every_patch_is_in_the_table_of_what_a_new_version_makes_superfluous():
@@ -99,7 +138,11 @@ def test_every_patch_is_in_the_table_of_what_a_new_version_makes_superfluous():
 
 
 def test_every_correction_is_where_the_page_says():
-    rows = re.findall(r"^\| `(adora_vl\.[\w.]+:\w+)` \| .+ \| .+ \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| `(adora_vl\.[\w.]+:\w+)` \| .+ \| .+ \|$",
+        (ROOT / "CONTRIBUTING.md").read_text(),
+        re.M,
+    )
     assert rows and [where for where in rows if pydoc.locate(where.replace(":", ".")) is None] == []
 
 
@@ -109,8 +152,13 @@ def test_a_patch_lasts_for_its_block_and_leaves_nothing_behind():
             return "stock"
 
     patch = compat.Patch("library", "call")
-    thing, module = Library(), SimpleNamespace(call="stock")
-    with pytest.raises(RuntimeError), patch.replaced_by(lambda: "ours", on=thing), patch.replaced_by("ours", on=module):
+    thing = Library()
+    module = SimpleNamespace(call="stock")
+    with (
+        pytest.raises(RuntimeError),
+        patch.replaced_by(lambda: "ours", on=thing),
+        patch.replaced_by("ours", on=module),
+    ):
         assert thing.call() == "ours" and module.call == "ours"
         raise RuntimeError
     assert thing.call() == "stock" and module.call == "stock"

@@ -1,4 +1,6 @@
-"""What a file holds: every byte counts, and a file that was read is read again only where it may have changed."""
+"""What a file holds: every byte counts, and a file that was read is read again only where it may
+have changed.
+"""
 
 import hashlib
 import os
@@ -9,16 +11,18 @@ from typing import Any
 
 import pytest
 
-from adora_vl.utils import content
-from adora_vl.utils.content import content_hash
+from adora_vl.utils import hashing
 from adora_vl.utils.files import KeptAnswers
+from adora_vl.utils.hashing import content_hash
 
 SIZE = 3 * 2**20
 
 
 @pytest.fixture
 def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that were read, with a memory of their own and a clock that is a minute ahead of that of the disk."""
+    """The files that were read, with a memory of their own and a clock that is a minute ahead of
+    that of the disk.
+    """
     found: list[str] = []
     digest = hashlib.file_digest
 
@@ -26,14 +30,17 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(Path(file.name).name)
         return digest(file, kind)
 
-    monkeypatch.setattr(content, "hashlib", SimpleNamespace(file_digest=noted))
-    monkeypatch.setattr(content, "time", SimpleNamespace(time_ns=lambda: time.time_ns() + 60 * 10**9))
+    monkeypatch.setattr(hashing, "hashlib", SimpleNamespace(file_digest=noted))
+    monkeypatch.setattr(
+        hashing, "time", SimpleNamespace(time_ns=lambda: time.time_ns() + 60 * 10**9)
+    )
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
     return found
 
 
 def test_one_byte_anywhere_is_another_hash_although_size_and_time_are_the_same(tmp_path, read):
-    file, held = tmp_path / "model.safetensors", bytearray(SIZE)
+    file = tmp_path / "model.safetensors"
+    held = bytearray(SIZE)
     hashes = set()
     for place in (None, 0, SIZE // 2 - 1, SIZE - 1):
         if place is not None:
@@ -42,30 +49,36 @@ def test_one_byte_anywhere_is_another_hash_although_size_and_time_are_the_same(t
         os.utime(file, (1, 1))  # as rsync and tar put a time back
         hashes.add(content_hash([file]))
     assert len(hashes) == 4 and len(read) == 4
-    assert content_hash([file.rename(tmp_path / "other.safetensors")]) not in hashes, "a file's name counts"
+    assert content_hash([file.rename(tmp_path / "other.safetensors")]) not in hashes, (
+        "a file's name counts"
+    )
 
 
 def test_a_second_look_reads_nothing_also_in_another_process(tmp_path, read):
     (tmp_path / "a").write_bytes(bytes(SIZE))
     first = content_hash([tmp_path / "a"])
-    content._kept.cache_clear()  # as a new process
+    hashing._kept.cache_clear()  # as a new process
     assert content_hash([(tmp_path / "a")]) == first and read == ["a"]
     memory = tmp_path / "home" / "content.jsonl"
     memory.write_text(memory.read_text().replace('"answer": "', '"answer": "nonsense'))
-    content._kept.cache_clear()
-    assert content_hash([tmp_path / "a"]) == first and read == ["a", "a"], "what is no hash is not believed"
+    hashing._kept.cache_clear()
+    assert content_hash([tmp_path / "a"]) == first and read == ["a", "a"], (
+        "what is no hash is not believed"
+    )
 
 
 def test_a_file_that_was_just_written_is_read_again(tmp_path, read, monkeypatch):
     """Within the grain of a clock, a second change would leave its time as it is."""
-    monkeypatch.setattr(content, "time", time)
+    monkeypatch.setattr(hashing, "time", time)
     (tmp_path / "a").write_bytes(bytes(SIZE))
     assert content_hash([tmp_path / "a"]) == content_hash([tmp_path / "a"]) and read == ["a", "a"]
 
 
 def test_a_torn_line_does_not_take_the_next_answer_with_it(tmp_path):
     file = tmp_path / "kept.jsonl"
-    file.write_bytes(b'{"key": "a", "answer": "1"}\n{"key": "b", "answer": 2}\n[1]\n\xff{"key": "c", "ans')
+    file.write_bytes(
+        b'{"key": "a", "answer": "1"}\n{"key": "b", "answer": 2}\n[1]\n\xff{"key": "c", "ans'
+    )
     KeptAnswers(file).put("d", "4")
     kept = KeptAnswers(file)
     assert [kept.get(key) for key in "abcd"] == ["1", None, None, "4"]

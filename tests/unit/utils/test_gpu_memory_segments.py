@@ -12,7 +12,7 @@ from adora_vl.utils.launch import segments_expand
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 PREPARE = """
     import sys
-    from adora_vl.config.reading import read
+    from adora_vl.config.command import read
     from adora_vl.prepare import prepare
     from adora_vl.utils import launch
     before = launch.use_expandable_segments
@@ -40,7 +40,8 @@ SHOW = """
 """
 
 
-OURS, THEIRS = "expandable_segments:True", "max_split_size_mb:64"
+OURS = "expandable_segments:True"
+THEIRS = "max_split_size_mb:64"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,9 @@ OURS, THEIRS = "expandable_segments:True", "max_split_size_mb:64"
 def test_torch_reads_it_unless_the_user_has_set_another(way, given, wanted):
     environment = {name: value for name, value in os.environ.items() if name not in NAMES} | given
     script = textwrap.dedent(way) + textwrap.dedent(SHOW)
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == f"torch has {wanted}"
 
@@ -59,4 +62,6 @@ def test_torch_reads_it_unless_the_user_has_set_another(way, given, wanted):
 def test_what_the_environment_says_of_it():
     assert segments_expand({NAMES[1]: "max_split_size_mb:64, expandable_segments: True"})
     assert not segments_expand({}) and not segments_expand({NAMES[0]: "expandable_segments:False"})
-    assert not segments_expand({NAMES[0]: "max_split_size_mb:64", NAMES[1]: "expandable_segments:True"}), "its order"
+    assert not segments_expand(
+        {NAMES[0]: "max_split_size_mb:64", NAMES[1]: "expandable_segments:True"}
+    ), "its order"

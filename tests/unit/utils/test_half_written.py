@@ -1,7 +1,8 @@
-"""Every place of data preparation and evaluation that writes: the disk gives up half-way, and nothing is lost or left.
+"""Every place of data preparation and evaluation that writes: the disk gives up half-way, and
+nothing is lost or left.
 
-The disk is the real one: the kernel refuses every byte of a file after the first N (RLIMIT_FSIZE), for whichever
-library writes it.
+The disk is the real one: the kernel refuses every byte of a file after the first N (RLIMIT_FSIZE),
+for whichever library writes it.
 """
 
 import json
@@ -14,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from adora_vl.data.dataset import load_split
+from adora_vl.evals.inference.predictions import PredictionLog, sort_rows
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
 from eval.command import main as evaluate
 from eval.geometry3k import BENCHMARK
-from eval.inference.predictions import PredictionLog, sort_rows
 from tests.unit.data_prep.data_prep_support import drawing, encoded, problem_folder
 
 Write = Callable[[Path], int | None]
@@ -36,10 +37,18 @@ def disk_of(size: int) -> Iterator[None]:
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    """Every file with its bytes, where every link leads, and every folder below `folder`, hidden ones too."""
+    """Every file with its bytes, where every link leads, and every folder below `folder`, hidden
+    ones too.
+    """
 
     def held(path: Path) -> bytes | None:
-        return bytes(path.readlink()) if path.is_symlink() else path.read_bytes() if path.is_file() else None
+        return (
+            bytes(path.readlink())
+            if path.is_symlink()
+            else path.read_bytes()
+            if path.is_file()
+            else None
+        )
 
     return {path.relative_to(folder).as_posix(): held(path) for path in folder.rglob("*")}
 
@@ -54,7 +63,15 @@ def draw(folder: Path) -> int:
 
 
 def clean(folder: Path) -> int:
-    words = ["--source", "intergps", "--input", str(folder / "raw"), "--output", str(folder / "out"), "--overwrite"]
+    words = [
+        "--source",
+        "intergps",
+        "--input",
+        str(folder / "raw"),
+        "--output",
+        str(folder / "out"),
+        "--overwrite",
+    ]
     return data_prep(["geometry3k", *words])
 
 
@@ -63,7 +80,10 @@ def look(folder: Path) -> int:
 
 
 def score(folder: Path) -> int:
-    return evaluate(BENCHMARK, ["score", "--predictions", str(folder / "p.jsonl"), "--output", str(folder / "s.json")])
+    return evaluate(
+        BENCHMARK,
+        ["score", "--predictions", str(folder / "p.jsonl"), "--output", str(folder / "s.json")],
+    )
 
 
 def append(folder: Path) -> None:
@@ -83,8 +103,16 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # What cannot be used goes into the quarantine with its bytes: that is a write too.
     problem_folder(folder / "raw", number=2, image=encoded(drawing(2, 300))[:-9])
     (folder / "p.jsonl").write_text("".join(json.dumps(row(pid)) + "\n" for pid in "12"))
-    assert data_prep(["synthetic", "--rows", "2", "--test-rows", "1", "--output", str(folder / "out")]) == 0
-    assert data_prep(["synthetic", "--rows", "2", "--test-rows", "1", "--output", str(folder / "data")]) == 0
+    assert (
+        data_prep(["synthetic", "--rows", "2", "--test-rows", "1", "--output", str(folder / "out")])
+        == 0
+    )
+    assert (
+        data_prep(
+            ["synthetic", "--rows", "2", "--test-rows", "1", "--output", str(folder / "data")]
+        )
+        == 0
+    )
     assert look(folder) == score(folder) == 0
     return folder
 
@@ -94,7 +122,9 @@ def place(prepared: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(prepared, tmp_path / "place"))
 
 
-@pytest.mark.parametrize("write", [draw, clean, look, score, append, sort], ids=lambda write: write.__name__)
+@pytest.mark.parametrize(
+    "write", [draw, clean, look, score, append, sort], ids=lambda write: write.__name__
+)
 @pytest.mark.parametrize("size", [0, 700])
 def test_what_was_there_stays_and_nothing_is_left_over(write, size, place, capsys):
     before = contents(place)
@@ -105,10 +135,13 @@ def test_what_was_there_stays_and_nothing_is_left_over(write, size, place, capsy
             code = write(place)
             said = capsys.readouterr().err
         except UserError as error:
-            code, said = 2, f"error: {error}\n"
+            code = 2
+            said = f"error: {error}\n"
     assert code == 2
     errors = [line for line in said.splitlines() if "%|" not in line]
-    assert len(errors) == 1 and errors[0].startswith("error: ") and "cannot be written" in errors[0], said
+    assert (
+        len(errors) == 1 and errors[0].startswith("error: ") and "cannot be written" in errors[0]
+    ), said
     assert contents(place) == before
 
 
@@ -123,7 +156,9 @@ def test_a_full_disk_under_the_cache_of_datasets_is_one_line(prepared, tmp_path,
     assert load_split(prepared / "data", "train").num_rows == 2
 
 
-def test_a_file_that_is_damaged_inside_is_not_taken_for_a_full_disk(prepared, tmp_path, monkeypatch):
+def test_a_file_that_is_damaged_inside_is_not_taken_for_a_full_disk(
+    prepared, tmp_path, monkeypatch
+):
     """Its end is whole, so that its columns and the number of its rows can be read."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     shutil.copytree(prepared / "data", tmp_path / "data")
@@ -131,21 +166,31 @@ def test_a_file_that_is_damaged_inside_is_not_taken_for_a_full_disk(prepared, tm
     content = bytearray(file.read_bytes())
     content[4:400] = bytes(396)
     file.write_bytes(content)
-    with pytest.raises(UserError, match=r"^dataset: .* cannot be read \(.*\); prepare it again") as caught:
+    with pytest.raises(
+        UserError, match=r"^dataset: .* cannot be read \(.*\); prepare it again"
+    ) as caught:
         load_split(tmp_path / "data", "train")
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("output", ["file", "file/below", "", "x" * 300], ids=["file", "below a file", "empty", "long"])
+@pytest.mark.parametrize(
+    "output", ["file", "file/below", "", "x" * 300], ids=["file", "below a file", "empty", "long"]
+)
 def test_an_output_that_cannot_be_is_one_line(output, place, capsys):
     (place / "file").write_text("mine")
     before = contents(place)
     at = str(place / output) if output else ""
     commands = [
         lambda: data_prep(["synthetic", "--rows", "1", "--test-rows", "0", "--output", at]),
-        lambda: data_prep(["geometry3k", "--source", "intergps", "--input", str(place / "raw"), "--output", at]),
-        lambda: evaluate(BENCHMARK, ["score", "--predictions", str(place / "p.jsonl"), "--output", at]),
-        lambda: evaluate(BENCHMARK, ["run", "--model", "tiny", "--data", str(place / "data"), "--output", at]),
+        lambda: data_prep(
+            ["geometry3k", "--source", "intergps", "--input", str(place / "raw"), "--output", at]
+        ),
+        lambda: evaluate(
+            BENCHMARK, ["score", "--predictions", str(place / "p.jsonl"), "--output", at]
+        ),
+        lambda: evaluate(
+            BENCHMARK, ["run", "--model", "tiny", "--data", str(place / "data"), "--output", at]
+        ),
     ]
     for command in commands:
         capsys.readouterr()

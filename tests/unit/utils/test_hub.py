@@ -1,4 +1,6 @@
-"""A hub that cannot be reached, hangs or is broken costs seconds and is asked once, whatever the library would do."""
+"""A hub that cannot be reached, hangs or is broken costs seconds and is asked once, whatever the
+library would do.
+"""
 
 import contextlib
 import json
@@ -15,9 +17,11 @@ import pytest
 from datasets import Dataset
 from huggingface_hub import constants, get_session
 
-from adora_vl.config.reading import read
+from adora_vl.config.command import read
+from adora_vl.config.run_context import DryRunOptions
 from adora_vl.config.schema import parse
-from adora_vl.config.where import DryRunOptions
+from adora_vl.evals.inference.engines import build_engine
+from adora_vl.evals.inference.requests import AnswerEngineSettings
 from adora_vl.models import load
 from adora_vl.models.load import PRETRAINED
 from adora_vl.planning.dry_run import make_plan
@@ -28,13 +32,20 @@ from adora_vl.utils import hub
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
 from eval.command import main as evaluate
-from eval.inference.engines import build_engine
-from eval.inference.requests import AnswerEngineSettings
 from eval.mathvista import BENCHMARK as MATHVISTA
 from tests.support.hub_cache import keep_in_hub_cache
 from tests.support.tiny_run import arguments
 
-CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "nowhere", "--dataset_name", "nowhere"]
+CPU = [
+    "--use_cpu",
+    "true",
+    "--bf16",
+    "false",
+    "--output_dir",
+    "nowhere",
+    "--dataset_name",
+    "nowhere",
+]
 Answer = Callable[[socket.socket], None]
 dripped: list[int] = []  # an entry for each byte
 
@@ -59,7 +70,9 @@ def closes(connection: socket.socket) -> None:
 
 def is_broken(connection: socket.socket) -> None:
     connection.recv(4096)
-    connection.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+    connection.sendall(
+        b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    )
     connection.close()
 
 
@@ -88,12 +101,15 @@ def serving(answer: Answer) -> Iterator[tuple[str, list[object]]]:
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Makes an address the hub of a process that starts, and the waiting time a second instead of five."""
+    """Makes an address the hub of a process that starts, and the waiting time a second instead of
+    five.
+    """
 
     def use(address: str) -> None:
         hub.no_hub.cache_clear()
         monkeypatch.setattr(constants, "ENDPOINT", address)
-        files = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{")[2]  # the address of a file is made at import
+        # the address of a file is made at import
+        files = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{")[2]
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{address}/{{{files}")
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
@@ -111,16 +127,25 @@ def test_a_hub_that_does_not_work_is_asked_once(endpoint: Callable[[str], None])
         with serving(answer) as (address, asked):
             endpoint(address)
             for _ in range(3):
-                with pytest.raises(UserError, match="^model_name_or_path: 'nobody/nothing' is neither a model folder"):
+                with pytest.raises(
+                    UserError,
+                    match="^model_name_or_path: 'nobody/nothing' is neither a model folder",
+                ):
                     load.load_config("nobody/nothing")
             assert len(asked) <= 1, answer
-            assert len(dripped) < 500, "an HTTP client's time limit is for each byte"  # 50 in the second that is given
+            assert len(dripped) < 500, (
+                "an HTTP client's time limit is for each byte"
+            )  # 50 in the second that is given
 
 
 def test_a_hub_that_works_is_used(endpoint: Callable[[str], None]) -> None:
     with serving(works) as (address, _):
         endpoint(address)
-        assert not hub.no_hub() and not hub.only_here("nobody/nothing") and not hub.notes_on("nobody/nothing")
+        assert (
+            not hub.no_hub()
+            and not hub.only_here("nobody/nothing")
+            and not hub.notes_on("nobody/nothing")
+        )
 
 
 def test_a_folder_and_an_offline_machine_ask_nobody(endpoint, monkeypatch, tmp_path):
@@ -131,11 +156,18 @@ def test_a_folder_and_an_offline_machine_ask_nobody(endpoint, monkeypatch, tmp_p
         assert hub.only_here("nobody/nothing") and not asked
 
 
-def test_a_dry_run_of_a_model_on_a_hub_that_hangs(endpoint: Callable[[str], None], capsys: object) -> None:
-    """One question for config, processor and tokenizer together; what ships here stands in for the config."""
+def test_a_dry_run_of_a_model_on_a_hub_that_hangs(
+    endpoint: Callable[[str], None], capsys: object
+) -> None:
+    """One question for config, processor and tokenizer together; what ships here stands in for the
+    config.
+    """
     with serving(hangs) as (address, asked):
         endpoint(address)
-        assert main([*CPU, "--dry-run", "--model_name_or_path", "Qwen/Qwen2.5-VL-3B-Instruct"]) in (0, 1)
+        assert main([*CPU, "--dry-run", "--model_name_or_path", "Qwen/Qwen2.5-VL-3B-Instruct"]) in (
+            0,
+            1,
+        )
         assert len(asked) <= 1
 
 
@@ -168,7 +200,7 @@ def test_every_way_into_a_run_asks_for_the_revision_of_its_processor(monkeypatch
         asked.append(revision)
         raise UserError("not loaded here")
 
-    monkeypatch.setattr("adora_vl.start.road.load_processor", asks)
+    monkeypatch.setattr("adora_vl.preflight.run_checks.load_processor", asks)
     words = arguments(tmp_path / "run", model_name_or_path=PRETRAINED, model_revision="v1")
     config = parse(words)[1]
     config.model_init_kwargs = {"revision": "v1"}
@@ -186,37 +218,64 @@ def test_every_way_into_a_run_asks_for_the_revision_of_its_processor(monkeypatch
 
 @pytest.mark.parametrize("answer", [hangs, is_broken], ids=lambda answer: answer.__name__)
 def test_a_run_loads_a_model_that_is_here_while_the_hub_does_not_work(
-    answer: Answer, endpoint: Callable[[str], None], cached_model: str, tmp_path: Path,
+    answer: Answer,
+    endpoint: Callable[[str], None],
+    cached_model: str,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     """TRL, PEFT and the engines load it by its name on the hub, and would each ask for every file."""
     with serving(answer) as (address, asked):
         endpoint(address)
         run = prepare(read(arguments(tmp_path / "run", model_name_or_path=cached_model)))
-        assert f"{cached_model}: {address} does not answer; its copy on this machine is used" in capsys.readouterr().out
+        assert (
+            f"{cached_model}: {address} does not answer; its copy on this machine is used"
+            in capsys.readouterr().out
+        )
         trainer = build_trainer(run)
-        assert trainer.model.config._name_or_path == cached_model and os.environ["HF_HUB_OFFLINE"] == "1"
+        assert (
+            trainer.model.config._name_or_path == cached_model
+            and os.environ["HF_HUB_OFFLINE"] == "1"
+        )
         build_engine(AnswerEngineSettings(cached_model, "transformers"))
         assert len(asked) <= 1
 
 
 @pytest.mark.parametrize("answer", [hangs, is_broken], ids=lambda answer: answer.__name__)
 def test_data_of_a_hub_that_does_not_work_is_one_line(
-    answer: Answer, endpoint: Callable[[str], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    answer: Answer,
+    endpoint: Callable[[str], None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Every command that reads a data set of the hub says that the hub does not answer."""
     output = ["--output", str(tmp_path / "out")]
-    own = ["convert", "--input", "somebody/problems", "--columns", "problem=question", "answer=label", *output]
+    own = [
+        "convert",
+        "--input",
+        "somebody/problems",
+        "--columns",
+        "problem=question",
+        "answer=label",
+        *output,
+    ]
     commands: list[Callable[[], int]] = [
         lambda: data_prep(["geometry3k", "--source", "hub", *output]),
         lambda: data_prep(own),
-        lambda: evaluate(MATHVISTA, ["infer", "--model", str(PRETRAINED), "--data", "somebody/mathvista", *output]),
+        lambda: evaluate(
+            MATHVISTA,
+            ["infer", "--model", str(PRETRAINED), "--data", "somebody/mathvista", *output],
+        ),
     ]
     with serving(answer) as (address, asked):
         for command in commands:
             endpoint(address)
             assert command() == 2
             said = capsys.readouterr().err
-            assert said.startswith("error: ") and said.count("\n") == 1 and f"{address} does not answer" in said
+            assert (
+                said.startswith("error: ")
+                and said.count("\n") == 1
+                and f"{address} does not answer" in said
+            )
             assert len(asked) <= 1 and not (tmp_path / "out").exists()
             asked.clear()

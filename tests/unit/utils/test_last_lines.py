@@ -1,4 +1,6 @@
-"""What a command prints for the user to copy works as it stands; what cannot be written or loaded is one line."""
+"""What a command prints for the user to copy works as it stands; what cannot be written or loaded
+is one line.
+"""
 
 import errno
 import shlex
@@ -14,7 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adora_vl.builtin.assets import resolve_model
+from adora_vl.builtin.builtin_data import resolve_model
+from adora_vl.evals.inference.engines import check_model
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.manifest import as_called, interpreter, write_manifest
@@ -23,7 +26,6 @@ from adora_vl.report.page import write_page
 from adora_vl.train import main as train
 from adora_vl.utils.errors import RunError, UserError
 from eval.__main__ import main as evaluate
-from eval.inference.engines import check_model
 
 ROOT = Path(__file__).parents[3]
 NO_ROOM = OSError(errno.ENOSPC, "No space left on device")
@@ -37,11 +39,28 @@ def test_a_path_of_any_letters_can_be_copied_into_a_shell(name):
     assert str(folder) in words and str(folder / "eval") in words
 
 
+@pytest.mark.parametrize(
+    ("file", "is_named"), [("eval.py", False), ("eval/__init__.py", False), ("eval/a.json", True)]
+)
+def test_the_evaluation_is_not_a_file_of_the_users(monkeypatch, tmp_path, file, is_named):
+    """A folder without `__init__.py` hides no package, so results in `eval/` change nothing."""
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(evaluate_command(Path("run"), "DATA", Path("out"), 40))
+    if is_named:
+        assert words[1:3] == ["-m", "eval.problems"]
+    else:
+        assert words[:2] == ["adora-vl-eval", "problems"]
+
+
 def test_python_is_called_as_the_user_does(monkeypatch, tmp_path):
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
     monkeypatch.chdir(tmp_path)
-    assert interpreter() == ".venv/bin/python" and view_command(Path("r")).startswith(".venv/bin/python -m ")
+    assert interpreter() == ".venv/bin/python" and view_command(Path("r")).startswith(
+        ".venv/bin/python -m "
+    )
     monkeypatch.chdir("/")
     assert as_called("/elsewhere/bin/accelerate") in ("accelerate", "elsewhere/bin/accelerate")
     monkeypatch.chdir(tmp_path / ".venv")
@@ -53,7 +72,9 @@ def test_a_lora_run_is_resolved_to_its_merged_model(tmp_path, capsys):
     (run / "merged").mkdir(parents=True)
     (run / "adapter_config.json").write_text("{}")
     for ask in (resolve_model, check_model):
-        with pytest.raises(UserError, match=r"^model: .* LoRA adapter alone; .*adora_vl.export '.*a run' OUT`"):
+        with pytest.raises(
+            UserError, match=r"^model: .* LoRA adapter alone; .*adora_vl.export '.*a run' OUT`"
+        ):
             ask(str(run))
     (run / "merged" / "config.json").write_text("{}")
     assert resolve_model(str(run)) == check_model(str(run)) == str(run / "merged")
@@ -66,7 +87,9 @@ def test_tiny_is_the_same_model_in_training_and_evaluation():
 
 def test_every_console_script_is_a_function_that_returns_an_exit_code(capsys):
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts.keys() == {f"adora-vl-{name}" for name in ("train", "eval", "report", "doctor", "data")}
+    assert scripts.keys() == {
+        f"adora-vl-{name}" for name in ("train", "eval", "report", "doctor", "data")
+    }
     for target in scripts.values():
         module, _, function = target.partition(":")
         assert callable(getattr(import_module(module), function))
@@ -76,12 +99,17 @@ def test_every_console_script_is_a_function_that_returns_an_exit_code(capsys):
 
 
 def test_a_mistake_that_one_rank_alone_finds_is_said_by_it(monkeypatch, capsys):
-    """The first rank speaks at once. Another one speaks where it is not ended meanwhile, as it is if all find it."""
+    """The first rank speaks at once.
+
+    Another one speaks where it is not ended meanwhile, as it is if all find it.
+    """
     waited: list[float] = []
     nap = time.sleep  # also of threads that other tests have left behind
 
     def sleep(seconds: float) -> None:
-        waited.append(seconds) if threading.current_thread() is threading.main_thread() else nap(seconds)
+        waited.append(seconds) if threading.current_thread() is threading.main_thread() else nap(
+            seconds
+        )
 
     monkeypatch.setattr("adora_vl.train.time.sleep", sleep)
     for rank, place in (("0", ""), ("1", " (rank 1 of 2)")):
@@ -96,10 +124,14 @@ def no_room(*args: object, **kwargs: object) -> None:
     raise NO_ROOM
 
 
-def test_a_full_disk_ends_in_one_line_and_leaves_nothing_half_written(monkeypatch, tmp_path, capsys):
+def test_a_full_disk_ends_in_one_line_and_leaves_nothing_half_written(
+    monkeypatch, tmp_path, capsys
+):
     monkeypatch.setattr(Path, "replace", no_room)
     manifest = {"status": "running", "starts": [{"checkpoint": None}]}
-    with pytest.raises(RunError, match="^output_dir: .*manifest.json' cannot be written .No space left on device"):
+    with pytest.raises(
+        RunError, match="^output_dir: .*manifest.json' cannot be written .No space left on device"
+    ):
         write_manifest(manifest, tmp_path)
     with pytest.raises(UserError, match="^--output: .* cannot be written .No space left on device"):
         write_page("<html>", tmp_path / "r.html")
@@ -121,9 +153,14 @@ def test_a_place_that_export_cannot_write_to_is_refused(tmp_path, capsys, monkey
 def test_a_command_whose_output_nobody_reads_on_ends_quietly() -> None:
     """As behind `| head`: with text left in the buffer at its end, and in the middle of a long one."""
     for lines in (1, 100_000):
-        code = f"import sys; from adora_vl.utils.cli import exit_code_of; say = lambda: print('a line\\n' * {lines})"
+        code = (
+            "import sys; from adora_vl.utils.cli import exit_code_of; say = lambda: print('a "
+            f"line\\n' * {lines})"
+        )
         command = [sys.executable, "-c", f"{code}; sys.exit(exit_code_of(say, 'nothing'))"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert (process.wait(60), process.stderr.read()) == (141, "")

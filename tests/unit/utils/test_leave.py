@@ -36,4 +36,6 @@ def test_everything_of_an_exit_but_finalization_happens():
     usual = said_by("sys.exit")
     assert usual == (3, ["last words", "thread ended", "exit function ran", "finalized"])
     assert said_by("leave") == (3, usual[1][:-1])
-    assert said_by("leave", library="json") == usual, "without torch, as where only the help was asked for"
+    assert said_by("leave", library="json") == usual, (
+        "without torch, as where only the help was asked for"
+    )

@@ -1,4 +1,7 @@
-"""Served models: as the engine of an evaluation, and as a judge that rewards. The key is shown nowhere."""
+"""Served models: as the engine of an evaluation, and as a judge that rewards.
+
+The key is shown nowhere.
+"""
 
 import base64
 import html
@@ -27,9 +30,9 @@ from adora_vl.data.dataset import write_split
 from adora_vl.rewards import choose_rewards, try_rewards
 from adora_vl.rewards.judge import KEY_VARIABLE, score_in
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
+from adora_vl.synthetic.generate import generate
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, check_url, is_here
-from data_prep.synthetic.generate import generate
 from eval.command import main
 from eval.compare import main as compare
 from eval.geometry3k import BENCHMARK
@@ -42,7 +45,9 @@ KEY = "sk-a-secret-of-somebody"
 
 def client(server: Server, **options: Any) -> ChatClient:
     more = {name: options.pop(name) for name in ("cache", "budget") if name in options}
-    return ChatClient(Endpoint(server.url, "m", **({"wait_s": 0.001, "timeout_s": 5.0} | options)), **more)
+    return ChatClient(
+        Endpoint(server.url, "m", **({"wait_s": 0.001, "timeout_s": 5.0} | options)), **more
+    )
 
 
 def in_turn(*replies: Reply) -> Answer:
@@ -55,7 +60,8 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 def test_waits_grow_and_what_the_server_asks_for_is_waited(serve, monkeypatch):
     waits: list[float] = []
-    clock = SimpleNamespace(sleep=waits.append, monotonic=time.monotonic)  # the servers of other tests sleep, too
+    # the servers of other tests sleep, too
+    clock = SimpleNamespace(sleep=waits.append, monotonic=time.monotonic)
     monkeypatch.setattr("adora_vl.utils.openai_client.time", clock)
     server = serve(lambda body, call: (503, b"") if call < 4 else completion("hi"))
     assert client(server, wait_s=1.0).chat(HELLO).text == "hi"
@@ -78,7 +84,11 @@ def test_the_key_is_sent_to_the_address_alone_and_never_shown(serve, monkeypatch
         with pytest.raises(EndpointError) as error:
             client(server).chat(HELLO)
         assert [request["key"] for request in server.requests] == [f"Bearer {KEY}"]
-        assert KEY not in str(error.value) and f"HTTP {status}" in str(error.value) and "\n" not in str(error.value)
+        assert (
+            KEY not in str(error.value)
+            and f"HTTP {status}" in str(error.value)
+            and "\n" not in str(error.value)
+        )
     with pytest.raises(UserError) as refused:
         check_url("base_url", f"http://me:{KEY}@localhost:8000/v1")
     assert KEY not in str(refused.value)
@@ -97,7 +107,10 @@ def _spellings(key: str) -> dict[str, str]:
         "hexadecimal": key.encode().hex(),
         "Base64": in_base64(key),
         "Base64 for an address": urlsafe_b64encode(f"Bearer {key}".encode()).decode(),
-        **{f"Base64 behind {count} letters": in_base64("x" * count + key + ":of me") for count in range(4)},
+        **{
+            f"Base64 behind {count} letters": in_base64("x" * count + key + ":of me")
+            for count in range(4)
+        },
     }
 
 
@@ -110,36 +123,56 @@ def test_a_key_that_the_server_repeats_in_another_spelling_is_not_shown(serve, m
             client(server).chat(HELLO)
         said = str(error.value)
         assert "no model for" in said and " here" in said and "..." in said, name
-        assert not any(part.lower() in said.lower() for part in (spelling[9:20], key[:9], key[-9:])), f"{name}: {said}"
+        assert not any(
+            part.lower() in said.lower() for part in (spelling[9:20], key[:9], key[-9:])
+        ), f"{name}: {said}"
 
 
 def test_a_proxy_gets_nothing_that_is_for_this_machine(serve, monkeypatch):
     """Not even the key. What is for others it gets, as before."""
-    proxy, judge = serve(lambda body, call: completion("of the proxy")), serve(lambda body, call: completion("hi"))
+    proxy = serve(lambda body, call: completion("of the proxy"))
+    judge = serve(lambda body, call: completion("hi"))
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", proxy.url.removesuffix("/v1"))
     for url in (judge.url, judge.url.replace("127.0.0.1", "localhost")):
         assert ChatClient(Endpoint(url, "m", attempts=1)).chat(HELLO).text == "hi"
     assert proxy.requests == []
-    assert ChatClient(Endpoint("http://judge.invalid/v1", "m", attempts=1)).chat(HELLO).text == "of the proxy"
-    here = ("http://[::1]:8000", "http://127.9.9.9/v1", "http://0.0.0.0:8000", "http://judge.localhost")
-    assert [is_here(url) for url in (*here, "http://10.0.0.1", "http://localhost.org")] == [True] * 4 + [False] * 2
+    assert (
+        ChatClient(Endpoint("http://judge.invalid/v1", "m", attempts=1)).chat(HELLO).text
+        == "of the proxy"
+    )
+    here = (
+        "http://[::1]:8000",
+        "http://127.9.9.9/v1",
+        "http://0.0.0.0:8000",
+        "http://judge.localhost",
+    )
+    assert [is_here(url) for url in (*here, "http://10.0.0.1", "http://localhost.org")] == [
+        True
+    ] * 4 + [False] * 2
 
 
 def test_an_address_that_the_server_does_not_know_is_shown(serve):
     server = serve(lambda body, call: (404, b"Not Found"))
     with pytest.raises(EndpointError) as error:
         ChatClient(Endpoint(f"{server.url}/chat/completions", "m", attempts=1)).chat(HELLO)
-    assert f"HTTP 404 at {server.url}/chat/completions/chat/completions: Not Found" in str(error.value)
+    assert f"HTTP 404 at {server.url}/chat/completions/chat/completions: Not Found" in str(
+        error.value
+    )
 
 
 def test_a_key_with_a_line_break_is_named_before_anything_is_sent(serve, monkeypatch):
-    """As `KEY=$(printf 'a\\nb')` or a file with two lines makes it. A line break at its end is no part of it."""
+    """As `KEY=$(printf 'a\\nb')` or a file with two lines makes it.
+
+    A line break at its end is no part of it.
+    """
     server = serve(lambda body, call: completion("hi"))
     for key in (f"{KEY}\nmore", f"{KEY}\rmore", "ключ"):
         monkeypatch.setenv("OPENAI_API_KEY", key)
-        with pytest.raises(EndpointError, match=r"the key in OPENAI_API_KEY has a character .* \(attempt 1\)") as error:
+        with pytest.raises(
+            EndpointError, match=r"the key in OPENAI_API_KEY has a character .* \(attempt 1\)"
+        ) as error:
             client(server).chat(HELLO)
         assert key not in str(error.value) and error.value.refused and server.requests == []
     monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\r\n")
@@ -161,7 +194,9 @@ HEAD = b"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n"
 
 @pytest.fixture
 def dribble() -> Iterator[Callable[[bytes, bytes], str]]:
-    """Starts a server that sends `at_once`, and then of `slowly` a byte every 50 ms, until the other side goes."""
+    """Starts a server that sends `at_once`, and then of `slowly` a byte every 50 ms, until the
+    other side goes.
+    """
     listeners: list[socket.socket] = []
 
     def start(at_once: bytes, slowly: bytes) -> str:
@@ -188,14 +223,20 @@ def dribble() -> Iterator[Callable[[bytes, bytes], str]]:
 
 
 def test_the_time_out_bounds_the_whole_call(dribble):
-    """A byte every 50 ms never meets a time-out of the socket's own: the whole reply would take 5 s and more."""
+    """A byte every 50 ms never meets a time-out of the socket's own: the whole reply would take 5 s
+    and more.
+    """
     body = completion("hi" + 100 * " ")[1]
     for at_once, slowly in ((HEAD, body), (b"", HEAD + body), (b"HTTP/1.0 400 no\r\n\r\n", body)):
         began = time.monotonic()
         with pytest.raises(EndpointError, match=r"TimeoutError|HTTP 400 \("):
-            ChatClient(Endpoint(dribble(at_once, slowly), "m", timeout_s=0.4, attempts=1)).chat(HELLO)
+            ChatClient(Endpoint(dribble(at_once, slowly), "m", timeout_s=0.4, attempts=1)).chat(
+                HELLO
+            )
         assert 0.3 < time.monotonic() - began < 2
-    slow_but_in_time = ChatClient(Endpoint(dribble(HEAD + body[:-4], body[-4:]), "m", timeout_s=20, attempts=1))
+    slow_but_in_time = ChatClient(
+        Endpoint(dribble(HEAD + body[:-4], body[-4:]), "m", timeout_s=20, attempts=1)
+    )
     assert slow_but_in_time.chat(HELLO).text.strip() == "hi"
 
 
@@ -209,16 +250,79 @@ def test_a_reply_without_end_is_a_failure_and_is_not_held(serve, dribble, monkey
     assert len(client(serve(lambda body, call: completion("a" * 2**19))).chat(HELLO).text) == 2**19
 
 
-def test_a_reply_without_text_is_asked_again_and_never_taken_for_an_answer(serve):
-    nothing = json.dumps({"choices": [{"message": {"content": None}, "finish_reason": "length"}]}).encode()
-    server = serve(lambda body, call: (200, nothing) if call < 3 else completion(""))
-    with pytest.raises(EndpointError, match=r"the reply has no text \(its finish_reason is 'length'\) \(attempt 2\)"):
+def without_text(reason: str, **message: Any) -> Reply:
+    choice = {"message": {"content": None, **message}, "finish_reason": reason}
+    return 200, json.dumps({"choices": [choice], "usage": {"completion_tokens": 9}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("stop", {}),
+        ("stop", {"refusal": "I will not."}),
+        ("length", {"refusal": "I will"}),
+        ("tool_calls", {"tool_calls": [{"id": "1"}], "reasoning_content": "I call."}),
+    ],
+)
+def test_a_reply_without_text_is_asked_again_and_never_taken_for_an_answer(serve, reason, message):
+    nothing = without_text(reason, **message)
+    server = serve(lambda body, call: nothing if call < 3 else completion(""))
+    with pytest.raises(
+        EndpointError,
+        match=rf"the reply has no text \(its finish_reason is '{reason}'\) \(attempt 2\)",
+    ):
         client(server, attempts=2).chat(HELLO)
     assert client(server).chat(HELLO).text == "", "a model may say nothing, and that is an answer"
 
 
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("length", {}),
+        ("length", {"reasoning_content": "So x = 5"}),
+        ("stop", {"reasoning_content": "So x = 5"}),
+        ("stop", {"reasoning": "So x = 5", "tool_calls": []}),
+    ],
+)
+def test_thinking_without_an_answer_behind_it_is_an_empty_answer(serve, reason, message):
+    """As a server with a reasoning parser sends it; the same model would think as long again."""
+    server = serve(lambda body, call: without_text(reason, **message))
+    reply = client(server, attempts=4).chat(HELLO)
+    assert (reply.text, reply.finish_reason, reply.n_tokens) == ("", reason, 9)
+    assert len(server.requests) == 1
+
+
+def test_a_form_that_was_cut_off_is_not_asked_for_again(serve):
+    def read(text: str) -> str:
+        raise EndpointError("no form")
+
+    server = serve(lambda body, call: without_text("length"))
+    with pytest.raises(EndpointError, match=r"no form; it was cut off at the limit .*attempt 1"):
+        client(server, attempts=4).ask(HELLO, read)
+    server = serve(lambda body, call: completion("no form"))
+    with pytest.raises(EndpointError, match=r"no form \(attempt 2\)"):
+        client(server, attempts=2).ask(HELLO, read)
+
+
+def test_a_server_with_a_reasoning_parser_is_scored_on_all_problems(data, tmp_path, serve):
+    """Where its thinking was cut off, the answer is empty, truncated and wrong."""
+    server = serve(
+        lambda body, call: without_text("length") if call < 3 else completion(r"\boxed{0}")
+    )
+    assert infer(data, tmp_path / "a", server.url, "--concurrency", "1") == 0
+    score = json.loads((tmp_path / "a" / "score.json").read_text())
+    assert score["total"] == 6 and len(server.requests) == 6
+    assert (score["empty_responses"], score["truncated"]["count"]) == (2, 2)
+
+
 def test_what_is_no_http_address_is_refused():
-    broken = ("http://[::1", "http://x:port/v1", "http://x y/v1", "http://./v1", f"http://{'x' * 70}/v1")
+    broken = (
+        "http://[::1",
+        "http://x:port/v1",
+        "http://x y/v1",
+        "http://./v1",
+        f"http://{'x' * 70}/v1",
+    )
     for url in ("file:///etc/passwd", "localhost:8000", "http://", "ftp://x/y", *broken):
         with pytest.raises(UserError, match="is no http address"):
             check_url("base_url", url)
@@ -226,7 +330,7 @@ def test_what_is_no_http_address_is_refused():
         check_url("base_url", f"http://me:{KEY}@x y/v1")
 
 
-# ------------------------------------------------------------------------------------------------- the engine
+# --------------------------------------------------------------------------------------- the engine
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +341,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def infer(data: Path, output: Path, url: str, *words: str, verb: str = "run") -> int:
-    options = ["--data", str(data), "--output", str(output), "--engine", "openai", "--base-url", url, "--model", "m"]
+    options = [
+        "--data",
+        str(data),
+        "--output",
+        str(output),
+        "--engine",
+        "openai",
+        "--base-url",
+        url,
+        "--model",
+        "m",
+    ]
     return main(BENCHMARK, [verb, *options, *words])
 
 
@@ -247,7 +362,9 @@ def picture(body: dict[str, Any]) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].partition(",")[2])))
 
 
-def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(data, tmp_path, serve, capsys):
+def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
+    data, tmp_path, serve, capsys
+):
     refused: list[str] = []
 
     def answer(body: dict[str, Any], call: int) -> Reply:
@@ -255,43 +372,74 @@ def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(dat
         if not refused or (text in refused[:1] and len(refused) < 2):
             refused.append(text)
             return 400, b"this one I cannot"
-        return completion(r"\boxed{5}", finish_reason="length", usage={"completion_tokens": 7, "prompt_tokens": 9})
+        return completion(
+            r"\boxed{5}", finish_reason="length", usage={"completion_tokens": 7, "prompt_tokens": 9}
+        )
 
     server = serve(answer)
     assert infer(data, tmp_path / "a", server.url, "--concurrency", "1") == 2
     error = capsys.readouterr().err.splitlines()
     assert error[-1] == (
-        "error: base_url: 1 answer of 6 could not be had; start the same command again, which asks for those alone"
+        "error: base_url: 1 answer of 6 could not be had; start the same command again, which "
+        "asks for those alone"
     )
-    assert any(line == "warning: 1 call failed, the first: HTTP 400: this one I cannot (attempt 1)" for line in error)
-    rows = [json.loads(line) for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()]
-    assert len(rows) == 5 and {(row["n_tokens"], row["finish_reason"]) for row in rows} == {(7, "length")}
+    assert any(
+        line == "warning: 1 call failed, the first: HTTP 400: this one I cannot (attempt 1)"
+        for line in error
+    )
+    rows = [
+        json.loads(line) for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()
+    ]
+    assert len(rows) == 5 and {(row["n_tokens"], row["finish_reason"]) for row in rows} == {
+        (7, "length")
+    }
     assert picture(server.requests[0]).size == tuple(rows[0]["image_size"])
-    assert server.requests[0]["messages"][0]["role"] == "system" and server.requests[0]["temperature"] == 0
+    assert (
+        server.requests[0]["messages"][0]["role"] == "system"
+        and server.requests[0]["temperature"] == 0
+    )
     before = len(server.requests)
     refused += ["", ""]
     assert infer(data, tmp_path / "a", server.url) == 0
     assert len(server.requests) == before + 1
     score = json.loads((tmp_path / "a" / "score.json").read_text())
     assert score["coverage"] == {"answers": 6, "asked": 6, "in_data": 6}
-    pids = [json.loads(line)["pid"] for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()]
+    pids = [
+        json.loads(line)["pid"]
+        for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()
+    ]
     other = serve(lambda body, call: completion(r"\boxed{6}"))
     assert infer(data, tmp_path / "b", other.url) == 0
-    assert pids == [json.loads(line)["pid"] for line in (tmp_path / "b" / "predictions.jsonl").read_text().splitlines()]
+    assert pids == [
+        json.loads(line)["pid"]
+        for line in (tmp_path / "b" / "predictions.jsonl").read_text().splitlines()
+    ]
     capsys.readouterr()
     assert compare([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert "common problems" in capsys.readouterr().out
 
 
-def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_for_ever(data, tmp_path, serve, capsys):
+def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_for_ever(
+    data, tmp_path, serve, capsys
+):
     """But a limit that leaves no room for the answer is the command's, and ends the run."""
-    long = b'{"message": "This model\'s maximum context length is 512 tokens. Your request has 600 input tokens"}'
-    wide = b'{"message": "max_tokens is too large: 512. This model\'s maximum context length is 512 tokens"}'
+    long = (
+        b'{"message": "This model\'s maximum context length is 512 tokens. Your request has 600 '
+        b'input tokens"}'
+    )
+    wide = (
+        b'{"message": "max_tokens is too large: 512. This model\'s maximum context length is 512 '
+        b'tokens"}'
+    )
     server = serve(lambda body, call: (400, long) if call == 1 else completion(r"\boxed{5}"))
     assert infer(data, tmp_path / "a", server.url, "--concurrency", "1") == 0
     said = capsys.readouterr().err
-    assert "is not asked: HTTP 400: " in said and "6 answered" in said and "1 prompt too long" in said
-    rows = [json.loads(line) for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()]
+    assert (
+        "is not asked: HTTP 400: " in said and "6 answered" in said and "1 prompt too long" in said
+    )
+    rows = [
+        json.loads(line) for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()
+    ]
     assert [row["finish_reason"] for row in rows] == ["prompt_too_long", *["stop"] * 5]
     assert infer(data, tmp_path / "b", serve(lambda body, call: (400, wide)).url) == 2
     assert "gave none of 6 answers: HTTP 400: " in capsys.readouterr().err
@@ -301,13 +449,24 @@ def test_an_interrupted_evaluation_does_not_wait_for_a_server_that_hangs(data, t
     """Each call may take its time-out four times, and `--timeout` is 600 s by default."""
     asked = threading.Event()
     server = serve(lambda body, call: asked.set())
-    options = ["--data", data, "--output", tmp_path / "a", "--engine", "openai", "--base-url", server.url]
+    options = [
+        "--data",
+        data,
+        "--output",
+        tmp_path / "a",
+        "--engine",
+        "openai",
+        "--base-url",
+        server.url,
+    ]
     command = [sys.executable, "-m", "eval.geometry3k", "infer", *map(str, options), "--model", "m"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         assert asked.wait(60)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=40)
-    assert process.returncode == 130 and said.splitlines()[-1].startswith("interrupted; what was answered is kept")
+    assert process.returncode == 130 and said.splitlines()[-1].startswith(
+        "interrupted; what was answered is kept"
+    )
 
 
 def test_a_server_that_gives_nothing_ends_the_run_at_once(data, tmp_path, serve, capsys):
@@ -335,7 +494,7 @@ def test_options_that_do_not_fit_are_one_line(data, tmp_path, capsys):
         assert message in line
 
 
-# ------------------------------------------------------------------------------------------ the judge as a reward
+# ---------------------------------------------------------------------------- the judge as a reward
 
 ASKED = ["five", "six", "seven"]
 
@@ -345,14 +504,18 @@ def judge(tmp_path: Path, url: str, **options: Any) -> Any:
     return choose_rewards([{"judge": given}], output_dir=tmp_path).functions[0]
 
 
-def rewards(function: Any, metrics: dict[str, float], unscored: dict[int, str] | None = None) -> list[float | None]:
+def rewards(
+    function: Any, metrics: dict[str, float], unscored: dict[int, str] | None = None
+) -> list[float | None]:
     """As the trainer calls it."""
     completions = [[{"role": "assistant", "content": f"It is {word}."}] for word in ASKED]
     failures: list[RewardFailure] = []
     found: list[float | None] = safe_call(function, "judge", None, failures, unscored)(
-        prompts=[[{"role": "user", "content": "?"}]] * 3, completions=completions, answer=["5"] * 3,
+        prompts=[[{"role": "user", "content": "?"}]] * 3,
+        completions=completions,
+        answer=["5"] * 3,
         log_metric=metrics.__setitem__,
-    )  # fmt: skip
+    )
     for failure in failures:
         assert failure.mistake
         raise UserError(failure.reason)
@@ -368,7 +531,8 @@ def reads(body: dict[str, Any], _: int) -> Reply:
 
 def test_a_failed_call_is_not_scored_counted_and_never_a_zero(tmp_path, serve, monkeypatch, capsys):
     monkeypatch.setenv(KEY_VARIABLE, KEY)
-    server, metrics = serve(reads), dict[str, float]()
+    server = serve(reads)
+    metrics = dict[str, float]()
     function = judge(tmp_path, server.url)
     unscored: dict[int, str] = {}
     assert rewards(function, metrics, unscored) == [1.0, 0.25, None]
@@ -377,7 +541,12 @@ def test_a_failed_call_is_not_scored_counted_and_never_a_zero(tmp_path, serve, m
     assert len(server.requests) == 4  # the failed one twice
     rewards(function, metrics)
     assert len(server.requests) == 6 and metrics["judge/cached"] == pytest.approx(2 / 3)
-    assert capsys.readouterr().err.count("warning: the judge failed, the first time: HTTP 500 (attempt 2)") == 1
+    assert (
+        capsys.readouterr().err.count(
+            "warning: the judge failed, the first time: HTTP 500 (attempt 2)"
+        )
+        == 1
+    )
     cache = (tmp_path / "judge_cache.jsonl").read_text()
     assert len(cache.splitlines()) == 2 and KEY not in cache
     again = judge(tmp_path, server.url)  # as a resumed run has it
@@ -400,13 +569,17 @@ def test_a_score_is_known_by_all_that_it_depends_on(tmp_path, serve):
     server, other = (serve(lambda body, call: completion("<score>1</score>")) for _ in range(2))
     calls = 0
     others: list[dict[str, Any]] = [
-        {"model": "k"}, {"max_tokens": 9}, {"instruction": "Judge."}, {"base_url": other.url},
-    ]  # fmt: skip
+        {"model": "k"},
+        {"max_tokens": 9},
+        {"instruction": "Judge."},
+    ]
     for options in ({}, *others):
         for again in (False, True):
             rewards(judge(tmp_path, **{"url": server.url, **options}), {})
             calls += 0 if again else 3
-            assert len(server.requests) + len(other.requests) == calls, options
+            assert len(server.requests) == calls, options
+    rewards(judge(tmp_path, other.url), {})
+    assert not other.requests, "the same judge at another address gives the same scores"
 
 
 def test_a_budget_leaves_the_rest_unscored(tmp_path, serve):
@@ -416,13 +589,16 @@ def test_a_budget_leaves_the_rest_unscored(tmp_path, serve):
 
 
 def test_a_key_that_is_refused_ends_the_run_at_once(tmp_path, serve):
-    """The key may have ended since the run began. No later call would be answered, so none is made."""
+    """The key may have ended since the run began.
+
+    No later call would be answered, so none is made.
+    """
     for code in (401, 403):
         replies: list[Reply] = [completion("<score>1</score>"), (code, b"ended")]
         server = serve(in_turn(*replies))
         expected = re.escape(
-            f"adora_reward: judge: {server.url} refuses the key in {KEY_VARIABLE} for the model 'j' (HTTP {code}: "
-            f"ended (attempt 1)); set {KEY_VARIABLE} to one that it takes"
+            f"adora_reward: judge: {server.url} refuses the key in {KEY_VARIABLE} for the model "
+            f"'j' (HTTP {code}: ended (attempt 1)); set {KEY_VARIABLE} to one that it takes"
         )
         with pytest.raises(UserError, match=f"^{expected}$"):
             rewards(judge(tmp_path / str(code), server.url, concurrency=1), {})
@@ -439,10 +615,58 @@ def test_the_judge_is_tried_before_the_run(tmp_path, serve):
     server = serve(lambda body, call: (401, b"no key"))
     options = {"judge": {"base_url": server.url, "model": "j"}}
     chosen = choose_rewards(["accuracy", options], output_dir=tmp_path)
-    message = f"{re.escape(server.url)} with the model 'j' gave no answer: HTTP 401: no key .*{KEY_VARIABLE}"
+    message = (
+        f"{re.escape(server.url)} with the model 'j' gave no answer: HTTP 401: no key "
+        f".*{KEY_VARIABLE}"
+    )
     with pytest.raises(UserError, match=message):
         try_rewards(chosen, [], None, None)
     assert not list(tmp_path.iterdir())
+
+
+def tried(folder: Path, url: str, **options: Any) -> None:
+    """The judge's trial before a run."""
+    given = {"base_url": url, "model": "j", "wait": 0.001, **options}
+    try_rewards(choose_rewards([{"judge": given}], output_dir=folder), [], None, None)
+
+
+def test_the_trial_reads_a_right_and_a_wrong_answers_score(tmp_path, serve, capsys):
+    server = serve(
+        lambda body, call: completion(
+            f"<score>{1 if 'is 5' in body['messages'][1]['content'] else 0}</score>"
+        )
+    )
+    tried(tmp_path, server.url)
+    assert len(server.requests) == 2 and not capsys.readouterr().err
+    tried(tmp_path, server.url, budget=1)
+    assert len(server.requests) == 3
+    same = serve(lambda body, call: completion("<score>0.5</score>"))
+    tried(tmp_path, same.url)
+    assert "gives 0.5 for a right and for a wrong answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (completion("0.5"), r"gave no score: .*'0\.5'; its reply has to end in a score such as"),
+        (completion("<score>5</score>"), "the score 5 is not from 0 to 1"),
+        (completion("x" * 200), f"'{'x' * 80}'"),
+        (without_text("length"), "it was cut off at max_tokens, 512: raise it"),
+        (completion("<think>Hm", finish_reason="length"), "cut off at max_tokens"),
+    ],
+)
+def test_a_judge_without_a_score_does_not_pass_its_trial(tmp_path, serve, reply, message):
+    server = serve(lambda body, call: reply)
+    with pytest.raises(UserError, match=message) as error:
+        tried(tmp_path, server.url)
+    assert "\n" not in str(error.value) and len(server.requests) == 1
+
+
+def test_a_judge_that_is_not_there_is_asked_for_not_its_key(tmp_path, serve):
+    server = serve(lambda body, call: completion(""))
+    server.close()
+    with pytest.raises(UserError, match=r"ConnectError.*; is a server there\?$"):
+        tried(tmp_path, server.url, attempts=1)
 
 
 WHERE = {"base_url": "http://x/v1", "model": "j"}

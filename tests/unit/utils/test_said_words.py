@@ -22,4 +22,8 @@ def test_a_value_is_shown_in_one_line_and_cut() -> None:
             return "a\n" * 50
 
     assert [shown(None), shown("5"), shown(5)] == ["null", "'5'", "5"]
-    assert shown("x" * 100) == "'" + "x" * 59 + "..." and shown(Long()).startswith("a a a") and len(shown(Long())) == 63
+    assert (
+        shown("x" * 100) == "'" + "x" * 59 + "..."
+        and shown(Long()).startswith("a a a")
+        and len(shown(Long())) == 63
+    )

@@ -1,5 +1,5 @@
-"""What we build on in TRL, vLLM and DeepSpeed and would break in silence: a new version that moves it fails here. What
-would raise an error instead is found by the tests that use it.
+"""What we build on in TRL, vLLM and DeepSpeed and would break in silence: a new version that moves
+it fails here. What would raise an error instead is found by the tests that use it.
 """
 
 import inspect
@@ -29,15 +29,25 @@ def test_every_override_has_stocks_parameters_and_says_what_stock_does():
             for name, function in vars(layer).items()
             if inspect.isfunction(function) and hasattr(theirs, name) and name != "__init__"
         }
-        moved = {f.__qualname__: parameters(stock) for f, stock in overrides.items() if parameters(f) != ANY}
-        assert overrides and moved == {f.__qualname__: parameters(f) for f in overrides if f.__qualname__ in moved}
+        moved = {
+            f.__qualname__: parameters(stock)
+            for f, stock in overrides.items()
+            if parameters(f) != ANY
+        }
+        assert overrides and moved == {
+            f.__qualname__: parameters(f) for f in overrides if f.__qualname__ in moved
+        }
         assert [f.__qualname__ for f in overrides if "Stock TRL" not in (f.__doc__ or "")] == []
 
 
 def test_trl_still_reads_ratios_and_advantages_where_we_put_them():
-    """The ratio goes into the micro-batch during the pass, and a micro-batch is used as it lies in the buffer."""
+    """The ratio goes into the micro-batch during the pass, and a micro-batch is used as it lies in
+    the buffer.
+    """
     source = inspect.getsource(GRPOTrainer._compute_loss)
-    formed = source.index("per_token_logps, entropies, aux_loss = self._get_per_token_logps_and_entropies(")
+    formed = source.index(
+        "per_token_logps, entropies, aux_loss = self._get_per_token_logps_and_entropies("
+    )
     read = source.index('per_token_loss * inputs["importance_sampling_ratio"]')
     assert formed < read and "inputs = " not in source
     assert 'old_per_token_logps = inputs.get("old_per_token_logps")' in source
@@ -50,12 +60,17 @@ def test_trl_still_shows_a_table_that_leaves_the_images_of_prompts_out():
     table = inspect.getsource(GRPOTrainer.log)
     assert '**self._logs["extra"]' in table
     assert 'strip_images_from_messages(messages) for messages in self._logs["prompt"]' in table
-    assert [words for words in ("wandb", "trackio") if f'"{words}" in self.args.report_to' not in table] == []
+    assert [
+        words for words in ("wandb", "trackio") if f'"{words}" in self.args.report_to' not in table
+    ] == []
 
 
 def test_the_sizes_that_the_memory_formulas_take_from_trl_and_deepspeed():
     from accelerate.utils import DeepSpeedPlugin
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, DeepSpeedZeroOffloadOptimizerConfig
+    from deepspeed.runtime.zero.config import (
+        DeepSpeedZeroConfig,
+        DeepSpeedZeroOffloadOptimizerConfig,
+    )
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from trl.kernels import chunked_logprob
     from trl.trainer import utils
@@ -67,11 +82,17 @@ def test_the_sizes_that_the_memory_formulas_take_from_trl_and_deepspeed():
     assert utils._CHUNKED_LOGPROB_CHUNK_SIZE == activations.TILE_VOCABULARY
     zero = DeepSpeedZeroConfig()
     assert zero.reduce_bucket_size == states.BUCKET
-    assert zero.max_live_parameters == states.LIVE_PARAMETERS and zero.sub_group_size == states.SUB_GROUP
+    assert (
+        zero.max_live_parameters == states.LIVE_PARAMETERS
+        and zero.sub_group_size == states.SUB_GROUP
+    )
     plugin = DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="cpu")
     offload = plugin.deepspeed_config["zero_optimization"]["offload_optimizer"]
-    assert DeepSpeedZeroOffloadOptimizerConfig(**offload).pin_memory, "or the GPU waits for each copy"
-    # The gradients are on the host twice, as they come and in float32: 18 bytes per parameter in all.
+    assert DeepSpeedZeroOffloadOptimizerConfig(**offload).pin_memory, (
+        "or the GPU waits for each copy"
+    )
+    # The gradients are on the host twice, as they come and in float32: 18 bytes per parameter in
+    # all.
     source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3)
     assert "self.fp32_partitioned_groups_flat[i].grad = subgroup_gradient_buffer.to(" in source
     assert "self.grad_partitions_flat_buffer: Tensor = torch.zeros(" in source

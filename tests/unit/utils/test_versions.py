@@ -25,7 +25,9 @@ WRONG: list[tuple[dict[str, str | None], str]] = [
 ]
 
 
-def test_the_installed_stack_is_supported_with_either_build_of_vllm_or_none_where_it_is_not_used(monkeypatch):
+def test_the_installed_stack_is_supported_with_either_build_of_vllm_or_none_where_it_is_not_used(
+    monkeypatch,
+):
     versions.check_versions(use_vllm=True)
     for installed, use_vllm in (
         (GOOD, True),

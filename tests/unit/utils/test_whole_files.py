@@ -1,4 +1,5 @@
-"""Files and folders that are replaced as a whole: a full disk, a crash or a kill leaves the old one and nothing else.
+"""Files and folders that are replaced as a whole: a full disk, a crash or a kill leaves the old one
+and nothing else.
 
 The disk is the real one, as in test_half_written.py, which has data preparation and evaluation.
 """
@@ -25,25 +26,45 @@ from safetensors.torch import save_file
 from adora_vl.checkpoint.resume import lock_output_dir
 from adora_vl.checkpoint.store import clear_staging
 from adora_vl.data.dataset import split_files
+from adora_vl.data.output import complete_or_absent
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.files import make_folder, replace_file, replacing_folder
-from data_prep.output import complete_or_absent
 from tests.unit.utils.test_half_written import contents, disk_of
 
 ROOT = Path(__file__).parents[3]
-WRITES = {"write_text", "write_bytes", "save_pretrained", "ParquetWriter", "copy2", "copyfile", "copytree"}
-# Who may write without `adora_vl.utils.files`: inside its `replacing_folder` or `complete_or_absent`, or appending.
+WRITES = {
+    "write_text",
+    "write_bytes",
+    "save_pretrained",
+    "ParquetWriter",
+    "copy2",
+    "copyfile",
+    "copytree",
+}
+# Who may write without `adora_vl.utils.files`: inside its `replacing_folder` or
+# `complete_or_absent`, or appending.
 OTHERWISE = {
-    "adora_vl/utils/files.py", "adora_vl/checkpoint/universal.py", "adora_vl/record/metrics.py", "adora_vl/export.py",
-    "adora_vl/builtin/small_model.py", "adora_vl/models/four_bit.py", "adora_vl/data/dataset.py",
-    "data_prep/quarantine.py", "eval/inference/predictions.py", "data_prep/filter.py",
-}  # fmt: skip
+    "adora_vl/utils/files.py",
+    "adora_vl/checkpoint/universal.py",
+    "adora_vl/record/metrics.py",
+    "adora_vl/export.py",
+    "adora_vl/builtin/small_model.py",
+    "adora_vl/models/four_bit.py",
+    "adora_vl/data/dataset.py",
+    "adora_vl/conversion/quarantine.py",
+    "adora_vl/evals/inference/predictions.py",
+    "data_prep/filter.py",
+}
 
 
 def writes_by_itself(call: ast.Call) -> bool:
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     words = [*call.args, *[key.value for key in call.keywords]]
-    modes = [word.value for word in words if isinstance(word, ast.Constant) and isinstance(word.value, str)]
+    modes = [
+        word.value
+        for word in words
+        if isinstance(word, ast.Constant) and isinstance(word.value, str)
+    ]
     opens = name == "open" and any(set(mode) & set("wax") for mode in modes)
     return opens or name in WRITES
 
@@ -53,7 +74,10 @@ def test_whole_files_are_written_in_one_way():
         path.relative_to(ROOT).as_posix()
         for top in ("adora_vl", "data_prep", "eval")
         for path in (ROOT / top).rglob("*.py")
-        if any(isinstance(node, ast.Call) and writes_by_itself(node) for node in ast.walk(ast.parse(path.read_text())))
+        if any(
+            isinstance(node, ast.Call) and writes_by_itself(node)
+            for node in ast.walk(ast.parse(path.read_text()))
+        )
     }
     assert found == OTHERWISE
 
@@ -129,7 +153,9 @@ def merged(folder: Path) -> None:
     from adora_vl import export as module
 
     with mock.patch("accelerate.utils.is_peft_model", lambda model: True):
-        assert module.save_merged(Saves("config"), Saves("processor"), folder / "merged", Accelerator(cpu=True))
+        assert module.save_merged(
+            Saves("config"), Saves("processor"), folder / "merged", Accelerator(cpu=True)
+        )
 
 
 def tiny(folder: Path) -> None:
@@ -151,7 +177,19 @@ def finished_again(folder: Path) -> None:
     copy_model(folder / "checkpoint", folder)
 
 
-WRITERS = [manifest, stopped, page, metrics, rollouts, diagram, card, merged, tiny, plan, finished_again]
+WRITERS = [
+    manifest,
+    stopped,
+    page,
+    metrics,
+    rollouts,
+    diagram,
+    card,
+    merged,
+    tiny,
+    plan,
+    finished_again,
+]
 
 
 @pytest.fixture
@@ -163,7 +201,14 @@ def place(tmp_path: Path) -> Path:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text('"old"')
     (tmp_path / "report.html").write_text(GENERATOR)
-    for name in ("manifest.json", "stopped.json", "metrics.jsonl", "README.md", "plan.json", "model.safetensors"):
+    for name in (
+        "manifest.json",
+        "stopped.json",
+        "metrics.jsonl",
+        "README.md",
+        "plan.json",
+        "model.safetensors",
+    ):
         (tmp_path / name).write_text('"old"')
     (tmp_path / "checkpoint" / "model.safetensors").write_text("new" * 1000)
     (tmp_path / "rollouts-00000001-00000001.parquet").write_text("old")
@@ -186,7 +231,9 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_else(write, size, place):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_what_cannot_take_its_place_is_taken_away(error, place, monkeypatch):
-    """A file, also where there was none; and a folder, whose old one is back whichever of the two renames fails."""
+    """A file, also where there was none; and a folder, whose old one is back whichever of the two
+    renames fails.
+    """
     before = contents(place)
     real = Path.rename
     for fails in ("merged", "new"):
@@ -223,10 +270,16 @@ def test_the_next_start_removes_what_a_killed_run_has_left(place):
     before = contents(place)
     (place / ".mine.partial").write_text("the user's")
     (place / ".mine.partial-download").write_text("the user's")
-    subprocess.run([sys.executable, "-c", KILLED, str(place)], env={"PYTHONPATH": str(ROOT)}, check=False)
+    subprocess.run(
+        [sys.executable, "-c", KILLED, str(place)], env={"PYTHONPATH": str(ROOT)}, check=False
+    )
     assert len(contents(place)) > len(before) + 1
     clear_staging(place)
-    assert contents(place) == {**before, ".mine.partial": b"the user's", ".mine.partial-download": b"the user's"}
+    assert contents(place) == {
+        **before,
+        ".mine.partial": b"the user's",
+        ".mine.partial-download": b"the user's",
+    }
 
 
 BETWEEN = """
@@ -253,7 +306,9 @@ def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(pl
     """With the next start of the run, and with the next writing of the folder."""
     before = contents(place)
     for recover in (clear_staging, prepared):
-        subprocess.run([sys.executable, "-c", BETWEEN, str(place)], env={"PYTHONPATH": str(ROOT)}, check=False)
+        subprocess.run(
+            [sys.executable, "-c", BETWEEN, str(place)], env={"PYTHONPATH": str(ROOT)}, check=False
+        )
         assert not (place / "merged").exists()
         recover(place)
         assert contents(place) == before
@@ -262,7 +317,9 @@ def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(pl
 def test_the_bytes_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch):
     """Else a power cut leaves an empty file under the name of a whole one."""
     events: list[str] = []
-    fsync, replace, rename = os.fsync, Path.replace, Path.rename
+    fsync = os.fsync
+    replace = Path.replace
+    rename = Path.rename
 
     def flushed(descriptor: int) -> None:
         name = Path(f"/proc/self/fd/{descriptor}").readlink().name
@@ -296,9 +353,12 @@ def test_what_is_no_file_is_written_to_as_it_is(tmp_path):
     assert os.read(reader, 100) == b"heard" and pipe.is_fifo()
     os.close(reader)
     code = (
-        "from pathlib import Path; from adora_vl.utils import files; files.replace_file(Path('/dev/stdout'), 'heard')"
+        "from pathlib import Path; from adora_vl.utils import files; "
+        "files.replace_file(Path('/dev/stdout'), 'heard')"
     )
-    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert said.stdout == "heard" and Path("/dev/stdout").is_symlink()
 
 
@@ -357,4 +417,6 @@ def test_others_may_read_saved_weights_as_the_umask_says(tmp_path):
 @pytest.mark.slow
 def test_a_run_leaves_no_weights_that_its_owner_alone_may_read(adora_run):
     weights = list(adora_run.rglob("*.safetensors"))
-    assert len(weights) > 1 and {mode_of(path) for path in weights} == {mode_of(adora_run / "config.json")}
+    assert len(weights) > 1 and {mode_of(path) for path in weights} == {
+        mode_of(adora_run / "config.json")
+    }

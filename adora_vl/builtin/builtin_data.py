@@ -1,0 +1,111 @@
+"""What the tiny models, `synthetic` and `knights` stand for in a config: made where they are
+missing.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from adora_vl.builtin import WarmStart
+from adora_vl.builtin.small_model import Untaught, build_start, is_built
+from adora_vl.builtin.tiny_perimeter import PerimeterStart, begin_perimeter
+from adora_vl.builtin.tiny_text import TextStart, begin_text
+from adora_vl.builtin.tiny_vl import begin_tiny
+from adora_vl.builtin.tiny_zoom import ZoomStart, begin_zoom
+from adora_vl.config import AdoraScriptArguments
+from adora_vl.conversion.convert import ensure_converted
+from adora_vl.data.dataset import read_manifest
+from adora_vl.models import load
+from adora_vl.models.load import STORED, local_model
+from adora_vl.synthetic.generated import ensure_drawn, puzzles, synthetic
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import cache_folder
+
+SYNTHETIC_DATA = "synthetic"
+KNIGHTS_DATA = "knights"
+SYNTHETIC_TEST_ROWS = 512
+SYNTHETIC_SIZE = 56
+SYNTHETIC_SEED = 0
+KNIGHTS_PEOPLE = TextStart.people  # what the tiny model was taught a little of
+
+
+@dataclass(frozen=True)
+class Start:
+    """A small model that a run may begin at: its plan, and what begins it by such a plan."""
+
+    plan: Any
+    begin: Callable[[Any], Untaught]
+
+
+STARTS: dict[str, Start] = {
+    load.TINY_MODEL: Start(WarmStart(), begin_tiny),
+    load.TINY_PERIMETER_MODEL: Start(PerimeterStart(), begin_perimeter),
+    load.TINY_TEXT_MODEL: Start(TextStart(), begin_text),
+    load.TINY_ZOOM_MODEL: Start(ZoomStart(), begin_zoom),
+}
+
+
+def resolve_model(name: str) -> str:
+    """As `local_model`, but the tiny models are built in this process where they are missing, or
+    were built by another plan than this version's. Machines that share the folder build it once.
+    """
+    is_there = name in STORED and (STORED[name] / "model.safetensors").is_file()
+    if name not in STARTS or is_there:
+        return local_model(name)
+    folder = cache_folder() / name
+    start = STARTS[name]
+    if not is_built(folder, asdict(start.plan)):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f".{folder.name}.lock")):
+            if not is_built(folder, asdict(start.plan)):
+                build_start(folder, start.plan, start.begin)
+    return str(folder)
+
+
+def resolve_dataset(name: str, rows: int, columns: Mapping[str, Any] | None = None) -> str:
+    """The folder of `rows` training rows for `synthetic` and `knights` (puzzles with two people);
+    with `columns` (`adora_columns`) that of a table, folder or hub id, converted here; any other
+    name, or a prepared folder, as it is.
+    """
+    if name == KNIGHTS_DATA:
+        drawn = puzzles(rows=rows, test_rows=SYNTHETIC_TEST_ROWS, people=KNIGHTS_PEOPLE)
+    elif name == SYNTHETIC_DATA:
+        drawn = synthetic(
+            rows=rows, test_rows=SYNTHETIC_TEST_ROWS, seed=SYNTHETIC_SEED, size=SYNTHETIC_SIZE
+        )
+    elif columns is None or _is_prepared(name):
+        return name
+    else:
+        return str(ensure_converted(name, columns, cache_folder()))
+    return str(ensure_drawn(cache_folder() / f"{name}-{rows}", drawn))
+
+
+def _is_prepared(name: str) -> bool:
+    """Whether a data set needs no `adora_columns`: it is made here, or was converted before."""
+    return name in (SYNTHETIC_DATA, KNIGHTS_DATA) or read_manifest(Path(name)) is not None
+
+
+def data_folders(script: AdoraScriptArguments) -> list[str]:
+    """The folder of each data set, made where it is missing. Raises `UserError`."""
+    columns = script.adora_columns
+    assert not isinstance(columns, str), "the arguments have read it"
+    file = next(
+        (name for name in script.dataset_name if columns is None and Path(name).is_file()), None
+    )
+    if file is not None:
+        example = "adora_columns: {problem: question, answer: label}"
+        raise UserError(
+            f"dataset_name: {file!r} is a file; say which of its columns is what, such as {example}"
+        )
+    if columns is not None and all(map(_is_prepared, script.dataset_name)):
+        raise UserError(
+            f"adora_columns: {columns} names columns of a table, but dataset_name: "
+            f"{', '.join(script.dataset_name)} has its columns already; leave adora_columns out, "
+            "or name the table"
+        )
+    return [
+        resolve_dataset(name, script.adora_synthetic_rows, columns) for name in script.dataset_name
+    ]

@@ -1,0 +1,162 @@
+"""What libraries hold in memory at a step and save nowhere: a reference model that moves, and the
+sums of losses.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import TrainerCallback
+
+from adora_vl.checkpoint.store import MANIFEST, facts_of
+from adora_vl.utils.errors import RunError, UserError
+
+REFERENCE = "reference"  # the folder in a checkpoint
+_FILE_BYTES = 2 * 2**30  # what is held in memory at a time
+_LOSSES = "losses"  # the key in the manifest
+
+
+def save_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Write named tensors, which are copied one by one, into files of `_FILE_BYTES` and a little
+    more.
+    """
+    files: list[dict[str, Tensor]] = [{}]
+    for name, tensor in tensors:
+        files[-1][name] = tensor.detach().to("cpu", copy=True).contiguous()
+        if sum(one.nbytes for one in files[-1].values()) >= _FILE_BYTES:
+            save_file(files[-1], folder / f"model-{len(files):05}.safetensors")
+            files[-1:] = [{}, {}]
+    if files[-1]:
+        save_file(files[-1], folder / f"model-{len(files):05}.safetensors")
+
+
+class MovingReference:
+    """The reference model of `sync_ref_model`, which TRL saves nowhere.
+
+    All ranks call every method together.
+    """
+
+    def __init__(self, model: Any, *, moves: bool, is_main: bool, zero3: bool) -> None:
+        """`model`: TRL's, unwrapped, or None.
+
+        `moves`: whether it is synced; one that does not is the base model.
+        """
+        self.model = model
+        self.moves = moves and model is not None
+        self.is_main = is_main
+        self.zero3 = zero3
+
+    def _whole(self, parameter: Any, *, changes: bool = False) -> AbstractContextManager[Any]:
+        if not self.zero3:
+            return nullcontext()
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if changes else None)  # type: ignore[no-any-return]
+
+    def save(self, checkpoint: Path) -> None:
+        if not self.moves:
+            return
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for name, parameter in self.model.named_parameters():
+                with self._whole(parameter):
+                    yield name, parameter.data
+
+        if not self.is_main:
+            deque(tensors(), maxlen=0)
+            return
+        (checkpoint / REFERENCE).mkdir(parents=True, exist_ok=True)
+        save_tensors(tensors(), checkpoint / REFERENCE)
+
+    def load(self, checkpoint: Path) -> None:
+        """Raises `UserError` for a checkpoint without the reference, `RunError` for one of another
+        model.
+        """
+        files = sorted((checkpoint / REFERENCE).glob("*.safetensors"))
+        lacks = (
+            f"resume_from_checkpoint: {str(checkpoint)!r} has no reference model, which "
+            "sync_ref_model: true moves"
+        )
+        if self.moves and not files:
+            raise UserError(
+                f"{lacks} at every sync; begin a new run from its weights (python -m "
+                "adora_vl.export)"
+            )
+        if not files or self.model is None:
+            return
+        # also where it is not synced any more: it is not the base model, so it is saved again
+        self.moves = True
+        parameters = dict(self.model.named_parameters())
+        for file in files:
+            with safe_open(file, framework="pt") as saved:
+                for name in saved.keys():  # noqa: SIM118  # it is no mapping
+                    parameter = parameters.pop(name, None)
+                    if parameter is None:
+                        raise RunError(f"{file}: this reference model has no {name}")
+                    with self._whole(parameter, changes=True), torch.no_grad():
+                        if self.is_main or not self.zero3:
+                            parameter.copy_(saved.get_tensor(name))
+        if parameters:
+            raise RunError(
+                f"{checkpoint / REFERENCE}: {next(iter(parameters))} of the reference model is "
+                "missing"
+            )
+
+
+class Losses(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+    """The sums behind `loss` and `train_loss`.
+
+    Transformers sets them to 0 at every start, and divides by all steps.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self._before: dict[str, Any] | None = None
+
+    def now(self) -> dict[str, Any]:
+        """For the manifest; of this rank until `of_all_ranks`."""
+        trainer = self.trainer
+        if not hasattr(trainer, "_tr_loss"):  # before the training
+            return {}
+        since = trainer._globalstep_last_logged
+        # a number only where it is written, since that waits for the device
+        rest = trainer._tr_loss.detach().clone()
+        return {_LOSSES: {"logged": trainer._total_loss_scalar, "since": since, "rest": rest}}
+
+    @staticmethod
+    def of_all_ranks(facts: dict[str, Any]) -> dict[str, Any]:
+        own = facts.get(_LOSSES)
+        return (
+            facts
+            if own is None
+            else {**facts, _LOSSES: {**own, "rest": gather_object([float(own["rest"])])}}
+        )
+
+    def load(self, checkpoint: Path) -> None:
+        """Take the sums from a checkpoint of ours.
+
+        They are put in place when the training begins.
+        """
+        self._before = (
+            facts_of(checkpoint).get(_LOSSES) if (checkpoint / MANIFEST).is_file() else None
+        )
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        before = self._before
+        self._before = None
+        if before is None:
+            return
+        rest = before["rest"]
+        trainer = self.trainer
+        same = len(rest) == trainer.accelerator.num_processes
+        own = rest[trainer.accelerator.process_index] if same else sum(rest) / len(rest)
+        trainer._tr_loss += own
+        trainer._total_loss_scalar = before["logged"]
+        trainer._globalstep_last_logged = before["since"]

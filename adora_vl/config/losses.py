@@ -1,0 +1,85 @@
+"""The keys of TRL's losses with which a loss would not be the one that its name says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from adora_vl.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from adora_vl.config.schema import AdoraGRPOConfig
+
+# The losses that clip the ratio of new to old policy on both sides, as PPO does.
+CLIPPED = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "luspo"})
+# With one ratio for a whole answer these sum it over the tokens, so a long answer weighs more.
+_SUMS_OVER_TOKENS = frozenset({"bnpo", "dr_grpo", "dapo", "cispo"})
+_USUAL_CAP = 5.0  # ScaleRL (arXiv 2510.13786)
+
+
+def check_loss(config: AdoraGRPOConfig) -> None:
+    """Raise `UserError` for keys with which the loss would not be the one that its name says."""
+    _check_bounds(config)
+    _check_level(config)
+    _check_entropy(config)
+
+
+def _upper_clip(config: AdoraGRPOConfig) -> float:
+    """TRL's `epsilon_high`, which is `epsilon` where it is not set."""
+    return float(config.epsilon if config.epsilon_high is None else config.epsilon_high)
+
+
+def _check_bounds(config: AdoraGRPOConfig) -> None:
+    """Of the ratio of new to old policy. TRL takes `epsilon_high` for CISPO's cap itself, so the
+    default of 0.2 would cap every ratio, and the gradient would be a fifth.
+    """
+    upper = _upper_clip(config)
+    value = "null" if config.epsilon_high is None else f"{config.epsilon_high:g}"
+    default = f", so epsilon: {config.epsilon:g}," if config.epsilon_high is None else ""
+    if config.loss_type == "cispo" and upper <= 1:
+        raise UserError(
+            f"epsilon_high: {value}{default} is the cap of the ratio itself with loss_type: cispo, "
+            f"and caps also the ratio of an unchanged policy, which is 1; set one above 1, such as "
+            f"epsilon_high: {_USUAL_CAP}"
+        )
+    if config.loss_type in CLIPPED and config.delta is not None and config.delta <= 1 + upper:
+        raise UserError(
+            f"delta: {config.delta:g} is the second bound of the ratio, beyond the clip at "
+            f"{1 + upper:g} (1 + epsilon_high); set a larger one, such as {2 + upper:g}, or leave "
+            "it out"
+        )
+
+
+def _check_level(config: AdoraGRPOConfig) -> None:
+    """One ratio for each token, or one for a whole answer."""
+    loss = config.loss_type
+    level = config.importance_sampling_level
+    if loss == "luspo" and level != "sequence":
+        raise UserError(
+            f"importance_sampling_level: {level} with loss_type: luspo, which scales the ratio of "
+            "a whole answer by its length; set it to sequence"
+        )
+    if level == "sequence" and loss in _SUMS_OVER_TOKENS:
+        raise UserError(
+            f"importance_sampling_level: sequence with loss_type: {loss} weighs an answer by its "
+            "length; set loss_type: grpo, which is GSPO, or luspo"
+        )
+    if level == "sequence" and loss == "vespo":
+        raise UserError(
+            "importance_sampling_level: sequence with loss_type: vespo, which makes the ratio of "
+            "a whole answer itself; set it to token"
+        )
+
+
+def _check_entropy(config: AdoraGRPOConfig) -> None:
+    lowest = config.entropy_coef_min
+    highest = config.entropy_coef_max
+    if config.use_adaptive_entropy and not lowest <= config.entropy_coef <= highest:
+        raise UserError(
+            f"entropy_coef: {config.entropy_coef:g} is not between entropy_coef_min: {lowest:g} and "
+            f"entropy_coef_max: {highest:g}, where use_adaptive_entropy keeps it; set one that is"
+        )
+
+
+def has_entropy_bonus(config: AdoraGRPOConfig) -> bool:
+    """Whether the loss has the bonus, also where the adaptive coefficient is 0 now."""
+    return bool(config.entropy_coef != 0.0 or config.use_adaptive_entropy)

@@ -1,0 +1,70 @@
+"""The blocks of options among the keys: how a generation is filled, and the limits of tools."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from adora_vl.utils.own_files import LONGEST_S, SHORTEST_S
+
+
+def key(default: Any, help: str, *, choices: Sequence[str] | None = None) -> Any:
+    """A field of a dataclass of keys.
+
+    `default`: also a function that makes one. `choices`: the words that it takes.
+    """
+    made: dict[str, Any] = (
+        {"default_factory": default} if callable(default) else {"default": default}
+    )
+    return field(**made, metadata={"help": help} | ({"choices": list(choices)} if choices else {}))
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """How a generation is filled."""
+
+    refill: Annotated[int, Field(ge=0)] = key(
+        0,
+        "DAPO's dynamic sampling: sample further problems up to so many times per generation, to "
+        "replace groups whose advantages are all zero.",
+    )
+    budget: (
+        Annotated[int, Field(ge=1)]
+        | Annotated[str, Field(pattern="^auto$", description="auto")]
+        | None
+    ) = key(
+        None,
+        "Partial rollouts: stop a generation after so many tokens and go on with unfinished "
+        "answers in the next one; auto: the length that nine of ten of the last answers had at "
+        "most, where the longest are much longer. Null: all are sampled to their ends.",
+    )
+    ahead: Annotated[int, Field(ge=0, le=4)] = key(
+        0,
+        "vLLM servers that get weights by files sample so many generations ahead, while the "
+        "policy learns: each by the weights of so many generations before. 0: one after the "
+        "other.",
+    )
+    staleness: Annotated[int, Field(ge=1)] = key(
+        4, "With a budget, answers begun so many generations ago are sampled to their end."
+    )
+
+
+@dataclass(frozen=True)
+class ToolOptions:
+    """The limits of what tools say."""
+
+    max_pixels: Annotated[int, Field(ge=28 * 28)] | None = key(
+        None, "Largest picture that a tool shows, in pixels; null: as the problem's."
+    )
+    seconds: Annotated[float, Field(ge=SHORTEST_S, le=LONGEST_S)] = key(
+        10.0, "That a call of a tool of your own may take."
+    )
+    calls_per_turn: Annotated[int, Field(ge=1)] = key(4, "Calls that are answered in one turn.")
+    turn_tokens: Annotated[int, Field(ge=1)] | None = key(
+        None, "Tokens that a turn may have; null: as many as max_completion_length leaves."
+    )
+    max_text: Annotated[int, Field(ge=1)] = key(2000, "Characters that a tool may return.")
+    images: Annotated[int, Field(ge=1)] = key(
+        8, "Pictures in a conversation, the problem's among them."
+    )

@@ -1,0 +1,395 @@
+"""Keys of TRL and Transformers that would do nothing in a run here, or nothing right.
+
+Those that a user sets in order to train otherwise are refused; the others are named in a line
+before the run. A key counts as set where its value is not its default, so that commands and Python
+are told the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from adora_vl.config.batch_plan import regroup_obstacle, regroups
+from adora_vl.config.losses import CLIPPED
+from adora_vl.utils.cli import spelled
+from adora_vl.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from trl import ModelConfig
+
+    from adora_vl.config.schema import AdoraGRPOConfig
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What decides whether a key is read.
+
+    `adapted`: whether an adapter is trained. `trl_evaluates`: on a data set that Python gave.
+    """
+
+    config: AdoraGRPOConfig
+    model: ModelConfig
+    adapted: bool
+    trl_evaluates: bool
+
+
+@dataclass(frozen=True)
+class UnusedKeys:
+    """Keys that are read for one reason alone.
+
+    `reason`: as the end of "KEY does nothing ...". `are_read`: whether a run reads them.
+    """
+
+    keys: tuple[str, ...]
+    reason: str
+    are_read: Callable[[RunSettings], bool]
+
+
+_NO_WARMUP = ("constant", "reduce_lr_on_plateau")
+_NOT_ADAM = ("adafactor", "adagrad", "galore_adafactor", "rmsprop", "sgd")
+_LOW_RANK_OPTIMIZERS = ("apollo", "galore")
+
+
+def _evaluates(settings: RunSettings) -> bool:
+    return spelled(settings.config.eval_strategy) != "no"
+
+
+def _by_engine(settings: RunSettings) -> bool:
+    return bool(settings.config.use_vllm)
+
+
+def _by_server(settings: RunSettings) -> bool:
+    return _by_engine(settings) and settings.config.vllm_mode == "server"
+
+
+def _by_own_engine(settings: RunSettings) -> bool:
+    return _by_engine(settings) and settings.config.vllm_mode == "colocate"
+
+
+def _corrects(settings: RunSettings) -> bool:
+    return _by_engine(settings) and bool(settings.config.vllm_importance_sampling_correction)
+
+
+def _on_plateau(settings: RunSettings) -> bool:
+    return spelled(settings.config.lr_scheduler_type) == "reduce_lr_on_plateau"
+
+
+def _keeps_padding(settings: RunSettings) -> bool:
+    return not regroups(settings.config) or bool(regroup_obstacle(settings.config))
+
+
+def _reads_epsilon(settings: RunSettings) -> bool:
+    """CISPO takes it for its cap where `epsilon_high` is not set."""
+    config = settings.config
+    is_cap = config.loss_type == "cispo" and config.epsilon_high is None
+    return config.loss_type in CLIPPED or is_cap
+
+
+def _never(settings: RunSettings) -> bool:
+    return False
+
+
+GROUPS = (
+    UnusedKeys(
+        (
+            "lora_alpha",
+            "lora_dropout",
+            "lora_modules_to_save",
+            "lora_r",
+            "lora_target_modules",
+            "lora_target_parameters",
+            "lora_task_type",
+            "use_dora",
+            "use_rslora",
+        ),
+        "without use_peft: true, so all weights are trained",
+        lambda settings: settings.adapted,
+    ),
+    UnusedKeys(
+        ("bnb_4bit_quant_storage", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
+        "without load_in_4bit: true",
+        lambda settings: settings.model.load_in_4bit,
+    ),
+    UnusedKeys(
+        (
+            "vllm_importance_sampling_correction",
+            "vllm_max_model_length",
+            "vllm_mode",
+            "vllm_structured_outputs_regex",
+        ),
+        "without use_vllm: true",
+        _by_engine,
+    ),
+    UnusedKeys(
+        ("vllm_group_port", "vllm_server_base_url", "vllm_server_port", "vllm_server_timeout"),
+        "without use_vllm: true and vllm_mode: server",
+        _by_server,
+    ),
+    UnusedKeys(
+        (
+            "vllm_enable_sleep_mode",
+            "vllm_gpu_memory_utilization",
+            "vllm_model_impl",
+            "vllm_tensor_parallel_size",
+        ),
+        "without use_vllm: true and vllm_mode: colocate; a server is told when it is started",
+        _by_own_engine,
+    ),
+    UnusedKeys(
+        (
+            "vllm_importance_sampling_clip_max",
+            "vllm_importance_sampling_clip_min",
+            "vllm_importance_sampling_mode",
+        ),
+        "without use_vllm: true and vllm_importance_sampling_correction: true",
+        _corrects,
+    ),
+    UnusedKeys(
+        ("cache_implementation", "ds3_gather_for_generation"),
+        "with use_vllm: true",
+        lambda settings: not settings.config.use_vllm,
+    ),
+    UnusedKeys(
+        ("entropy_coef_delta", "entropy_coef_max", "entropy_coef_min", "entropy_target"),
+        "without use_adaptive_entropy: true",
+        lambda settings: settings.config.use_adaptive_entropy,
+    ),
+    UnusedKeys(
+        ("ref_model_mixup_alpha", "ref_model_sync_steps"),
+        "without sync_ref_model: true",
+        lambda settings: settings.config.sync_ref_model,
+    ),
+    UnusedKeys(
+        ("use_bias_correction_kl",),
+        "with beta: 0",
+        lambda settings: settings.config.beta != 0,
+    ),
+    UnusedKeys(
+        ("delta",),
+        "with this loss_type, which does not clip on both sides",
+        lambda settings: settings.config.loss_type in CLIPPED,
+    ),
+    UnusedKeys(("epsilon",), "with this loss_type, which has no lower clip", _reads_epsilon),
+    UnusedKeys(
+        ("epsilon_high",),
+        "with this loss_type, which has no upper clip",
+        lambda settings: settings.config.loss_type in CLIPPED | {"cispo"},
+    ),
+    UnusedKeys(
+        ("sapo_temperature_neg", "sapo_temperature_pos"),
+        "without loss_type: sapo",
+        lambda settings: settings.config.loss_type == "sapo",
+    ),
+    UnusedKeys(
+        ("vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos"),
+        "without loss_type: vespo",
+        lambda settings: settings.config.loss_type == "vespo",
+    ),
+    UnusedKeys(
+        ("gradient_checkpointing_kwargs",),
+        "with gradient_checkpointing: false",
+        lambda settings: settings.config.gradient_checkpointing,
+    ),
+    UnusedKeys(
+        ("liger_kernel_config",),
+        "without use_liger_kernel: true",
+        lambda settings: settings.config.use_liger_kernel,
+    ),
+    UnusedKeys(
+        ("warmup_steps",),
+        "with this lr_scheduler_type; constant_with_warmup has a warmup",
+        lambda settings: spelled(settings.config.lr_scheduler_type) not in _NO_WARMUP,
+    ),
+    UnusedKeys(
+        ("adam_beta1", "adam_beta2", "adam_epsilon"),
+        "with this optim",
+        lambda settings: not spelled(settings.config.optim).startswith(_NOT_ADAM),
+    ),
+    UnusedKeys(
+        ("optim_target_modules",),
+        "without an optim of GaLore or APOLLO",
+        lambda settings: spelled(settings.config.optim).startswith(_LOW_RANK_OPTIMIZERS),
+    ),
+    UnusedKeys(
+        (
+            "adora_eval",
+            "adora_eval_limit",
+            "do_eval",
+            "eval_delay",
+            "eval_steps",
+        ),
+        "without eval_strategy: steps",
+        _evaluates,
+    ),
+    UnusedKeys(
+        ("num_generations_eval", "per_device_eval_batch_size"),
+        "here, because an evaluation on the way asks each problem once",
+        lambda settings: settings.trl_evaluates,
+    ),
+    UnusedKeys(
+        (
+            "hub_always_push",
+            "hub_model_id",
+            "hub_private_repo",
+            "hub_revision",
+            "hub_strategy",
+        ),
+        "without push_to_hub: true",
+        lambda settings: settings.config.push_to_hub,
+    ),
+    UnusedKeys(
+        ("project", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id"),
+        "without report_to: trackio",
+        lambda settings: "trackio" in (settings.config.report_to or ()),
+    ),
+    UnusedKeys(
+        ("log_unique_prompts", "num_completions_to_print"),
+        "without log_completions: true",
+        lambda settings: settings.config.log_completions,
+    ),
+    UnusedKeys(
+        ("greater_is_better", "metric_for_best_model"),
+        "here, because no checkpoint is chosen by an evaluation",
+        _on_plateau,
+    ),
+    UnusedKeys(
+        (
+            "batch_eval_metrics",
+            "bf16_full_eval",
+            "eval_accumulation_steps",
+            "eval_do_concat_batches",
+            "eval_use_gather_object",
+            "fp16_full_eval",
+            "include_for_metrics",
+            "label_names",
+            "prediction_loss_only",
+        ),
+        "here, because evaluations read answers and no predictions",
+        _never,
+    ),
+    UnusedKeys(("do_predict",), "here, as in any Trainer", _never),
+    UnusedKeys(
+        ("average_tokens_across_devices",),
+        "here, because the losses count the tokens of all processes",
+        _never,
+    ),
+    UnusedKeys(("include_num_input_tokens_seen",), "here; num_tokens of the log says it", _never),
+    UnusedKeys(
+        ("pad_to_multiple_of",),
+        "here, because micro-batches are cut to the length of their rows",
+        _keeps_padding,
+    ),
+    UnusedKeys(("length_column_name",), "here, because no rows are sorted by length", _never),
+    UnusedKeys(
+        ("transformers_continuous_batching_config",),
+        "here, because whoever samples is vLLM or the policy itself",
+        _never,
+    ),
+)
+
+
+def unused_keys(settings: RunSettings) -> list[str]:
+    """A line for each reason for which keys that were set do nothing in this run."""
+    were_set = {*_changed(settings.config), *_changed(settings.model)}
+    lines: list[str] = []
+    for group in GROUPS:
+        names = [name for name in group.keys if name in were_set]
+        if names and not group.are_read(settings):
+            lines.append(f"{', '.join(names)}: {_verb(names)} nothing {group.reason}")
+    return lines
+
+
+def _verb(names: Sequence[str]) -> str:
+    return "does" if len(names) == 1 else "do"
+
+
+def _changed(keys: Any) -> list[str]:
+    """The keys of a dataclass whose values are not their defaults."""
+    changed: list[str] = []
+    for field in fields(keys):
+        default = field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        value = getattr(keys, field.name)
+        if value != default and value not in (None, [], {}):
+            changed.append(field.name)
+    return changed
+
+
+def refuse_unused(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> None:
+    """Raise `UserError` for a key that is set in order to train otherwise, and would not, or that
+    would break the groups, the batches or the checkpoints of a run.
+
+    `trl_evaluates`: on a data set that Python gave.
+    """
+    order = config.train_sampling_strategy
+    schedule = spelled(config.lr_scheduler_type)
+    if config.label_smoothing_factor:
+        raise UserError(
+            f"label_smoothing_factor: {config.label_smoothing_factor} has no labels to smooth in "
+            "a policy's loss; leave it out"
+        )
+    if order == "sequential":
+        raise UserError(
+            "train_sampling_strategy: sequential is not read here; set shuffle_dataset: false"
+        )
+    if order not in ("random", "sequential"):
+        raise UserError(f"train_sampling_strategy: {order} would tear groups apart; leave it out")
+    if config.neftune_noise_alpha is not None:
+        raise UserError(
+            f"neftune_noise_alpha: {config.neftune_noise_alpha} puts noise into every ratio to the "
+            "policy that has sampled; leave it out"
+        )
+    if schedule == "reduce_lr_on_plateau" and not trl_evaluates:
+        raise UserError(
+            "lr_scheduler_type: reduce_lr_on_plateau is never told of an evaluation here, so the "
+            "rate would stay as it is; choose another one"
+        )
+    if config.eval_on_start and spelled(config.eval_strategy) == "no" and not trl_evaluates:
+        raise UserError(
+            "eval_on_start: true with eval_strategy: no has nothing to evaluate; set "
+            "eval_strategy: steps"
+        )
+    if config.save_only_model:
+        raise UserError(
+            "save_only_model: true leaves out what a run goes on with; leave it out, and make a "
+            "model of a checkpoint with `python -m adora_vl.export`"
+        )
+    if config.enable_jit_checkpoint:
+        raise UserError(
+            "enable_jit_checkpoint: true is not needed: SIGTERM saves a checkpoint in every run; "
+            "leave it out"
+        )
+    _refuse_loaders(config)
+
+
+def _refuse_loaders(config: AdoraGRPOConfig) -> None:
+    """Raise `UserError` for keys of the data loader that would give ranks parts of groups, or that
+    torch refuses once the weights are loaded.
+    """
+    accelerator = config.accelerator_config
+    workers = config.dataloader_num_workers
+    remakes = "counts the micro-batches of a step again; set gradient_accumulation_steps"
+    if accelerator.split_batches or accelerator.dispatch_batches:
+        raise UserError(
+            "accelerator_config: split_batches and dispatch_batches would tear groups apart; leave "
+            "them out"
+        )
+    if "num_steps" in (accelerator.gradient_accumulation_kwargs or {}):
+        raise UserError(f"accelerator_config: gradient_accumulation_kwargs: num_steps {remakes}")
+    if config.parallelism_config is not None:
+        raise UserError("parallelism_config: a model is divided by DeepSpeed alone; leave it out")
+    if not config.dataloader_in_order:
+        raise UserError(
+            "dataloader_in_order: false would give ranks parts of different generations; leave it "
+            "out"
+        )
+    if not workers and config.dataloader_persistent_workers:
+        raise UserError("dataloader_persistent_workers: true needs dataloader_num_workers above 0")
+    if not workers and config.dataloader_multiprocessing_context is not None:
+        raise UserError(
+            f"dataloader_multiprocessing_context: {config.dataloader_multiprocessing_context} needs "
+            "dataloader_num_workers above 0"
+        )

@@ -1,0 +1,1 @@
+"""Data sets of other people become prepared folders: tables, pictures, conversations, the hub."""

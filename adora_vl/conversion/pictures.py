@@ -1,0 +1,284 @@
+"""The pictures that a value of a table names or holds: bytes, a data URL, Base64, a path as any
+system spells it.
+"""
+
+import base64
+import binascii
+import os
+import re
+import unicodedata
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from adora_vl.conversion.chat import picture_of
+from adora_vl.conversion.problem import MAX_FILE_BYTES
+from adora_vl.data.images import UnreadableImageError, file_within, is_picture
+from adora_vl.utils.cli import read_json, shown
+from adora_vl.utils.errors import nearest
+
+_DATA_URL = re.compile(r"data:image(?:/[\w.+-]+)?(?:;[\w=.+-]+)*;base64,", re.IGNORECASE)
+_FILE_URL = "file://"
+_WEB = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
+_LONGEST_PATH = 1024  # a longer text is Base64
+_ENDING = re.compile(r"\.(?:png|jpe?g|webp|gif|bmp|tiff?|heic|heif|avif)$", re.IGNORECASE)
+_BETWEEN_PATHS = re.compile(r"\s*[;|\n]\s*|\s*,\s*")
+_COMPARED = 200  # names of files that a missing one is compared with
+Fetch = Callable[[str], bytes]
+
+
+class PictureError(ValueError):
+    """A value gives no picture. `kind`: the broken rule in one word; `remedy`: what to do."""
+
+    def __init__(self, kind: str, why: str, remedy: str) -> None:
+        super().__init__(why)
+        self.kind = kind
+        self.remedy = remedy
+
+
+@dataclass(frozen=True)
+class FileRoot:
+    """Where the paths in a table lead; without folders there are no files, as in a stream from the
+    hub.
+    """
+
+    folder: Path | None = None  # in which they start, the table's own
+    root: Path | None = None  # which they may not leave, the input's
+    by_tail: bool = (
+        False  # paths of another machine lead to the file with the longest tail of theirs
+    )
+    stored: str = ""  # the beginning of the paths of the hub's own files, whose bytes `fetch` gets
+    fetch: Fetch | None = None
+
+
+def picture_bytes(value: Any, files: FileRoot) -> bytes:
+    """The picture that bytes, a struct, a data URL, Base64, a path or its file URL holds.
+
+    Raises `PictureError`.
+    """
+    value = _held(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if not isinstance(value, str) or not value.strip():
+        raise PictureError("no_image", f"is {shown(value)}", "put the picture, or its path, into")
+    text = value.strip()
+    if text[:5].lower() == "data:":
+        head = _DATA_URL.match(text)
+        if not head:
+            why = f"is {shown(text)}, not a data URL of an image"
+            raise PictureError("not_base64", why, "write data:image/png;base64,... in")
+        return _of_base64(text[head.end() :], "has a data URL whose Base64 is broken")
+    if files.stored and text.startswith(files.stored):
+        assert files.fetch is not None
+        try:
+            return files.fetch(text)
+        except (
+            Exception
+        ) as error:  # the hub's library raises its own, the network's and the file system's
+            why = f"is {shown(text)}, which the hub does not give ({type(error).__name__})"
+            raise PictureError("file_missing", why, "check it in") from error
+    if _WEB.match(text) and not text.lower().startswith(_FILE_URL):
+        why = f"is the address {shown(text)}, and nothing is downloaded"
+        raise PictureError("not_a_file", why, "put the picture itself into")
+    if len(text) > _LONGEST_PATH:
+        return _of_base64(text, "is a text that is neither a path nor Base64")
+    with suppress(PictureError):  # a small drawing
+        if is_picture(found := _of_base64(text, "")):
+            return found
+    return _of_file(text, files)
+
+
+def _held(value: Any) -> Any:
+    """The bytes, path or address in a struct, also one inside of another; else the value itself."""
+    for _ in range(2):
+        if isinstance(value, dict):
+            value = value["bytes"] if value.get("bytes") is not None else picture_of(value)
+    return value
+
+
+def listed_pictures(value: Any) -> list[Any]:
+    """The pictures of a cell: the paths that it lists, with `;`, `,`, `|` or line breaks between
+    them, else itself.
+    """
+    if isinstance(value, list | tuple):
+        return list(value)
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            found = read_json(value)
+            return found if isinstance(found, list) else [value]
+    if isinstance(value, str) and len(value) <= _LONGEST_PATH and value[:5].lower() != "data:":
+        paths = [path for path in _BETWEEN_PATHS.split(value.strip()) if path]
+        if len(paths) > 1 and all(map(_ENDING.search, paths)):
+            return paths
+    return [value]
+
+
+def _path_in(value: Any) -> str:
+    name = picture_of(value) if isinstance(value, dict) and value.get("bytes") is None else value
+    named = isinstance(name, str) and len(name) <= _LONGEST_PATH and name[:5].lower() != "data:"
+    return str(name).strip() if named else ""
+
+
+def named_files(value: Any, files: FileRoot) -> list[Path]:
+    """The files inside the input's folder that the value of an images column names."""
+    found = []
+    for item in listed_pictures(value):
+        with suppress(PictureError, OSError):
+            if name := _path_in(item):
+                found.append(located(name, files))
+    return found
+
+
+def other_spelling(value: Any, files: FileRoot) -> str:
+    """The name of the file that a path leads to only in another spelling of it; empty for any other
+    value.
+    """
+    with suppress(PictureError, OSError):
+        name = _path_in(value)
+        if (
+            name
+            and files.folder
+            and not _inside(name, files).exists()
+            and (found := located(name, files)).is_file()
+        ):
+            return os.path.relpath(found, files.folder)
+    return ""
+
+
+def _of_base64(text: str, why: str) -> bytes:
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise PictureError(
+            "not_base64", f"{why} ({error})", "encode the picture again in"
+        ) from error
+
+
+def _inside(name: str, files: FileRoot) -> Path:
+    """The file that a path or file URL leads to.
+
+    Raises `PictureError` where that is not in the input's folder.
+    """
+    if files.folder is None or files.root is None:
+        raise PictureError(
+            "not_a_file", f"is the path {shown(name)}, and there are no files", "put the bytes into"
+        )
+    path = unquote(name[len(_FILE_URL) :]) if name.lower().startswith(_FILE_URL) else name
+    elsewhere = _OF_A_MACHINE.match(path) and not Path(path).is_relative_to(files.root)
+    if elsewhere and files.by_tail:
+        path = _longest_tail(path, files.folder) or path
+    if Path(path).is_absolute():
+        path = os.path.relpath(path, files.folder)
+    try:
+        return file_within(files.folder, path, files.root)
+    except UnreadableImageError as error:
+        wrong = f"which is none ({error.__cause__})"
+        remedy = "correct it in"
+        if error.kind == "path_outside":
+            wrong = "which leads out of the input's folder"
+            remedy = "put the picture into it, and its path into"
+            if elsewhere:
+                remedy = "name the folder that has the end of the path, with --image-dir DIR, for"
+        raise PictureError(error.kind, f"is the path {shown(name)}, {wrong}", remedy) from error
+
+
+_OF_A_MACHINE = re.compile(r"/|[A-Za-z]:[\\/]")  # an absolute path of any system
+
+
+def _longest_tail(path: str, folder: Path) -> str:
+    """The longest end of a path that is a file in `folder`; empty where none is."""
+    parts = [part for part in path.replace("\\", "/").split("/") if part not in ("", ".", "..")]
+    tails = ("/".join(parts[start:]) for start in range(len(parts)))
+    return next((tail for tail in tails if (folder / tail).is_file()), "")
+
+
+def located(name: str, files: FileRoot) -> Path:
+    r"""The file of a path, else the one that has this path in another spelling: `a\b.PNG`,
+    `a%20b.png`, decomposed ä.
+
+    Where there is none, the path as it is. Raises `PictureError` where that leads out of the input,
+    or several fit.
+    """
+    literal = _inside(name, files)
+    folder = files.folder
+    found = [Path()]
+    if literal.exists() or folder is None:
+        return literal
+    try:
+        parts = Path(
+            os.path.relpath(_inside(unquote(name).replace("\\", "/"), files), folder)
+        ).parts
+    except PictureError:
+        return literal
+    for part in parts:
+        key = _folded(part)
+        up = [".."] if part == ".." else None
+        found = [
+            before / name
+            for before in found
+            for name in up or _names_in(folder / before).get(key, [])
+        ]
+    if len(found) > 1:
+        listed = " or ".join(repr(str(path)) for path in found)
+        raise PictureError(
+            "file_missing", f"is {shown(name)}, which may be {listed}", "name one of them in"
+        )
+    return _inside(str(found[0]), files) if found else literal
+
+
+def _names_in(folder: Path) -> dict[str, list[str]]:
+    try:
+        return _listed(folder, folder.stat().st_mtime_ns)
+    except OSError:
+        return {}
+
+
+@lru_cache(maxsize=32)
+def _listed(folder: Path, changed: int) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for path in folder.iterdir():
+        found.setdefault(_folded(path.name), []).append(path.name)
+    return found
+
+
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+
+
+def _of_file(name: str, files: FileRoot) -> bytes:
+    file = located(name, files)
+    try:
+        if not file.is_file():  # a folder, a pipe, a device
+            why = f"is {shown(name)}, where there is no file{_near(file, files.folder)}"
+            raise PictureError("file_missing", why, "put the file there for")
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise PictureError(
+                "file_too_large",
+                f"is {shown(name)} of over {MAX_FILE_BYTES} bytes",
+                "shrink it for",
+            )
+        return file.read_bytes()
+    except OSError as error:
+        why = f"is {shown(name)}, which cannot be read ({error.strerror})"
+        raise PictureError("file_missing", why, "make it readable for") from error
+
+
+def _near(file: Path, folder: Path | None) -> str:
+    """Where a missing file may be: under this name in a folder beside the table, or under one that
+    is like its own.
+    """
+    assert folder is not None, "without files there is no path"
+    key = _folded(file.name)
+    holder = next((name for name in _some_names(folder) if key in _names_in(folder / name)), None)
+    if holder and folder / holder != file.parent:
+        return f" (there is one in {holder!r}: --image-dir {folder / holder})"
+    close = nearest(file.name, _some_names(file.parent))
+    return f" (did you mean {close!r}?)" if close else ""
+
+
+def _some_names(folder: Path) -> list[str]:
+    return sorted(name for names in _names_in(folder).values() for name in names)[:_COMPARED]

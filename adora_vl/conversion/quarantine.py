@@ -1,0 +1,186 @@
+"""Keeps rows that cannot be used: `quarantine.jsonl` has the reasons, and `quarantine/` the
+original bytes. What is to be said of rows that are used all the same stands in `NOTES`.
+
+The bytes are separate files instead of text in the JSON. A viewer can then open a picture, `less`
+stays usable, and a 40 MB scan is not one line. Files are named by their content, so that nothing
+from the input becomes part of a path.
+"""
+
+import hashlib
+import json
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from adora_vl.conversion.problem import RowError
+from adora_vl.utils.cli import MistakesError, amount, shown
+
+QUARANTINE_NAME = "quarantine.jsonl"
+LEAK = "leak"  # a sound row of the training split that stands in a held-out one too
+MAX_SHARE = 0.02  # of the rows; with more, the source itself is taken for broken
+_SIGNATURES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"{": "json"}
+
+
+class Quarantine:
+    """Writes refused rows into `folder`, one at a time, so that none stays in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._firsts: dict[str, str] = {}  # of each kind
+        self._rows = self.broken = 0  # a leak is not broken
+        self.kinds: Counter[str] = Counter()
+
+    def add(self, split: str, error: RowError) -> None:
+        line: dict[str, Any] = {
+            "id": error.row_id,
+            "split": split,
+            "reason": error.kind,
+            "detail": str(error),
+        }
+        line |= {
+            "record": error.record,
+            "files": [self._kept(original) for original in error.originals],
+        }
+        if error.more:
+            line["also"] = [{"reason": one.kind, "detail": one.sentence} for one in error.more]
+        with (self._folder / QUARANTINE_NAME).open("a", encoding="utf-8") as stream:
+            # ASCII: half a surrogate pair is kept as well
+            stream.write(json.dumps(line, sort_keys=True) + "\n")
+        self._rows += 1
+        self.broken += error.kind != LEAK
+        for one in {fault.kind: fault for fault in (*error.more, error)}.values():
+            self.kinds[one.kind] += 1
+            self._firsts.setdefault(one.kind, f"{error.row_id}: {one.sentence}")
+
+    def summary(self) -> dict[str, Any]:
+        """The counts of refused rows, as the manifest has them.
+
+        A row with several faults counts for each.
+        """
+        return {"rows": self._rows, "reasons": dict(sorted(self.kinds.items()))}
+
+    def check(self, rows: int, kept: int, allowed: float, report: Path) -> None:
+        """Raise `MistakesError`, a line a kind, where more than `allowed` of `rows` is broken, or
+        none is left.
+        """
+        if self.broken <= allowed * rows and kept:
+            return
+        share = self.broken / rows
+        # rounded up
+        remedy = (
+            f"mend them, or accept them with --allow-quarantined {-(-share * 100 // 1) / 100:.2f}"
+        )
+        kinds = [
+            (kind, count)
+            for kind, count in self.kinds.most_common()
+            if kind != LEAK or not self.broken
+        ]
+        over = f"({share:.1%}) cannot be used, over the {allowed * 100:g}% allowed"
+        firsts = [
+            f"{kind}: {amount(count, 'row')}, the first is {self._firsts[kind]}"
+            for kind, count in kinds
+        ]
+        last = (
+            f"all of them are in {report / QUARANTINE_NAME}; "
+            f"{remedy if kept else 'no row is left to use'}"
+        )
+        raise MistakesError([f"input: {self.broken} of {rows} rows {over}", *firsts, last])
+
+    def move_to(self, folder: Path) -> None:
+        """Move everything into another folder, for a preparation that ends without output."""
+        for path in (self._folder / QUARANTINE_NAME, self._folder / "quarantine"):
+            if path.exists():
+                shutil.move(path, folder / path.name)
+
+    def _kept(self, original: bytes) -> str:
+        ending = next(
+            (end for sign, end in _SIGNATURES.items() if original.startswith(sign)), "bin"
+        )
+        name = f"quarantine/{hashlib.sha256(original).hexdigest()[:24]}.{ending}"
+        path = self._folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(original)
+        return name
+
+
+def first_details(folder: Path) -> list[str]:
+    """What is wrong with the first row of each kind that is in the quarantine of a prepared folder
+    for being broken.
+    """
+    found: dict[str, str] = {}
+    with (folder / QUARANTINE_NAME).open(encoding="utf-8") as stream:
+        for line in map(json.loads, stream):
+            for fault in (line, *line.get("also", ())):
+                if fault["reason"] != LEAK and fault["reason"] not in found:
+                    found[fault["reason"]] = (
+                        f"{'' if fault is line else line['id'] + ': '}{fault['detail']}"
+                    )
+    return list(found.values())
+
+
+# The name of a note, and what follows "12 rows" with an example of them.
+NOTES = {
+    "no_facts": "have no facts in words, such as {example}: what their diagram says does not suffice "
+    "without looking",
+    "without_image": "have no image, such as {example}",
+    "parts": (
+        "number more images than they have, such as {example}, as where the parts of one picture are numbered: it "
+        'stands at the first number, and the others stay as the words "image 2"'
+    ),
+    "options": 'have options that name an image, such as {example}: there it stays as the words "image '
+    '2"',
+    "repeats": "repeat another row, answer and all, such as {example}; they were kept",
+    "percent": (
+        "have a percentage as the answer, such as {example}, which the problem does not ask for: 50 is wrong for 50%, "
+        'so say "in percent" in the problem, or give the number alone'
+    ),
+    "words": (
+        "have words beside a number as the answer, such as {example}: the number alone is wrong "
+        "for them, so give the number, and say in the problem what it counts"
+    ),
+    "stated": (
+        "have a solution or a sentence as the answer, such as {example}: what stands behind its last "
+        "`Answer:` or `The answer is` was taken"
+    ),
+    "options_in_text": (
+        "have their options in the text of the problem, such as {example}: they became choices, "
+        "which the prompt lists; --keep-options-in-text leaves them there"
+    ),
+    "no_answer": (
+        "have an answer that many tables write where there is none, such as {example}: it is "
+        "taken as a text, so leave such rows out unless it is one"
+    ),
+    "letter": (
+        "have a letter as the answer and no options, such as {example}: name the column with the "
+        "options, choices=COLUMN, or write them into the problem"
+    ),
+    "signs": (
+        "have an answer that can be read as a text of signs alone, such as {example}: another "
+        "spelling is wrong for it, so write a number, an expression or a word where one is meant"
+    ),
+    "one_picture": (
+        "share one picture with seven others or more, such as {example}: see whether "
+        "images=COLUMN names the right one"
+    ),
+    "spelling": "name a picture in another spelling than its file has, such as {example}; that file was "
+    "taken",
+    "format": "were read from {example}; see whether the prompt below is right, or save the table as "
+    "CSV UTF-8",
+    "instruction": "end with an instruction on how to answer, such as {example}; ",
+}
+_KEPT = "it was kept, beside the training's own system prompt: --drop-instruction takes it off"
+_DROPPED = "it was taken off"
+_SHOWN = 100  # characters of an example
+
+
+def note_lines(manifest: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for name, found in (manifest.get("noted") or {}).items():
+        example = shown(found["example"], _SHOWN) if name == "instruction" else found["example"]
+        line = f"noted: {found['rows']} of the rows {NOTES[name].format(example=example)}"
+        if name == "instruction":
+            line += _DROPPED if manifest["arguments"].get("drop_instruction") else _KEPT
+        lines.append(line)
+    return lines

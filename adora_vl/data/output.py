@@ -1,0 +1,112 @@
+"""What the output folder of a preparation may replace; it appears complete or not at all."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from adora_vl.data.dataset import MANIFEST_NAME, read_manifest
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import (
+    is_partial,
+    recover_folder,
+    replacing_folder,
+    unwritable,
+    written_to,
+)
+
+_DECIDES_NO_ROW = "allow_quarantined"  # people are told to raise it, and the rows stay the same
+
+
+@contextmanager
+def complete_or_absent(
+    output: Path, description: Mapping[str, Any] | None = None, *, overwrite: bool = True
+) -> Iterator[Path]:
+    """A folder to write into, hidden beside `output`, that takes the place of `output` when the
+    block ends.
+
+    On any exception it is removed and `output` stays as it was. Raises `UserError` where that holds
+    what we did not prepare, without `overwrite` also another dataset than that of `description`,
+    and where the disk is full.
+    """
+    output = output.resolve()
+    with written_to("output", output):
+        recover_folder(output)
+    _refuse(output, description, overwrite)
+    try:
+        with replacing_folder(output) as folder:
+            yield folder
+            _refuse(output, description, overwrite)  # again, since preparing takes long
+    except OSError as error:
+        path = Path(error.filename or output)
+        places = [
+            place
+            for place in (path, *path.parents)
+            if place.parent == output.parent and is_partial(place)
+        ]
+        # in the hidden folder beside it
+        hidden = any(place.name.startswith(f".{output.name}.") for place in places)
+        if error.errno is None or not (hidden or path in (output, *output.parents)):
+            raise  # something else than what is written here
+        raise unwritable("output", output, error) from error
+
+
+def _refuse(output: Path, description: Mapping[str, Any] | None, overwrite: bool) -> None:
+    refuse_foreign(output)
+    manifest = read_manifest(output)
+    if overwrite or manifest is None:
+        return
+    assert description is not None, "without it no dataset is the same"
+    here, new = (_identity(found) for found in (manifest, json.loads(json.dumps(description))))
+    at = next((at for at in (*new, *here) if here.get(at) != new.get(at)), None)
+    if at is not None:
+        difference = f"{at[-1]} {here.get(at)!r:.60}, this one {new.get(at)!r:.60}"
+        holds = f"{str(output)!r} holds another prepared dataset ({difference})"
+        raise UserError(f"output: {holds}; choose another folder, or replace it with --overwrite")
+
+
+def _identity(description: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """What identifies a dataset: where it is equal, the same command makes it again."""
+    arguments = {
+        key: one
+        for key, one in (description.get("arguments") or {}).items()
+        if key != _DECIDES_NO_ROW
+    }
+    found = {(key,): description.get(key) for key in ("source", "input", "revision")}
+    return found | {("arguments", key): value for key, value in arguments.items()}
+
+
+def refuse_foreign(output: Path) -> None:
+    """Raise `UserError` unless `output` is absent, empty, or a prepared folder with nothing else in
+    it.
+    """
+    with written_to("output", output):
+        if not output.exists():
+            return
+        if not output.is_dir():
+            raise UserError(f"output: {str(output)!r} is a file; choose another folder")
+        if not any(output.iterdir()):
+            return
+    manifest = read_manifest(output)
+    if manifest is None:
+        what = f"is not empty and not a prepared dataset (no {MANIFEST_NAME} of ours)"
+        raise UserError(f"output: {str(output)!r} {what}; choose another folder or empty it")
+    there = {path.relative_to(output).as_posix() for path in output.rglob("*") if not path.is_dir()}
+    foreign = there - {MANIFEST_NAME, *manifest["files"]}
+    if foreign:
+        holds = (
+            f"{str(output)!r} holds {min(foreign)!r}, which is not part of the prepared dataset "
+            "there"
+        )
+        raise UserError(f"output: {holds}; move it away or choose another folder")
+
+
+def remove_report(folder: Path) -> None:
+    """Delete the report of an earlier try, unless somebody has put files of their own into it."""
+    manifest = read_manifest(folder)
+    if manifest is not None and not manifest["counts"]:
+        with suppress(UserError):
+            refuse_foreign(folder)
+            shutil.rmtree(folder)

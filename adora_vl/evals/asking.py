@@ -1,0 +1,168 @@
+"""What `infer` does: the problems of a benchmark, the engine for them, and the answers in a folder."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from adora_vl.evals.benchmark import loaded
+from adora_vl.evals.inference.engines import build_engine, check_loadable, settings_of
+from adora_vl.evals.inference.predictions import PREDICTIONS
+from adora_vl.evals.inference.provenance import Fields
+from adora_vl.evals.inference.requests import (
+    AnswerEngine,
+    AnswerEngineSettings,
+    EngineOptions,
+)
+from adora_vl.evals.inference.runner import Ranks, infer
+from adora_vl.evals.inference.views import VIEWS, shown_as
+from adora_vl.evals.options import DataOptions, option
+from adora_vl.evals.records import Benchmark, Problem
+from adora_vl.models.load import model_hash
+from adora_vl.utils.cli import amount, optional, whole
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import check_folder
+from adora_vl.utils.hub import notes_on
+
+MAX_SAMPLES = 1024
+# The options that an answer can depend on, beside engine, split and those of the benchmark. The
+# limit is not one, because a run may be extended, nor is the batch size.
+_FINGERPRINT = (
+    "revision",
+    "dtype",
+    "max_tokens",
+    "temperature",
+    "samples",
+    "seed",
+    "min_pixels",
+    "max_pixels",
+    "system_prompt",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskOptions(EngineOptions):
+    """What `infer` is told: the model, the problems, how it is asked, and where answers go."""
+
+    data: DataOptions
+    """Which problems are asked: an instance of the benchmark's own `data_options`."""
+    output: Path
+    """The folder of the answers."""
+    limit: int | None = option(
+        None, help="use only the first N problems", type=optional(whole(1)), metavar="N"
+    )
+    samples: int = option(
+        1,
+        help="answers per problem, for avg@k, pass@k",
+        type=whole(1, MAX_SAMPLES),
+        metavar="K",
+    )
+    view: str = option(
+        "image",
+        help="; ".join(f"{name}: {shown}" for name, shown in VIEWS.items())
+        + "; eval.compare lays them side by side",
+        choices=VIEWS,
+    )
+
+
+def check_output(output: Path) -> None:
+    """Check the output folder before anything is loaded. Raises `UserError`."""
+    check_folder("output", output)
+    if not output.exists() and output.suffix == ".json":
+        raise UserError(
+            f"output: {str(output)!r} ends in .json, and a folder is made here; leave the ending "
+            "out"
+        )
+
+
+def check_options(options: AskOptions) -> AnswerEngineSettings:
+    """The engine that is asked for, whose model can be loaded. Raises `UserError`."""
+    if options.samples > 1 and not options.temperature:
+        raise UserError(
+            f"samples: {options.samples} greedy answers are the same; give --temperature, such as "
+            "1.0"
+        )
+    settings = settings_of(options)
+    check_loadable(settings)
+    return settings
+
+
+class AskedProblems(NamedTuple):
+    problems: Sequence[Problem]  # as the view of a run shows them
+    left_out: int  # by the view
+    data_hash: str
+    unused_options: Sequence[str]  # of the data, which changed nothing
+
+
+def questions(benchmark: Benchmark, options: AskOptions) -> AskedProblems:
+    everything = loaded(benchmark, options.data)
+    shown = shown_as(everything.problems, options.view)
+    return AskedProblems(
+        problems=shown,
+        left_out=len(everything.problems) - len(shown),
+        data_hash=everything.data_hash,
+        unused_options=everything.unused_options,
+    )
+
+
+def ask(
+    benchmark: Benchmark,
+    options: AskOptions,
+    settings: AnswerEngineSettings,
+    asked: AskedProblems,
+    processes: Ranks,
+    build: Callable[[AnswerEngineSettings], AnswerEngine] | None = None,
+) -> None:
+    """Ask the model all questions, and write its answers.
+
+    `build`: in place of `build_engine`. Raises `UserError`.
+    """
+    problems = asked.problems[: options.limit]
+    left_out = asked.left_out
+    fingerprint: Fields = {"benchmark": benchmark.name, "model": settings.model}
+    # a server shows no weights
+    hashed = None if settings.endpoint else model_hash(settings.model, settings.revision)
+    if hashed is not None and processes.rank == 0:
+        print(*(f"{line}\n" for line in notes_on(settings.model)), sep="", end="", file=sys.stderr)
+    fingerprint |= {"model_hash": hashed, "data_hash": asked.data_hash}
+    fingerprint |= {"engine": options.engine, "split": options.data.split}
+    fingerprint |= {name: getattr(options, name) for name in _FINGERPRINT}
+    for name in benchmark.fingerprint:
+        is_unused = name in asked.unused_options
+        fingerprint[name] = None if is_unused else getattr(options.data, name)
+    # Fields that only some runs have.
+    fingerprint |= {"view": options.view} if options.view != "image" else {}
+    fingerprint |= settings.described
+    fingerprint |= {"left_out": left_out} if left_out else {}
+    fingerprint |= {"benchmark_file": benchmark.file} if benchmark.file else {}
+    summary = infer(
+        problems,
+        output=options.output,
+        settings=settings,
+        fingerprint=fingerprint,
+        system_prompt=settings.told(options.system_prompt),
+        build=build or build_engine,
+        samples=options.samples,
+        in_data=len(asked.problems),
+        ranks=processes,
+    )
+    if processes.rank:
+        return
+    failed = f", {amount(summary.image_failed, 'image')} failed" if summary.image_failed else ""
+    failed += f", {amount(summary.too_long, 'prompt')} too long" if summary.too_long else ""
+    failed += (
+        f", {amount(left_out, 'problem')} left out, whose facts do not suffice in words"
+        if left_out
+        else ""
+    )
+    answered = summary.asked - summary.missing
+    print(
+        f"{answered} answered in {summary.seconds:.1f} s{failed} -> {options.output / PREDICTIONS}",
+        file=sys.stderr,
+    )
+    if summary.missing:
+        raise UserError(
+            f"base_url: {amount(summary.missing, 'answer')} of {summary.total} could not be had; "
+            "start the same command again, which asks for those alone"
+        )

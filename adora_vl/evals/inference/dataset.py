@@ -1,0 +1,341 @@
+"""A benchmark's rows as their owners publish them: by hub id, or from a folder or file, Parquet or
+JSON.
+"""
+
+import base64
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pyarrow as pa  # pyarrow ships no types
+import pyarrow.parquet as pq  # pyarrow ships no types
+from PIL import Image
+
+from adora_vl.data.images import UnreadableImageError, decoded_image, file_within, image_size
+from adora_vl.data.prompts import PLACEHOLDER
+from adora_vl.data.rows import problem_with_row
+from adora_vl.evals.inference.predictions import missing_fields, refuse_rows, row_fault
+from adora_vl.evals.inference.requests import HUB_ID
+from adora_vl.evals.options import DataOptions, HubDataOptions
+from adora_vl.evals.records import LoadedProblems, Problem
+from adora_vl.utils.cli import read_json
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.hashing import content_hash
+from adora_vl.utils.hub import no_hub, why_missing
+
+Row = dict[str, Any]
+_ENDINGS = (".parquet", ".jsonl", ".json")
+_OF_A_SPLIT = re.compile(r"(?:train|test(?:mini)?|val(?:idation)?|dev)[-_.]", re.IGNORECASE)
+_NAMED = 5  # files in a message
+_LONGEST_PATH = 300  # characters; a longer text is Base64
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows without encoded images, those by column, which are read one by one, and a hash of
+    the rows.
+    """
+
+    rows: list[Row]
+    encoded: Mapping[str, Any]
+    hash: str
+    origin: str
+    # where the paths of images lead; None for data from the hub, which has no files
+    folder: Path | None
+
+    def pictures(self, index: int, columns: Sequence[str]) -> list[bytes]:
+        """The first usable image of a row: bytes, a struct of bytes or path, a path, or base64."""
+        row = {
+            **self.rows[index],
+            **{name: column[index].as_py() for name, column in self.encoded.items()},
+        }
+        held = [value for column in columns if (value := row.get(column)) is not None]
+        for value in held:
+            if isinstance(value, dict):
+                value = value.get("bytes") or value.get("path")
+            if isinstance(value, bytes):
+                return [value]
+            if isinstance(value, str) and value:
+                if not _is_path(value):
+                    return [base64.b64decode(value, validate=True)]
+                file = None if self.folder is None else file_within(self.folder, value)
+                if file is not None and (value == held[-1] or file.is_file()):
+                    return [file.read_bytes()]
+        raise ValueError("the row has no image")
+
+
+def load_problems(
+    options: DataOptions,
+    needed: Sequence[str],
+    image_columns: Sequence[str] = (),
+    *,
+    prompt: Callable[[Row], str],
+    kept: Sequence[str] = (),
+    check: Callable[[Row], str | None] = lambda row: None,
+    id_column: str = "pid",
+    split: str | None = None,
+    config: str | None = None,
+    blind: bool = False,
+    pictures: str = "",
+    renamed: Mapping[str, str] | None = None,
+) -> LoadedProblems:
+    """The problems of `options.data`, as a hub id, a file or a folder, and a hash of the data with
+    their pictures.
+
+    A folder has Parquet files named after the split (or one named after no split), or
+    `{split}.json`, `.jsonl`, whose rows name image files within the folder. Raises `UserError` with
+    a line for each row that lacks one of `needed`, in which `check` finds something wrong, or that
+    cannot be asked: before an answer is paid for, not when it is scored.
+
+    - `image_columns`: those that may hold the image; the first one that is not null counts.
+      `blind`: ask without it.
+    - `kept`: the columns that a prediction keeps beside the id, which becomes its `pid`; by default
+      the needed ones.
+    - `prompt(row)`: the text that is asked. `check(row)`: as a predictions row without a response.
+    - `split`: by default that of the options. `config`: the part of a dataset on the hub that has
+      several.
+    - `pictures`: the folder beside a file in which its images are. `renamed`: other names of
+      columns, and ours.
+    """
+    path = Path(options.data)
+    split = split or options.split
+    revision = options.data_revision if isinstance(options, HubDataOptions) else None
+    if path.exists():
+        loaded = _local(path, split=split, image_columns=image_columns, id_column=id_column)
+    elif HUB_ID.fullmatch(options.data) and not path.parent.is_dir():
+        loaded = _hub(
+            options.data, split=split, revision=revision, image_columns=image_columns, config=config
+        )
+    else:
+        raise UserError(
+            f"data: {options.data!r} is neither a file or folder here nor a hub id of the form "
+            "owner/name"
+        )
+    if loaded.folder and pictures and (loaded.folder / pictures).is_dir():
+        loaded = replace(loaded, folder=loaded.folder / pictures)
+    if renamed:
+        rows = [
+            {renamed.get(name, name): value for name, value in row.items()} for row in loaded.rows
+        ]
+        loaded = replace(loaded, rows=rows)
+    seen = bool(image_columns) and not blind
+    faults: list[str] = []
+    for number, row in enumerate(loaded.rows, start=1):
+        found = row.get(id_column)
+        pid = str(found) if isinstance(found, int) and not isinstance(found, bool) else found
+        as_answered = {**row, "pid": pid, "response": ""}
+        fault = missing_fields(row, needed) or row_fault(as_answered) or check(as_answered)
+        fault = (
+            fault
+            or unaskable(prompt(row), has_image=seen)
+            or _leads_out(row, image_columns, loaded.folder)
+        )
+        if fault:
+            faults.append(f"row {number} {fault}")
+    refuse_rows(f"data: {loaded.origin}", faults)
+    if not loaded.rows:
+        raise UserError(f"data: {loaded.origin} has no rows")
+    names = kept or [name for name in needed if name != id_column]
+    problems = []
+    for index, row in enumerate(loaded.rows):
+        fields = {"pid": str(row[id_column]), **{name: row.get(name) for name in names}}
+        stored = partial(loaded.pictures, index, image_columns)
+        problems.append(
+            pictured(fields, prompt=prompt(row), images=1, stored=stored)
+            if seen
+            else Problem(fields, prompt(row), 0, list)
+        )
+    return LoadedProblems(problems, _with_pictures(loaded, image_columns))
+
+
+# Some cameras write a second, smaller picture into the file of a photograph.
+_decoded_first = partial(decoded_image, first_frame=True)
+
+
+def pictured(
+    fields: Row,
+    prompt: str,
+    images: int,
+    stored: Callable[[], list[bytes]],
+    decoded: Callable[[bytes], Image.Image] = _decoded_first,
+) -> Problem:
+    """A problem whose encoded images are read when they are needed; for their sizes alone the
+    headers are.
+    """
+    return Problem(
+        fields, prompt, images, partial(_each, decoded, stored), partial(_each, image_size, stored)
+    )
+
+
+def _each(made: Callable[[bytes], Any], stored: Callable[[], list[bytes]]) -> list[Any]:
+    return [made(content) for content in stored()]
+
+
+def _leads_out(row: Row, image_columns: Sequence[str], folder: Path | None) -> str | None:
+    """The path of an image that leads out of the data's folder, as a fault; None where none does."""
+    if folder is None:
+        return None
+    for column in image_columns:
+        if _is_path(row.get(column)):
+            try:
+                file_within(folder, row[column])
+            except UnreadableImageError as error:
+                return f"has {column}: {error}; put the picture into it"
+    return None
+
+
+def unaskable(prompt: Any, *, has_image: bool = True) -> str | None:
+    """What is wrong with the text that the model would be asked; None where nothing is.
+
+    The text may be empty if there is an image, because a question can be a part of its picture. A
+    literal `<image>` is only text here: the placeholders of the images are put in by the chat
+    template.
+    """
+    if not isinstance(prompt, str):
+        return f"has the question {prompt!r:.60}, expected a text"
+    text = prompt.replace(PLACEHOLDER, " ")
+    if has_image and not text.strip():
+        text = "-"
+    return problem_with_row({"id": "-", "problem": text, "answer": "-", "images": []})
+
+
+def _local(path: Path, split: str, image_columns: Sequence[str], id_column: str) -> _Rows:
+    """The rows of a file, or of the files of a split in a folder."""
+    files = [path] if path.is_file() else _files(path, split)
+    if files[0].suffix == ".parquet":
+        folder = path if path.is_dir() else path.parent
+        held = content_hash(files)  # before they are read
+        return _from_table(
+            _tables(files),
+            image_columns=image_columns,
+            data_hash=held,
+            origin=str(path),
+            folder=folder,
+        )
+    return _from_json(files[0], id_column)
+
+
+def _files(folder: Path, split: str) -> list[Path]:
+    """The files of a split: Parquet or else JSON named after it, or the only Parquet file there is."""
+    patterns = (f"{split}-*.parquet", f"{split}.parquet", f"{split}.jsonl", f"{split}.json")
+    places = [place for place in (folder, folder / "data") if place.is_dir()]
+    found = (sorted(place.glob(pattern)) for pattern in patterns for place in places)
+    if named := next(filter(None, found), None):
+        return named
+    everything = [
+        path for place in places for path in sorted(place.iterdir()) if path.suffix in _ENDINGS
+    ]
+    tables = [path for path in everything if path.suffix == ".parquet"]
+    # MMStar's is named after the benchmark
+    if len(tables) == 1 and not _OF_A_SPLIT.match(tables[0].name):
+        return tables
+    more = f" and {len(everything) - _NAMED} more" if len(everything) > _NAMED else ""
+    names = ", ".join(path.name for path in everything[:_NAMED]) + more or "no Parquet or JSON file"
+    raise UserError(
+        f"data: {str(folder)!r} has nothing for the split {split!r}; it has {names}; see --split"
+    )
+
+
+def _tables(files: Iterable[Path]) -> pa.Table:
+    """The rows of several Parquet files as one table. Raises `UserError`."""
+    tables = []
+    for path in files:
+        try:
+            tables.append(pq.read_table(path))
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(
+                f"data: {str(path)!r} is not a readable Parquet file ({error})"
+            ) from None
+    try:
+        return pa.concat_tables(tables)
+    except pa.ArrowException as error:
+        raise UserError(f"data: the files of one split have different columns ({error})") from None
+
+
+def _hub(
+    name: str, split: str, revision: str | None, image_columns: Sequence[str], config: str | None
+) -> _Rows:
+    """The rows of a dataset on the hub. Raises `UserError` if it cannot be loaded."""
+    from datasets import load_dataset
+
+    no_hub()  # the library would try for minutes; what was loaded before is still found
+    try:
+        dataset = load_dataset(name, config, split=split, revision=revision)
+    except Exception as error:  # of the hub, the network or the file system
+        reason = why_missing(name, error)
+        raise UserError(
+            f"data: {name!r} split {split!r} cannot be loaded from the hub ({reason})"
+        ) from error
+    # The library's own fingerprint of the data.
+    return _from_table(
+        dataset.with_format("arrow")[:],
+        image_columns=image_columns,
+        data_hash=str(dataset._fingerprint),
+        origin=name,
+        folder=None,
+    )
+
+
+def _from_table(
+    table: pa.Table, image_columns: Sequence[str], data_hash: str, origin: str, folder: Path | None
+) -> _Rows:
+    # A column of texts stays with the rows: those are paths, or Base64.
+    columns = [column for column in image_columns if column in table.column_names]
+    binary = [
+        column for column in columns if not pa.types.is_string(table.schema.field(column).type)
+    ]
+    try:
+        rows = table.drop_columns(binary).to_pylist()
+    except UnicodeDecodeError as error:
+        raise UserError(f"data: {origin} has a text that is not UTF-8 ({error})") from None
+    for row in rows:
+        row.update(dict.fromkeys(binary))
+    return _Rows(
+        rows=rows,
+        encoded={column: table.column(column) for column in binary},
+        hash=data_hash,
+        origin=origin,
+        folder=folder,
+    )
+
+
+def _with_pictures(loaded: _Rows, image_columns: Sequence[str]) -> str:
+    """The hash of the rows and of what the files of pictures hold that they name."""
+    named = {
+        str(name) for row in loaded.rows for name in map(row.get, image_columns) if _is_path(name)
+    }
+    folder = loaded.folder
+    pictures = [folder / name for name in named if (folder / name).is_file()] if folder else []
+    return loaded.hash + (f"+{content_hash(pictures)}" if pictures else "")
+
+
+def _from_json(path: Path, id_column: str) -> _Rows:
+    """The rows of a JSON file: a list, an object of rows by id, or one object per line."""
+    place = ""
+    rows = cast(Any, [])
+    try:
+        held = content_hash([path])  # before it is read
+        content = path.read_bytes()
+        if path.suffix == ".jsonl":
+            for number, line in enumerate(content.splitlines(), 1):
+                place = f"line {number} of "
+                rows += [read_json(line)] if line.strip() else []
+        else:
+            rows = read_json(content)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"data: {place}{str(path)!r} is not JSON ({error})") from None
+    if isinstance(rows, dict):
+        rows = [
+            {id_column: name, **row} if isinstance(row, dict) else row for name, row in rows.items()
+        ]
+    if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
+        raise UserError(f"data: {str(path)!r} is not a list of objects, nor an object of them")
+    return _Rows(rows=rows, encoded={}, hash=held, origin=str(path), folder=path.parent)
+
+
+def _is_path(value: Any) -> bool:
+    """Whether the value of an image column is a path, and not a text of Base64."""
+    return isinstance(value, str) and 0 < len(value) <= _LONGEST_PATH

@@ -1,0 +1,122 @@
+"""The engine `openai`: a model behind an OpenAI-compatible endpoint.
+
+The server decides about dtype, pixels and the tokens that a model may never say; the prompt is the
+same as elsewhere, with the images as PNG in data URLs. An answer that could not be had is left out
+and asked for again by the next start, unless its prompt is too long for the server's model.
+"""
+
+import base64
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from adora_vl.data.images import png_bytes
+from adora_vl.evals.inference.requests import (
+    AnswerEngineSettings,
+    AnswerRequest,
+    EngineOptions,
+    Unanswerable,
+)
+from adora_vl.utils.cli import amount
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.openai_client import (
+    ChatClient,
+    Endpoint,
+    EndpointError,
+    Messages,
+    Reply,
+    check_url,
+)
+
+_BATCH = 64  # answers that are written at once
+_LOCAL = ("min_pixels", "max_pixels", "revision", "dtype")
+
+
+def endpoint_of(options: EngineOptions) -> Endpoint | None:
+    """The endpoint of `--engine openai`, else None.
+
+    Raises `UserError`, also for options of a local engine.
+    """
+    if options.engine != "openai":
+        if options.base_url:
+            raise UserError(
+                "base_url: only --engine openai asks a server; add it, or leave --base-url out"
+            )
+        return None
+    if not options.base_url:
+        raise UserError(
+            "--base-url is missing; --engine openai needs an address such as "
+            "http://localhost:8000/v1"
+        )
+    for name in _LOCAL:
+        if getattr(options, name) not in (None, "auto"):
+            option = name.replace("_", "-")
+            raise UserError(
+                f"{name}: the server of --engine openai decides; leave --{option} out and set it "
+                "there"
+            )
+    return Endpoint(
+        url=check_url("base_url", options.base_url),
+        model=options.model,
+        timeout_s=options.timeout,
+        workers=options.concurrency,
+    )
+
+
+class EndpointEngine:
+    """Asks for the answers of a batch, several at once."""
+
+    def __init__(self, settings: AnswerEngineSettings) -> None:
+        assert settings.endpoint is not None
+        self.batch_size = settings.batch_size or _BATCH
+        self.resolved: dict[str, Any] = {"base_url": settings.endpoint.url}
+        self._client = ChatClient(settings.endpoint)
+        self._body: dict[str, Any] = {
+            "max_tokens": settings.max_tokens,
+            "temperature": settings.temperature,
+        }
+        if settings.template:
+            self._body["chat_template_kwargs"] = dict(settings.template)
+
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable | None]:
+        """The replies, None for a call that failed. Raises `UserError` if all of them failed."""
+        found = self._client.each(self._answer, requests)
+        failures = [str(each) for each in found if isinstance(each, EndpointError)]
+        if failures and len(failures) == len(found):
+            none = (
+                f"{self._client.endpoint.url} gave none of {amount(len(found), 'answer')}: "
+                f"{failures[0]}"
+            )
+            raise UserError(f"base_url: {none}; what was answered before is kept")
+        if failures:
+            print(
+                f"warning: {amount(len(failures), 'call')} failed, the first: {failures[0]}",
+                file=sys.stderr,
+            )
+        return [None if isinstance(each, EndpointError) else each for each in found]
+
+    def _answer(self, request: AnswerRequest) -> Reply | Unanswerable | EndpointError:
+        try:
+            return self._client.chat(messages_of(request), seed=request.seed, **self._body)
+        except EndpointError as error:
+            return Unanswerable(str(error)) if error.too_long else error
+
+
+def messages_of(request: AnswerRequest) -> Messages:
+    """The conversation in OpenAI's form: each placeholder becomes its image."""
+    pngs = (base64.b64encode(png_bytes(image.convert("RGB"))).decode() for image in request.images)
+
+    def shown(part: dict[str, Any]) -> dict[str, Any]:
+        if part["type"] != "image":
+            return part
+        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{next(pngs)}"}}
+
+    return [
+        {
+            **each,
+            "content": each["content"]
+            if isinstance(each["content"], str)
+            else list(map(shown, each["content"])),
+        }
+        for each in request.messages
+    ]

@@ -1,0 +1,159 @@
+"""Which engine generates answers, vLLM or Transformers in this process or a server, and whether it
+can.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from adora_vl.evals.inference.chat import ChatProcessor
+from adora_vl.evals.inference.endpoint import EndpointEngine, endpoint_of
+from adora_vl.evals.inference.provenance import trained_with
+from adora_vl.evals.inference.requests import (
+    HUB_ID,
+    AnswerEngine,
+    AnswerEngineSettings,
+    EngineOptions,
+)
+from adora_vl.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from adora_vl.config.options import ToolOptions
+    from adora_vl.tools.run import Toolbox
+
+
+def check_model(model: str) -> str:
+    """The absolute path of a model folder, a LoRA run or `tiny`, or a hub id unchanged.
+
+    Raises `UserError`.
+    """
+    from adora_vl.models.load import local_model
+
+    model = local_model(model)
+    folder = Path(model)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(
+                f"model: the folder {model!r} has no config.json; give a folder made by "
+                "save_pretrained"
+            )
+        return str(folder.resolve())
+    # `runs/tyni` has the form of a hub id too, but if there is a folder `runs` it is rather a
+    # mistyped path.
+    if not HUB_ID.fullmatch(model) or folder.parent.is_dir():
+        raise UserError(
+            f"model: {model!r} is neither a folder here nor a hub id of the form owner/name"
+        )
+    return model
+
+
+def settings_of(options: EngineOptions) -> AnswerEngineSettings:
+    """The engine that the options ask for. Raises `UserError`."""
+    if options.min_pixels and options.max_pixels and options.min_pixels > options.max_pixels:
+        raise UserError(
+            f"min_pixels: {options.min_pixels} is over max_pixels, {options.max_pixels}; lower it"
+        )
+    endpoint = endpoint_of(options)
+    model = check_model(options.model) if endpoint is None else options.model
+    template = trained_with(model).get("chat_template_kwargs") or {}
+    if template:
+        print(f"chat_template_kwargs: those of the model's training, {template}", file=sys.stderr)
+    settings = AnswerEngineSettings(
+        model=model,
+        engine=options.engine,
+        revision=options.revision,
+        dtype=options.dtype,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        min_pixels=options.min_pixels,
+        max_pixels=options.max_pixels,
+        batch_size=options.batch_size,
+        endpoint=endpoint,
+        max_tool_calling_iterations=options.max_tool_calling_iterations,
+        template=template,
+    )
+    if not options.tools:
+        return settings
+    return replace(settings, toolbox=_toolbox_of(options, settings))
+
+
+def tool_options_of(tools: Sequence[str], mapping: str) -> ToolOptions:
+    """The limits of tools that a mapping in YAML asks for. Raises `UserError`."""
+    from adora_vl.config.options import ToolOptions
+    from adora_vl.config.values import convert
+
+    if not tools:
+        raise UserError(
+            "tool_options: without --tools it changes nothing; name tools, or leave it out"
+        )
+    limits: ToolOptions = convert("tool_options", mapping, ToolOptions)
+    return limits
+
+
+def _toolbox_of(options: EngineOptions, settings: AnswerEngineSettings) -> Toolbox:
+    """The tools of the options, for what this model sees. Raises `UserError`."""
+    if settings.endpoint is not None:
+        raise UserError(
+            "tools: --engine openai answers no calls; use vllm or transformers, or leave --tools "
+            "out"
+        )
+    from adora_vl.config.options import ToolOptions
+    from adora_vl.data.prompt_lengths import limits_of
+    from adora_vl.data.prompts import control_tokens
+    from adora_vl.tools.room import Room, refuse_no_room
+    from adora_vl.tools.run import Toolbox, choose_tools, view_of
+    from adora_vl.tools.tries import unsteady_tools
+
+    chosen = choose_tools(options.tools)
+    chat = ChatProcessor.of(settings)
+    pixels = limits_of(
+        chat.processor,
+        model=chat.config,
+        min_pixels=settings.min_pixels,
+        max_pixels=settings.max_pixels,
+    )
+    view = view_of(chat.config, pixels)
+    limits = options.tool_options or ToolOptions()
+    toolbox = Toolbox(
+        chosen=chosen, options=limits, view=view, control_tokens=control_tokens(chat.processor)
+    )
+    room = Room(
+        key="max_tokens", completion=settings.max_tokens, context=None, prompt=None, pictures=None
+    )
+    refuse_no_room(toolbox, processor=chat.processor, template=settings.template, room=room)
+    for line in unsteady_tools(toolbox):
+        print(f"warning: {line}", file=sys.stderr)
+    return toolbox
+
+
+def check_loadable(settings: AnswerEngineSettings) -> None:
+    """Raise `UserError` for a model folder that cannot be loaded, before anything is written or
+    asked.
+    """
+    from adora_vl.models.load import check_weights
+
+    if settings.endpoint is None and Path(settings.model).is_dir():
+        check_weights("model", settings.model)
+        chat = ChatProcessor.of(settings)
+        if settings.engine == "vllm":
+            chat.check_vllm(settings.model, settings.dtype)
+
+
+def build_engine(settings: AnswerEngineSettings) -> AnswerEngine:
+    """Load the model into the engine that `settings` name.
+
+    Raises `UserError` if the model cannot be loaded.
+    """
+    if settings.engine == "openai":
+        return EndpointEngine(settings)
+    from adora_vl.evals.inference.local import (
+        TransformersEngine,
+        VLLMEngine,
+    )  # seconds, and a score needs no engine
+
+    return VLLMEngine(settings) if settings.engine == "vllm" else TransformersEngine(settings)

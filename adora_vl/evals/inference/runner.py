@@ -1,0 +1,349 @@
+"""Asks a model all problems of a benchmark: in batches, on several processes, and resumed after a
+stop.
+"""
+
+import hashlib
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from adora_vl.data.prompts import control_token_in, conversation_with_images
+from adora_vl.evals.inference.predictions import (
+    IMAGE_FAILED,
+    PREDICTIONS,
+    TOO_LONG,
+    PredictionLog,
+    absorb_parts,
+    key,
+    part_path,
+    read_rows,
+    sort_rows,
+)
+from adora_vl.evals.inference.provenance import FILE_NAME, Fields, read, settle, write_json
+from adora_vl.evals.inference.requests import (
+    AnswerEngine,
+    AnswerEngineSettings,
+    AnswerRequest,
+    Unanswerable,
+)
+from adora_vl.evals.records import Prediction, Problem
+from adora_vl.utils.cli import amount
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import make_folder, written_to
+from adora_vl.utils.launch import STARTUP_LOG, StartupLog
+
+_PATIENCE = timedelta(days=7)  # how long a rank waits for the slowest one
+# Variables of a launcher; an engine that sees them would wait for the other processes.
+_LAUNCHER = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+)
+
+
+@dataclass
+class Ranks:
+    """Which of how many processes this is."""
+
+    rank: int = 0
+    world: int = 1
+    store: Any = None  # at which several meet; the launcher or rank 0 holds it
+    run: str = ""  # a name of its own for each of several runs
+
+    def barrier(self, where: str) -> None:
+        """Return when every process has come to `where`."""
+        if self.store is None:
+            return
+        place = f"adora_vl_eval/{self.run}/{where}"
+        if self.store.add(place, 1) == self.world:
+            self.store.set(f"{place}/all", "1")
+        self.store.wait([f"{place}/all"], _PATIENCE)
+
+
+ALONE = Ranks()
+
+
+def ranks() -> Ranks:
+    """The rank of this process. Removes the launcher's variables and takes a GPU of its own."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return ALONE
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, world = next(rendezvous("env://", timeout=_PATIENCE))
+    take_gpu(int(os.environ.get("LOCAL_RANK", "0")))
+    for name in _LAUNCHER:
+        os.environ.pop(name, None)
+    return Ranks(rank, world, store)
+
+
+def take_gpu(local_rank: int) -> None:
+    """Make one of the visible GPUs the only one of this process.
+
+    To be called before CUDA starts.
+    """
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = (
+        visible.split(",")
+        if visible
+        else [str(index) for index in range(torch.cuda.device_count())]
+    )
+    if local_rank < len(devices):
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[local_rank]
+
+
+class Ask(NamedTuple):
+    problem: Problem
+    sample: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.problem.pid, self.sample
+
+
+@dataclass(frozen=True)
+class Summary:
+    total: int
+    resumed: int  # of earlier runs
+    asked: int  # now
+    image_failed: int
+    seconds: float  # of generation
+    missing: int = 0  # because the engine failed
+    too_long: int = 0  # prompts
+
+
+def infer(
+    problems: Sequence[Problem],
+    output: Path,
+    settings: AnswerEngineSettings,
+    fingerprint: Fields,
+    *,
+    system_prompt: str | None,
+    build: Callable[[AnswerEngineSettings], AnswerEngine],
+    samples: int = 1,
+    in_data: int | None = None,
+    ranks: Ranks = ALONE,
+) -> Summary:
+    """Ask for every answer that `output` does not have yet.
+
+    The engine is built only if answers are missing.
+
+    `in_data`: number of problems in the data, of which `problems` may be the first. With several
+    `ranks` each answers a slice into a part of its own, and rank 0 merges the parts in the order of
+    the problems. Raises `UserError` if `output` holds predictions made with other settings, or rows
+    of problems not asked for now, and as `refuse_control_tokens` does.
+    """
+    refuse_control_tokens(problems, system_prompt)
+    make_folder("output", output)
+    asks = [Ask(problem, sample) for problem in problems for sample in range(samples)]
+    answer_to = partial(
+        _answer_to, output, bounded(settings, problems, system_prompt), system_prompt, build, ranks
+    )
+
+    def answer_slice(done: set[tuple[str, int]]) -> float:
+        with PredictionLog(part_path(output, ranks.rank)) as part:
+            part.done |= done
+            return answer_to(part, asks[ranks.rank :: ranks.world])
+
+    if ranks.rank:
+        ranks.barrier("start")
+        done = {key(row) for row in read_rows(output / PREDICTIONS)}
+        answer_slice(done)
+        ranks.barrier("end")
+        return Summary(total=len(asks), resumed=len(done), asked=0, image_failed=0, seconds=0.0)
+    with PredictionLog(output / PREDICTIONS) as log, _nothing_left(output):
+        absorbed = absorb_parts(output, log)
+        asked = {"answers": len(asks), "in_data": samples * (in_data or len(problems))}
+        with written_to("output", output):
+            settle(output, fingerprint, has_predictions=bool(log.done), asked=asked)
+        pending = sum(ask.key not in log.done for ask in asks)
+        resumed = len(asks) - pending
+        if len(log.done) > resumed:
+            raise UserError(
+                f"limit: {str(output)!r} already has {len(log.done)} predictions and this run "
+                f"asks for {len(asks)}; raise --limit or use another --output"
+            )
+        what = amount(len(problems), "problem") + (f" x {samples} answers" if samples > 1 else "")
+        print(f"{what}: {resumed} there already, {pending} to do", file=sys.stderr)
+        before = set(log.done)
+        ranks.barrier("start")
+        if ranks.world == 1:
+            seconds = answer_to(log, asks)
+        else:
+            seconds = answer_slice(before)
+            ranks.barrier("end")
+            absorbed |= absorb_parts(output, log)
+        # such answers are last in the file
+        late = resumed and pending and (settings.endpoint or samples > 1)
+        if absorbed or late:
+            sort_rows(output / PREDICTIONS, [ask.key for ask in asks])
+    rows = read_rows(output / PREDICTIONS)
+    ends = Counter(row["finish_reason"] for row in rows if key(row) not in before)
+    missing = len(asks) - len(rows)
+    return Summary(
+        total=len(asks),
+        resumed=resumed,
+        asked=pending,
+        image_failed=ends[IMAGE_FAILED],
+        seconds=seconds,
+        missing=missing,
+        too_long=ends[TOO_LONG],
+    )
+
+
+@contextmanager
+def _nothing_left(output: Path) -> Iterator[None]:
+    """Remove the folder of a run without an answer; only whoever holds the file of predictions may."""
+    try:
+        yield
+    except UserError:
+        with suppress(OSError, KeyError):  # a folder with anything else in it stays
+            found = {path.name: path for path in output.iterdir()}
+            if (
+                found.keys() <= {PREDICTIONS, FILE_NAME, STARTUP_LOG}
+                and not found[PREDICTIONS].stat().st_size
+            ):
+                for path in found.values():
+                    path.unlink()
+                output.rmdir()
+        raise
+
+
+def _answer_to(
+    output: Path,
+    settings: AnswerEngineSettings,
+    system_prompt: str | None,
+    build: Callable[[AnswerEngineSettings], AnswerEngine],
+    ranks: Ranks,
+    log: PredictionLog,
+    asks: Sequence[Ask],
+) -> float:
+    """Answer what the log does not have yet; the engine is built only when there is any.
+
+    Returns the seconds of it.
+    """
+    resumed = sum(ask.key in log.done for ask in asks)
+    if resumed == len(asks):
+        return 0.0
+    with StartupLog(output / STARTUP_LOG, first=ranks.rank == 0):  # libraries speak while they load
+        engine = build(settings)
+    resolved = getattr(engine, "resolved", None)  # an engine of a trainer has none
+    if resolved and ranks.rank == 0:
+        with written_to("output", output):
+            write_json(output / FILE_NAME, {**read(output / FILE_NAME), "resolved": resolved})
+    start = time.perf_counter()
+    size = engine.batch_size
+    # `disable=None`: no bar where stderr is not a terminal.
+    with tqdm(
+        total=len(asks), initial=resumed, unit="answer", disable=ranks.rank > 0 or None
+    ) as bar:
+        # The whole list is divided, so that a resumed run has the same batches: rounding can depend
+        # on what is in one.
+        for first in range(0, len(asks), size):
+            if batch := [ask for ask in asks[first : first + size] if ask.key not in log.done]:
+                rows = answer(engine, batch, seed=settings.seed, system_prompt=system_prompt)
+                log.append(rows)
+                bar.update(len(rows))
+    return time.perf_counter() - start
+
+
+def answer(
+    engine: AnswerEngine, batch: Sequence[Ask], *, seed: int, system_prompt: str | None
+) -> list[Prediction]:
+    """One row per ask, in order.
+
+    A problem whose image cannot be decoded gets an empty response and the reason; one whose answer
+    the engine could not get has no row.
+    """
+    rows: list[Prediction] = []
+    asked: list[Prediction] = []
+    requests: list[AnswerRequest] = []
+    for problem, sample in batch:
+        row = dict(problem.fields) | ({"sample": sample} if sample else {})
+        rows.append(row)
+        try:
+            images = problem.images()
+        except Exception as error:  # a decoder raises whatever it likes on a broken file
+            reason = f"{type(error).__name__}: {error}"
+            row.update(
+                response="", finish_reason=IMAGE_FAILED, n_tokens=0, n_prompt_tokens=0, error=reason
+            )
+            continue
+        if images:
+            row["image_size"] = list(images[0].size)
+        messages = conversation_with_images(problem.prompt, len(images), system_prompt)
+        # A separate seed for each answer, so that a resumed run samples what an uninterrupted one
+        # would.
+        named = f"{seed}/{problem.pid}" + (f"/{sample}" if sample else "")
+        own_seed = int.from_bytes(hashlib.sha256(named.encode()).digest()[:4])
+        requests.append(AnswerRequest(messages, images, own_seed))
+        asked.append(row)
+    for row, generation in zip(asked, engine.generate(requests), strict=True):
+        if generation is None:
+            rows = [other for other in rows if other is not row]
+            continue
+        if isinstance(generation, Unanswerable):
+            print(f"warning: {row['pid']!r} is not asked: {generation.reason}", file=sys.stderr)
+            row.update(
+                response="",
+                finish_reason=TOO_LONG,
+                n_tokens=0,
+                n_prompt_tokens=0,
+                error=generation.reason,
+            )
+            continue
+        counts = {"n_tokens": generation.n_tokens, "n_prompt_tokens": generation.n_prompt_tokens}
+        row.update(response=generation.text, finish_reason=generation.finish_reason, **counts)
+        row.update({} if generation.calls is None else {"calls": list(generation.calls)})
+        if generation.thinking_opened:
+            row["thinking_opened"] = True
+    return rows
+
+
+def refuse_control_tokens(problems: Sequence[Problem], system_prompt: str | None = None) -> None:
+    """Hold what a model will be asked, as it stands at last, against its own tokens: one in the
+    system prompt, a template or the facts of a picture would begin a turn, or show no picture.
+
+    Raises `UserError` for the first one.
+    """
+    token = control_token_in(system_prompt)
+    if token is not None:
+        raise UserError(
+            f"system_prompt: it has the model's own token {token}; remove it from the text"
+        )
+    for problem in problems:
+        token = control_token_in(problem.prompt)
+        if token is not None:
+            raise UserError(
+                f"data: what is asked of {problem.pid} has the model's own token {token}; remove "
+                "it from the text"
+            )
+
+
+def bounded(
+    settings: AnswerEngineSettings, problems: Sequence[Problem], system_prompt: str | None
+) -> AnswerEngineSettings:
+    """The settings with the bounds that the engine needs: the most images and the longest text of
+    any problem.
+    """
+    longest = max(len(problem.prompt.encode()) for problem in problems) + len(
+        (system_prompt or "").encode()
+    )
+    return replace(
+        settings, max_images=max(problem.n_images for problem in problems), max_text_bytes=longest
+    )

@@ -1,0 +1,117 @@
+"""Options of an evaluation: dataclasses, from which the commands make their parsers.
+
+Each option stands once, with its default and its help. Code below the commands gets an instance,
+which a training makes without a command line.
+"""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from adora_vl.utils.cli import optional, text
+
+# The parser's default of both prompts, which stands for those of the run that trained the model.
+OF_THE_RUN: Any = object()
+_ARGUMENT = "argument"  # the key in the metadata of a field
+
+Options = TypeVar("Options")
+
+
+def option(
+    default: Any = MISSING, *, help: str, parser_default: Any = MISSING, **arguments: Any
+) -> Any:
+    """A field of a dataclass that is an option of the command, `--max-tokens` for `max_tokens`.
+
+    Args:
+        default: The value where none is given. Without it, code has to give one.
+        help: What `--help` says of the option.
+        parser_default: What the parser has where none is given, if that differs from `default`.
+        arguments: Further arguments of `add_argument`.
+    """
+    if parser_default is MISSING:
+        parser_default = None if default is MISSING else default
+    argument = {"default": parser_default, "help": help, **arguments}
+    return field(default=default, metadata={_ARGUMENT: argument})
+
+
+def argument_of(option_field: "Field[Any]") -> Mapping[str, Any] | None:
+    """The arguments of `add_argument` for a field; None for a field that is no option."""
+    argument: Mapping[str, Any] | None = option_field.metadata.get(_ARGUMENT)
+    return argument
+
+
+def option_names(kind: type) -> list[str]:
+    """The names of the options of a dataclass, in its order."""
+    return [field.name for field in fields(kind) if argument_of(field) is not None]
+
+
+def required_names(kind: type) -> list[str]:
+    """The names of the fields of a dataclass that have no default."""
+    return [
+        field.name
+        for field in fields(kind)
+        if field.default is MISSING and field.default_factory is MISSING
+    ]
+
+
+def add_options(parser: ArgumentParser, kind: type) -> None:
+    """Add the options of a dataclass to a parser."""
+    for option_field in fields(kind):
+        argument = argument_of(option_field)
+        if argument is not None:
+            parser.add_argument("--" + option_field.name.replace("_", "-"), **argument)
+
+
+def options_from(kind: type[Options], parsed: Namespace, **more: Any) -> Options:
+    """An instance of a dataclass of options from what a parser has read.
+
+    Args:
+        kind: The dataclass. A field that the parser does not know keeps its default.
+        parsed: The values by name; names that are no fields are ignored.
+        more: Values of fields, in place of those that were parsed.
+    """
+    values = {
+        option_field.name: getattr(parsed, option_field.name)
+        for option_field in fields(kind)  # type: ignore[arg-type]  # a dataclass, which no type says
+        if hasattr(parsed, option_field.name)
+    }
+    return kind(**{**values, **more})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Which problems of a benchmark are asked.
+
+    A benchmark with options of its own for this has a subclass.
+    """
+
+    data: str
+    """A folder, a file or a hub id."""
+    split: str
+    """The name of the split in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubDataOptions(DataOptions):
+    """Which problems are asked of a benchmark that is published on the hub."""
+
+    data_revision: str | None = option(
+        None, help="of the data on the hub", type=optional(text), metavar="NAME"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions:
+    """How answers are graded. A benchmark with rules to choose from has a subclass.
+
+    Every field has a default, with which answers are scored during a training.
+    """
+
+    answer_tags: bool = False
+    """Whether the prompts asked for `<answer> </answer>`, so that an answer may stand in them."""
+    columns: Sequence[str] = ()
+    """The names of fields in a file of predictions, `OURS=THEIRS` each."""
+    output: Path | None = None
+    """Where the score is written: a folder, or a file whose name ends in `.json`."""

@@ -1,0 +1,117 @@
+"""A benchmark of prepared problems, graded as in training: what `eval.geometry3k` and
+`eval.problems` share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from adora_vl.data.prompts import DEFAULT_PROMPT
+from adora_vl.evals.options import OF_THE_RUN, DataOptions, option
+from adora_vl.evals.prepared import GraderOptions, answer_form
+from adora_vl.evals.prepared import load as load_prepared
+from adora_vl.evals.records import (
+    Benchmark,
+    Graded,
+    LoadedProblems,
+    OwnFigures,
+    Prediction,
+    Published,
+    RowGrade,
+)
+from adora_vl.evals.scoring.score import metadata_groups
+from adora_vl.rewards import grade as graded_as_in_training
+from adora_vl.utils.cli import amount, optional, text
+
+_METADATA_GROUPS = ("goal", "shapes", "family")  # of `meta`; `family`: of a drawn problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedDataOptions(DataOptions):
+    """Which problems are asked, and in which words."""
+
+    prompt: str | None = option(
+        DEFAULT_PROMPT,
+        help="the problem's text from its columns, or none for the problem alone; default: that "
+        "of the model's own training, else with the choices listed",
+        parser_default=OF_THE_RUN,
+        type=optional(text),
+        metavar="TEMPLATE",
+    )
+
+
+def load(options: PreparedDataOptions) -> LoadedProblems:
+    """The problems of a prepared dataset folder, in the words of the prompt."""
+    return load_prepared(options, options.prompt)
+
+
+def grade(row: Prediction, options: GraderOptions) -> RowGrade:
+    """The verdict on a row.
+
+    `options.rounding`: also accept a decimal that is the reference answer rounded.
+    `options.answer_tags`: also accept an answer in `<answer> </answer>` without a box.
+    """
+    rules = {"rounding": options.rounding, "answer_tags": options.answer_tags}
+    found = graded_as_in_training(
+        row["response"], row["answer"], choices=row.get("choices"), **rules
+    )
+    return RowGrade(
+        verdict=found.verdict, extracted=found.extracted, reason=found.reason, groups=_groups(row)
+    )
+
+
+def _rules(options: GraderOptions) -> dict[str, Any]:
+    return {"rounding": options.rounding, **({"answer_tags": True} if options.answer_tags else {})}
+
+
+def _summary(
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: GraderOptions
+) -> OwnFigures:
+    """The number of reference answers that the grader cannot read, and the rules in words."""
+    unusable = sum(item.grade.reason.startswith("gold_") for item in graded)
+    warning = (
+        f"{amount(unusable, 'gold')} cannot be graded against; see the items with a gold_ reason"
+    )
+    by = "rounded decimals accepted" if options.rounding else "exact answers"
+    by += ", in <answer> tags too" if options.answer_tags else ""
+    notes = {"unusable_golds": unusable, "data_set": _data_set(rows)}
+    return OwnFigures(notes=notes, warnings=[warning] if unusable else [], by=by)
+
+
+def _data_set(rows: Sequence[Prediction]) -> dict[str, Any]:
+    """What the problems are of: their sources and splits, as the rows of a prepared folder say it,
+    and how many there are.
+    """
+    metadata = [row.get("metadata") or {} for row in rows]
+    return {
+        "sources": sorted({str(one.get("source")) for one in metadata}),
+        "splits": sorted({str(one.get("split")) for one in metadata}),
+        "problems": len({row["pid"] for row in rows}),
+    }
+
+
+def _groups(row: Prediction) -> dict[str, list[str]]:
+    """The groups of a row: goal, shapes, family and kind, and form of the answer."""
+    metadata = row.get("metadata") or {}
+    groups = metadata_groups(row, _METADATA_GROUPS)
+    if metadata.get("kind"):
+        groups["kind"] = [f"{metadata.get('family')}, {metadata['kind']}"]  # `crossing, vertical`
+    return {**groups, "answer_form": [answer_form(row["answer"], row.get("choices"))]}
+
+
+def prepared_benchmark(name: str, *, published: Published | None = None) -> Benchmark:
+    """The benchmark of this name on prepared problems. `published`: figures to quote beside it."""
+    return Benchmark(
+        name=name,
+        split="test",
+        load=load,
+        grade=grade,
+        rules=_rules,
+        score_options=GraderOptions,
+        data_options=PreparedDataOptions,
+        fingerprint=("prompt",),
+        summary=_summary,
+        published=published,
+    )

@@ -1,0 +1,189 @@
+"""What passes between the parts of the evaluation: problems, benchmarks, grades, scores.
+
+Nothing is computed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NotRequired, TypedDict
+
+from adora_vl.evals.options import DataOptions, ScoreOptions, required_names
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+Prediction = dict[str, Any]  # a row of `predictions.jsonl`
+# the content of a score file: `docs/evaluation.md` describes it, `adora_vl.evals.scoring.score`
+# makes it
+Score = dict[str, Any]
+CORRECT = "correct"
+WRONG = "wrong"
+FAILED = "failed"  # not asked, or the extraction failed; counts as not correct
+JUDGE_FAILED = "judge_failed"  # the `how` of an extraction that no judge could make
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem to ask.
+
+    Images are decoded on call: memory holds one batch, and a broken one costs one problem.
+    """
+
+    fields: dict[str, Any]  # go into the predictions row as they are and have a unique `pid`
+    prompt: str
+    n_images: int
+    images: Callable[[], list[Image.Image]]
+    # width and height of each, without decoding
+    sizes: Callable[[], list[tuple[int, int]]] | None = None
+    # what the picture says, in words, where they suffice to solve the problem without it
+    facts: str | None = None
+
+    @property
+    def pid(self) -> str:
+        return str(self.fields["pid"])
+
+
+class Extraction(NamedTuple):
+    """The answer in a response (a stored one may be anything), and how it was found: a rule,
+    `stored` or the judge.
+    """
+
+    text: Any
+    how: str
+
+
+class RowGrade(NamedTuple):
+    verdict: str
+    extracted: str | None  # the answer that was compared
+    reason: str  # how it was found, or why it got its verdict
+    groups: dict[str, list[str]] = {}  # noqa: RUF012  # never changed; by kind, those in which the answer is counted
+    # the answer as it was read out of the response, if that is a step of its own
+    extraction: Extraction | None = None
+
+
+@dataclass(frozen=True)
+class Graded:
+    """One graded answer: its grade, with the groups that every benchmark has, and what the score
+    needs of its row.
+    """
+
+    pid: str
+    grade: RowGrade
+    n_tokens: int | None = None
+    sample: int = 0
+    # What became of its block of thinking: there was none, it stood before the answer, or no answer
+    # stands behind it.
+    thinking: Literal["none", "set_aside", "without_answer"] = "none"
+
+    @property
+    def correct(self) -> bool:
+        return self.grade.verdict == CORRECT
+
+
+class Cell(TypedDict):
+    """A share of right answers. A figure that is no count has `accuracy` alone."""
+
+    accuracy: float
+    correct: NotRequired[int]
+    total: NotRequired[int]
+    wilson_95: NotRequired[list[float]]
+
+
+@dataclass(frozen=True)
+class OwnFigures:
+    """What a benchmark adds to its score; the score file has `figures` and `notes` under their own
+    keys.
+
+    `figures`: under each key named figures, cells (see `cell`) or, for what is no count, shares.
+    Each is a row of the table, a column of a comparison and a number in the log of a training.
+    None: nothing to count. A text explains them.
+    """
+
+    figures: dict[str, dict[str, Cell | float | str | None]] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)  # anything else
+    lines: Sequence[str] = ()  # below the table, as the warnings
+    warnings: Sequence[str] = ()
+    by: str | None = None  # the rules in words, for its head
+
+
+@dataclass(frozen=True)
+class Published:
+    """Figures that others have published, in percent, by row and then by column.
+
+    They are quoted, not measured here.
+    """
+
+    source: str
+    rows: Mapping[str, Mapping[str, float]]
+    # Why a score of ours is not comparable with them, in words that are shown beside them, or None.
+    caution: Callable[[Mapping[str, Any]], str | None] | None = None
+    # Whether a score is of the problems that they are of; None: the benchmark's name says it.
+    applies: Callable[[Mapping[str, Any]], bool] | None = None
+
+
+class LoadedProblems(NamedTuple):
+    """The problems of a benchmark, and what its data are known by."""
+
+    problems: list[Problem]
+    data_hash: str
+    unused_options: Sequence[str] = ()
+    """Options that changed nothing, such as a template that asks the problem as it is. In the
+    fingerprint they are None, since the same questions have the same fingerprint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """One benchmark: its problems, its rules, and what it adds to a score.
+
+    The functions get an instance of the benchmark's own `data_options` or `score_options`.
+    """
+
+    name: str
+    """The name in commands, score files and logs."""
+    split: str
+    """The split of the data that is asked by default."""
+    load: Callable[[Any], LoadedProblems]
+    """Loads the problems that the data options name."""
+    grade: Callable[[Prediction, Any], RowGrade]
+    """Says by the score options whether the answer in a row is right, and in which groups it
+    counts. A row whose problem was never asked has failed, whatever this says."""
+    rules: Callable[[Any], dict[str, Any]]
+    """The rules by which an answer is right. Scores by different rules are not comparable."""
+    score_options: type[ScoreOptions] = ScoreOptions
+    """The options of `score`, a dataclass whose fields all have defaults."""
+    data_options: type[DataOptions] = DataOptions
+    """The options that say which problems are asked."""
+    check: Callable[[Prediction], str | None] | None = None
+    """Says what is wrong with a predictions row; None where nothing is."""
+    fingerprint: tuple[str, ...] = ()
+    """The names of those data options on which an answer depends."""
+    id_column: str = "pid"
+    """The column of the data with the id of a row, which is `pid` in a predictions row."""
+    prepare: Callable[[Sequence[Prediction], Any], Sequence[Prediction]] | None = None
+    """Makes the rows that `grade` gets, for work that is done on all of them at once."""
+    summary: Callable[[Sequence[Prediction], Sequence[Graded], Any], OwnFigures] | None = None
+    """Computes figures of the benchmark's own."""
+    item: Callable[[Prediction, Graded], dict[str, Any]] | None = None
+    """What the score file says about an answer, in place of verdict, extracted answer and
+    reason."""
+    published: Published | None = None
+    """Figures of others to compare with."""
+    file: str | None = None
+    """The hash of the user's own file in which the benchmark stands; `named` fills it in."""
+
+    def __post_init__(self) -> None:
+        """Raise `TypeError` for an option without a default, since a training gives none."""
+        given = {self.data_options: {"data", "split"}, self.score_options: set[str]()}
+        for kind, names in given.items():
+            for name in required_names(kind):
+                if name not in names:
+                    raise TypeError(
+                        f"{kind.__name__}.{name} has no default; a training asks with the defaults"
+                    )
+
+
+class Scored(NamedTuple):
+    score: Score
+    summary: OwnFigures  # what its benchmark says about it

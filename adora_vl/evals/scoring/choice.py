@@ -1,0 +1,526 @@
+"""Finds which choice a response means, by a letter or by the text of a choice.
+
+The surest sign decides.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+
+from adora_vl.data.prompts import without_letters
+from adora_vl.evals.records import Extraction
+from adora_vl.evals.scoring.number import (
+    MAX_CHARS,
+    concluding_number,
+    json_answer,
+    plain,
+    refuses,
+    sentences,
+)
+from adora_vl.rewards import grade
+from adora_vl.rewards.completion import answer_block, last_boxed
+from adora_vl.rewards.thinking import final_part
+
+# Words that say that the next letter is the answer. `option B` alone does not: it may be called
+# wrong.
+_STATED = (
+    r"(?:\b(?:answers?|(?:correct|right|best) (?:option|choice)(?: letter)?|letter)"
+    r"(?: to (?:the|this) (?:question|problem))?(?: \w+)? (?:is|are|would be|should be|must be)\b"
+    r"|\b(?:answer|(?:correct|right|best) (?:option|choice)(?: letter)?)\s*(?=[:：=(（–—-]|[A-Z]\b)"
+    r"|\bfinal(?: (?:answer|choice|option))?\s*(?=[:：=])"
+    r"|\b(?:choose|select|pick|opt for|settle on|go(?:ing)? with)\b"
+    r"|\bit (?:must|should|has to) be\b"
+    r"|\b(?:respuesta|r[ée]ponse|antwort|resposta|risposta|ответ)\b(?: correct[ae])?(?: "
+    r"(?:es|est|ist|é|è)\b)?"
+    r"|答案|选项|故选|应选|选择|选|答えは)"
+    r"\s*[:：=为是–—-]*\s*(?:(?:option|choice|letter|the|therefore|thus|most likely)\b\s*)*[:：]?\s*"
+    r"(?:not\s+[(（]?[A-Z][)）]?,?\s+but\s+(?:rather\s+)?)?"
+)
+_SAYS_ANSWER = re.compile(
+    r"(?:\banswers?\b(?: to [^.\n]{0,80}?)?(?: \w+)? (?:is|are|would be|should be|must "
+    r"be)\b|\banswer\s*[:：]"
+    r"|答案[是为:：]|选)\s*[:：]?",
+    re.IGNORECASE,
+)
+# What calls a letter wrong, before or behind its place, for which ` | ` stands.
+_WRONG = re.compile(
+    r"\b(?:incorrect|wrong|false|other)\s+\|"
+    r"| \| *[)）\]]?[^.,;()（）]{0,12}\b(?:is|are|was)(?:n't| not|) *(?:also "
+    r")?(?:incorrect|wrong|false|not)\b",
+    re.IGNORECASE,
+)
+# Words behind which a letter is the answer, where it ends its clause: `therefore I think it is B`,
+# `Therefore: B`.
+_CONCLUDED = (
+    r"(?:\b(?:it|that|this|one|option|choice)(?: is|['’]s)\b|\bmust be\b|\bleaves\b"
+    r"|\b(?:so|therefore|thus|hence|conclusion|finally)\b\s*[,:：]?|因此|所以)"
+    r"\s*[:：]?\s*(?:(?:option|choice|letter)\s+)?"
+)
+_CORRECTED = r"\b(?:wait|actually|correction|i mean|sorry|no)\b[\s,:：–—-]*"
+_DENIED = re.compile(r"(?:\bnot|\bneither|\bnor|n['’]t(?: be)?|\brather than|\binstead of)\s+$")
+# A letter behind such words is ruled out: `not a square (B)`.
+_RULED_OUT = re.compile(
+    r"(?:\bnot\b|\brather than\b|\binstead of\b)"
+    r"(?:(?!\b(?:so|but|thus|therefore|hence|is|it)\b)[^.,;()（）\n]){0,40}$",
+    re.IGNORECASE,
+)
+# A letter before such words is the answer of another problem: `answer B would be right if ...`.
+_SUPPOSED = re.compile(r"[)）\]]?\s*(?:would|could|might)\b", re.IGNORECASE)
+_ASIDE = re.compile(r"[(（]\s*(?:note|n\.b\.|remark|注)[^()（）]*[)）]", re.IGNORECASE)
+# What joins a letter to the next one, so that neither is the answer: `A or C`, `(A) (B)`, `A, B`.
+_OR = r"\s*(?:/|,?\s*\b(?:or|and/or)\b|或)\s*"
+_AND = r"\s*(?:[,，、;；&+]|,?\s*\band\b|和|与|及|(?<=[)）])(?=\s*[(（]))\s*(?:\b(?:and|or)\b\s*)?"
+# What ends a list of letters, and not `A and B are wrong`.
+_LIST_ENDS = (
+    r"\s*(?:[.。!?)）}\]\"']|\n|$|\b(?:are|is) (?:all |both )?(?:correct|right|true|possible))"
+)
+_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
+_ORDINAL = re.compile(
+    rf"\b({'|'.join(_ORDINALS)}|last)\s+(?:option|choice|answer|one)\b|第([一二三四五六])(?:个)?选?项",
+    re.IGNORECASE,
+)
+_LONGEST_ORDINAL = 60  # characters of a response that says no more than `The third option.`
+_REASON = re.compile(r",?\s+(?:since|because|given that)\b", re.IGNORECASE)
+_YES = r"(?:yes|correct|right|true|✓|✔|✅|√|正确)"
+_NOT_SO = r"(?:no|incorrect|wrong|false|not (?:correct|right|true)|✗|✘|❌|×|错误)"
+_LONGEST_VALUE = 100  # characters
+_WORD = re.compile(r"(?<![\\a-z])[a-z]{4}")
+_CONCLUDES = re.compile(
+    r"\b(?:so|therefore|thus|hence|conclusion|consequently|which means|因此|所以)\b", re.IGNORECASE
+)
+_NO = re.compile(
+    r"\b(?:not?|n't|never|cannot|none|neither|nor|isn't|aren't|doesn't|don't)\b|n't\b",
+    re.IGNORECASE,
+)
+
+
+def lettered_options(text: str, mark: re.Pattern[str]) -> list[str]:
+    """The options in a text such as `A: a park, B: a dam`, in the order of their letters; [] where
+    it has none.
+
+    `mark`: what stands before an option, with its letter as a group. Only letters that follow one
+    another from A count, so that an `A: ` inside an option does no harm.
+    """
+    spots: list[re.Match[str]] = []
+    for match in mark.finditer(text):
+        if match[1] == chr(ord("A") + len(spots)):
+            spots.append(match)
+    ends = [match.start() for match in spots[1:]] + [len(text)]
+    return [
+        text[match.end() : end].strip().rstrip(",;").strip()
+        for match, end in zip(spots, ends, strict=False)
+    ]
+
+
+# A quick look before the longer one.
+_OR_BEFORE = re.compile(
+    r"(?:(?:\bor|\band|[/,，、;；&+或和与及])\s*(?:(?:option|choice)\s+)?[(（]?|[)）]\s*[(（])$",
+    re.IGNORECASE,
+)
+
+
+class _Reader:
+    """The choices of one item in the forms in which a response may name them."""
+
+    def __init__(self, choices: Sequence[str]) -> None:
+        self.choices = choices = without_letters(choices)
+        self.letters = "".join(chr(ord("A") + i) for i in range(len(choices)))
+        # A choice that is itself a letter of the options has no text to go by: a lone `B` is option
+        # B.
+        keys = [_key(choice) for choice in choices]
+        self.keys = ["" if len(key) == 1 and key.upper() in self.letters else key for key in keys]
+        last = self.letters[-1]
+        capital = f"[A-{last}]"
+        either = f"[A-{last}a-{last.lower()}]"
+        # A lone capital needs an end behind it, or it is the article in `A circle`; in brackets any
+        # case will do.
+        self.letter = (
+            rf"(?:[(（\[]\s*({either})\s*[)）\]]|({capital})(?=\s*(?:[.,:;)）、。，：で]|\n"
+            rf"|$))|({capital})(?![A-Za-z0-9_'’])"
+            rf"|({either})(?=[.!]?\s*$))"
+        )
+        self.stated = re.compile(rf"(?i:{_STATED})[\"'“‘]?{self.letter}")
+        ends = (
+            r"(?=\s*(?:[.,:;!)）、。，：で]|\n|$)|\s+(?:is (?:the "
+            r")?(?:correct|right|answer)|because|since)\b)"
+        )
+        at_end = rf"(?:[(（\[]\s*({either})\s*[)）\]]|({capital}){ends})"
+        self.concluded = re.compile(f"(?i:{_CONCLUDED}){at_end}")
+        self.corrected = re.compile(f"(?i:{_CORRECTED}){at_end}")
+        self.short = re.compile(
+            rf"\W*(?:(?:ans(?:wer)?|opt(?:ion)?|choice|letter)\b)?\W*({either})\W*", re.IGNORECASE
+        )
+        self.leading = re.compile(
+            rf"\W*(?:[(（\[]\s*({either})\s*[)）\]]|({capital})\s*(?:[.,:：;)）、。]|\n|$))"
+        )
+        self.in_brackets = re.compile(rf"[(（]\s*({either})\s*[)）]")
+        self.named = re.compile(rf"\b(?i:option|choice)\s+[\"'(]?({capital})\b")
+        named = rf"(?:(?i:option|choice|answer)\s+)?[(（]?{capital}(?![A-Za-z0-9_'’])[)）]?"
+        self.joined_behind = re.compile(
+            rf"[)）]?(?:(?:{_AND}{named})*{_OR}{named}|(?:{_AND}{named})+{_LIST_ENDS})"
+        )
+        self.joined_before = re.compile(
+            rf"(?<![A-Za-z0-9_]){named}(?:{_OR}|{_AND})(?:(?i:option|choice)\s+)?[(（]?$"
+        )
+        self.fits = re.compile(
+            rf"(?<![A-Za-z0-9_])[(（]?({capital})[)）]?\s+(?:fits|works|matches|(?:is|must be)"
+            r"(?: the)? (?:correct|right|answer|best|only one)\b)"
+        )
+        self.judged = re.compile(
+            rf"(?:^|[\s.;,])(?:(?i:option|choice)\s+)?[(（]?({capital})[)）]?\s*(?:[:.)）、–—-]|is\b)"
+            rf"[^.;\n]{{0,60}}?(?:^|[\s:,–—-])(?:({_YES})|({_NOT_SO}))(?![A-Za-z])",
+            re.IGNORECASE,
+        )
+        self.repeated = _options_as_they_stand(choices, self.letters)
+
+    def index(self, match: re.Match[str]) -> int:
+        letter = next(group for group in match.groups() if group)
+        return self.letters.index(letter.upper())
+
+    def last(self, pattern: re.Pattern[str], text: str, start: int = 0) -> int | None:
+        """The last letter behind `start` that a pattern finds, and that the text does not call
+        wrong.
+        """
+        found = [
+            self.index(match)
+            for match in pattern.finditer(text, start)
+            if not _dismissed(text, match) and not self.joined(text, match)
+        ]
+        return found[-1] if found else None
+
+    def joined(self, text: str, match: re.Match[str]) -> bool:
+        """Whether the letter is one of several, as in `A or C` and `(A) (B) (C) (D)`."""
+        group = next(number for number, letter in enumerate(match.groups(), 1) if letter)
+        before = text[max(0, match.start(group) - 30) : match.start(group)]
+        behind = self.joined_behind.match(text, match.end(group), match.end(group) + 60)
+        return behind is not None or (
+            _OR_BEFORE.search(before) is not None and self.joined_before.search(before) is not None
+        )
+
+    def several(self, text: str) -> bool:
+        """Whether a text states several letters as its answer, or begins with them."""
+        found = [self.leading.match(text), self.in_brackets.match(text)]
+        return any(
+            match is not None and self.joined(text, match)
+            for match in (*found, *self.stated.finditer(text))
+        )
+
+    def without_options(self, text: str) -> str:
+        """A text without the options where it repeats all of them with their letters."""
+        return self.repeated.sub(" ", text) if self.repeated else text
+
+    def resolve(self, text: str) -> int | None:
+        """The choice that a short text (such as a box) means: by its text, by a letter, by its
+        value, or mentioned.
+        """
+        key = _key(plain(text))
+        if key and key in self.keys:
+            return self.keys.index(key)
+        shown = plain(text)
+        letters = self.letters
+        letter = re.fullmatch(rf"\W*(?:option|choice)?\W*([{letters}{letters.lower()}])\W*", shown)
+        letter = (
+            letter
+            or self.leading.match(shown)
+            or re.search(rf"(?<!\w)[(（]([{letters}])[)）]\W*$", shown)
+        )
+        if letter and self.joined(shown, letter):
+            return None
+        if letter:
+            return self.index(letter)
+        if (equal := self.equal(text)) is not None:
+            return equal
+        mentioned = self.mentioned(text)
+        if mentioned:
+            return mentioned[0] if len(set(mentioned)) == 1 else None
+        bare = _without_unit(key)
+        same = [i for i, choice in enumerate(self.keys) if bare and _without_unit(choice) == bare]
+        return same[0] if len(same) == 1 else None
+
+    def equal(self, text: str) -> int | None:
+        r"""The only choice with the value of a short text: `2\pi` is `2 \pi`, and `0.5` is
+        `\frac{1}{2}` and `1:2`.
+        """
+        if len(text) > _LONGEST_VALUE or not _has_value(text):
+            return None
+        held = rf"\boxed{{{text.replace(':', '/')}}}"
+        worded = [
+            (index, choice.replace(":", "/"))
+            for index, choice in enumerate(self.choices)
+            if self.keys[index]
+        ]
+        found = [index for index, choice in worded if grade(held, choice).verdict == "correct"]
+        return found[0] if len(found) == 1 else None
+
+    def described(self, text: str) -> int | None:
+        """The choice with which a text begins whose first word `A` is an article, also the choice's
+        own.
+        """
+        if not text.startswith("A "):
+            return None
+        text = _key(text.split("\n")[0], keep_end=True)
+        found = [
+            i
+            for i, key in enumerate(self.keys)
+            if key and re.match(rf"(?:a )?{re.escape(key)}(?!\w)", text)
+        ]
+        return max(found, key=lambda index: len(self.keys[index]), default=None)
+
+    def mentioned(self, text: str, *, denied: bool = True) -> list[int]:
+        """The choices whose text stands in `text`, in order.
+
+        `denied`: also in `not a circle but a kite`.
+        """
+        text = _key(plain(text), keep_end=True)
+        places: list[tuple[int, int]] = []
+        for index in sorted(range(len(self.keys)), key=lambda i: -len(self.keys[i])):
+            key = self.keys[index]
+            if not key or key in (self.keys[i] for i in range(index)):
+                continue
+            pattern = rf"(?<![\w.\\^/]){re.escape(key)}(?![\w^/]|\.\d|\\)"
+            found = [match.start() for match in re.finditer(pattern, text)]
+            places += [
+                (at, index)
+                for at in found
+                if denied or not _DENIED.search(text[max(0, at - 20) : at])
+            ]
+            text = re.sub(pattern, "\0" * len(key), text)
+        return [index for _, index in sorted(places)]
+
+
+def _options_as_they_stand(choices: Sequence[str], letters: str) -> re.Pattern[str] | None:
+    """All options with their letters, in a row, as the problem shows them."""
+    if len(choices) < 2 or not all(map(str.strip, choices)):
+        return None
+    rows = []
+    for letter, choice in zip(letters, choices, strict=True):
+        text = r"\s*".join(map(re.escape, plain(choice).split()))
+        rows.append(rf"[(（]?{letter}[)）]?\s*[.:：、)]?\s*{text}")
+    return re.compile(r"(?<![A-Za-z0-9])" + r"[\s,;.，；。]*".join(rows))
+
+
+def _key(text: str, *, keep_end: bool = False) -> str:
+    """A choice's text in one spelling: case, spaces, thousands separators, `.0`, degree words and
+    decorations aside.
+    """
+    text = plain(text).lower().replace("\\sqrt", "√").replace("\\pi", "π")
+    text = re.sub(r" *([{}]) *", r"\1", text)
+    text = re.sub(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r"\1/\2", text)
+    text = re.sub(r"√\{(\w+)\}", r"√\1", text)
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    text = re.sub(r"(?<=\d)\.0+(?!\d)", "", text)
+    text = re.sub(r"(?<=\d)\s*degrees?\b", "", text)
+    text = re.sub(r"\s+", " ", text).strip()
+    return text if keep_end else text.rstrip(" .。")
+
+
+def _has_value(text: str) -> bool:
+    return re.search(r"\d|\\pi|π", text) is not None
+
+
+def _without_unit(key: str) -> str:
+    """A value's key without a unit behind it or a name before it; empty where it has no digit."""
+    bare = re.sub(r"^[a-z∠ ]+= *", "", key)
+    bare = re.sub(r"(?<=[\d)}π]) *[a-z%]+[23²³]?$", "", bare)
+    return bare if re.search(r"\d", bare) else ""
+
+
+def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
+    """The letter of the choice that a response means; else its last number or sentence, or nothing
+    for a refusal.
+
+    A block of thinking is set aside (`final_part`). Never raises, whatever the response is.
+    `choices` has 1 to 26 texts.
+    """
+    response = final_part(response)
+    response = (answer_block(response) or response)[-MAX_CHARS:].strip()
+    response = json_answer(response) or response
+    if not response:
+        return Extraction("", "empty")
+    reader = _Reader(choices)
+    text = reader.without_options(_ASIDE.sub(" ", plain(response))).strip()
+    if not text:
+        return Extraction("", "no_answer")
+    # The value in a box where all choices are values and none is this one.
+    box = last_boxed(response) or ""
+    valued = _has_value(box) and all(
+        _has_value(key) and not _WORD.search(key) for key in reader.keys
+    )
+    other = plain(box).strip() if valued and reader.resolve(box) is None else ""
+    for how, rule in _STATED_RULES if other else _RULES:
+        found = rule(reader, response if how == "box" else text)
+        if found is not None:
+            return Extraction(reader.letters[found], how)
+    if other:
+        return Extraction(other, "nearest")
+    if reader.several(text) or reader.several(plain(box)):
+        return Extraction("", "several_letters")
+    if refuses(text):
+        return Extraction("", "refusal")
+    value = (
+        concluding_number(text) if all(re.match(r"-?[\d.]", key) for key in reader.keys) else None
+    )
+    return Extraction(value or (sentences(text) or [text])[-1], "nearest")
+
+
+def _exact(reader: _Reader, text: str) -> int | None:
+    """The whole text is a choice."""
+    key = _key(text)
+    letter = reader.short.fullmatch(text) if len(text) < 40 else None
+    if letter and key not in reader.keys:
+        return reader.index(letter)
+    return reader.keys.index(key) if key and key in reader.keys else None
+
+
+def _stated_letter(reader: _Reader, text: str) -> int | None:
+    """The last letter that is stated as the answer, as in `the answer is (B)`.
+
+    Of `the answer is A circle` the choice `a circle` or `circle`.
+    """
+    matches = [
+        match
+        for match in reader.stated.finditer(text)
+        if not _dismissed(text, match) and not reader.joined(text, match)
+    ]
+    if not matches:
+        return None
+    corrected = reader.last(reader.corrected, text, matches[-1].end())
+    if corrected is not None:
+        return corrected
+    described = reader.described(text[matches[-1].end() - 1 :])
+    return reader.index(matches[-1]) if described is None else described
+
+
+def _dismissed(text: str, match: re.Match[str]) -> bool:
+    """Whether the text calls this letter wrong, as in `the incorrect answer is A` or `option (D) is
+    incorrect`.
+    """
+    before = text[max(0, match.start() - 15) : match.start()]
+    behind = text[match.end() : match.end() + 40]
+    if _SUPPOSED.match(behind):
+        return True
+    return bool(_WRONG.search(before + " | " + behind.split("\n")[0]))
+
+
+def _stated_text(reader: _Reader, text: str) -> int | None:
+    """The last sentence that speaks of the answer mentions the text of exactly one choice."""
+    for sentence in reversed(sentences(text)):
+        said = list(_SAYS_ANSWER.finditer(sentence))
+        if said:
+            rest = sentence[said[-1].end() :]
+            equal = reader.equal(rest.strip(" .:"))
+            if equal is not None:
+                return equal
+            for denied in (True, False):
+                mentioned = reader.mentioned(rest, denied=denied)
+                if len(set(mentioned)) == 1:
+                    return mentioned[0]
+    return None
+
+
+def _judged(reader: _Reader, text: str) -> int | None:
+    """The one option that is called right where all others that are judged are called wrong."""
+    verdicts = {reader.index(match): match[2] is not None for match in reader.judged.finditer(text)}
+    right = [index for index, holds in verdicts.items() if holds]
+    return right[0] if len(verdicts) > 1 and len(right) == 1 else None
+
+
+def _ordinal(reader: _Reader, text: str) -> int | None:
+    """The option in `The third option.`, where that is all that is said."""
+    found = _ORDINAL.findall(text) if len(text) < _LONGEST_ORDINAL else []
+    if len(found) != 1:
+        return None
+    english, chinese = found[0]
+    if english.lower() == "last":
+        return len(reader.choices) - 1
+    index = _ORDINALS.index(english.lower()) if english else "一二三四五六".index(chinese)
+    return index if index < len(reader.choices) else None
+
+
+def _in_brackets(reader: _Reader, text: str) -> int | None:
+    """The last letter in brackets that is not ruled out, as in `a triangle (C), not a square (B)`."""
+    found = [
+        reader.index(match)
+        for match in reader.in_brackets.finditer(text)
+        if not _dismissed(text, match)
+        and not reader.joined(text, match)
+        and not _RULED_OUT.search(text[max(0, match.start() - 60) : match.start()])
+    ]
+    return found[-1] if found else None
+
+
+def _leading_letter(reader: _Reader, text: str) -> int | None:
+    found = reader.leading.match(text)
+    return None if found is None or reader.joined(text, found) else reader.index(found)
+
+
+def _yes_no(reader: _Reader, text: str) -> int | None:
+    """The text begins with yes or no, and one of the choices is that word."""
+    match = re.match(r"\W*(yes|no)\b", text, re.IGNORECASE)
+    return (
+        reader.keys.index(match[1].lower()) if match and match[1].lower() in reader.keys else None
+    )
+
+
+def _mentioned(reader: _Reader, text: str) -> int | None:
+    """The last sentence that mentions exactly one choice; sentences that conclude come before all
+    others.
+    """
+    parts = sentences(text)
+    concluding = [part for part in parts if _CONCLUDES.search(part)]
+    for part in [*reversed(concluding), *reversed(parts)]:
+        head = _REASON.split(part, maxsplit=1)[0]  # a square, since a circle has no sides
+        for said, denied in ((part, True), (part, False), (head, True)):
+            found = set(reader.mentioned(said, denied=denied))
+            if len(found) == 1:
+                return found.pop()
+    return None
+
+
+def _all_words(reader: _Reader, text: str) -> int | None:
+    """The choice whose words all stand in the last sentence that has all the words of exactly one."""
+    for part in reversed(sentences(text)):
+        words = set(re.findall(r"\w+", part.lower()))
+        found = {
+            i
+            for i, key in enumerate(reader.keys)
+            if " " in key and set(re.findall(r"\w+", key)) <= words
+        }
+        if len(found) == 1:
+            return found.pop()
+    return None
+
+
+def _negated(reader: _Reader, text: str) -> int | None:
+    """Yes or no by whether a sentence that says neither has a negation."""
+    if set(reader.keys) != {"yes", "no"} or refuses(text):
+        return None
+    parts = sentences(text)
+    concluding = [part for part in parts if _CONCLUDES.search(part)]
+    part = concluding[-1] if concluding else parts[0] if parts else text
+    return reader.keys.index("no" if _NO.search(part) else "yes")
+
+
+_Rules = tuple[tuple[str, Callable[[_Reader, str], int | None]], ...]
+_STATED_RULES: _Rules = (
+    ("exact", _exact),
+    (
+        "box",
+        lambda reader, text: None if (box := last_boxed(text)) is None else reader.resolve(box),
+    ),
+    ("stated_letter", _stated_letter),
+    ("stated_text", _stated_text),
+)
+_RULES: _Rules = (
+    *_STATED_RULES,
+    ("judged", _judged),
+    ("concluded_letter", lambda reader, text: reader.last(reader.concluded, text)),
+    ("leading_letter", _leading_letter),
+    ("letter_in_brackets", _in_brackets),
+    ("letter_that_fits", lambda reader, text: reader.last(reader.fits, text)),
+    ("ordinal", _ordinal),
+    ("named_option", lambda reader, text: reader.last(reader.named, text)),
+    ("yes_no", _yes_no),
+    ("mentioned", _mentioned),
+    ("all_words", _all_words),
+    ("negation", _negated),
+)

@@ -1,0 +1,346 @@
+"""The number that a response states, and the text helpers of extraction."""
+
+import re
+from bisect import bisect_left
+
+from adora_vl.evals.records import Extraction
+from adora_vl.rewards.answer import amount
+from adora_vl.rewards.answer import plain as value_in
+from adora_vl.rewards.completion import last_boxed
+from adora_vl.rewards.thinking import final_part
+
+MAX_CHARS = 50_000  # of the end of a response
+# A model that runs on after its answer writes the next exercise by itself, with the words of the
+# prompt. A heading of Markdown, such as `### Final Answer`, is none of them.
+_RUNS_ON = re.compile(
+    r"\n[^\S\n]*(?:Hint: Please answer|(?:###\s*)?(?:Question|Human|User|Instruction|Input)\b\s*:?\s*"
+    r"(?:(?<=:)|(?<=:\s)|(?=\n)|$)|###\s*$)"
+)
+# A heading that says no more than that the answer follows, and one whose number is that of a step.
+_ANSWER_HEADING = re.compile(
+    r"\W*(?:(?:final|correct)\s+)?(?:answer|result|答案)\s*[:：]?\W*", re.IGNORECASE
+)
+_STEP = re.compile(r"^#+\s*(?:step|part)?\s*\d+\s*[:.)]?\s*|^#+\s*", re.IGNORECASE)
+# What only explains the number before it.
+_EXPLAINS = re.compile(
+    r",?\s+(?:since|because|given that|rounded from)\b|,\s*(?:which|where|whereas|while)\b",
+    re.IGNORECASE,
+)
+_IN_BRACKETS = re.compile(r"\([^()]*\)")
+_WRAPPERS = re.compile(
+    r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:rm|bf|it|sf|tt)|boldsymbol|bm|bf|rm|emph|underline)\b\s*(?:\{([^{}]*)\})?"
+)
+_NOISE = re.compile(
+    r"\\(?:left|right|displaystyle|[,;:! ])|\\?\$|\\[()\[\]]|\*+|`+|\^?\{?\\circ\}?|°|~"
+)
+_END = re.compile(r"(?<=[.!?。！？])\s+|[。！？]|\n+")
+_REFUSAL = re.compile(
+    r"\b(?:sorry|unfortunately|as an ai|unable to|(?:can(?:no|')t|can not|cannot|could "
+    r"not|couldn't) "
+    r"(?:be |directly |accurately "
+    r"|help|answer|process|provide|determine|see|view|give|find|identif|tell|calculate|do)|"
+    r"(?:not|im|n't) (?:possible|provided?|given|clear|enough|specif|sufficient|have "
+    r"(?:enough|any|the|access))|"
+    r"no (?:information|image|data|way)|need (?:more|further|additional) |(?:provide|without) "
+    r"(?:more|further|additional|any|the|me) )",
+    re.IGNORECASE,
+)
+
+
+_JSON_ANSWER = re.compile(
+    r"[\"'](?:final[ _-]?|correct[ _-]?)?(?:answer|choice|option|result)[\"']\s*:\s*"
+    r"(\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|[^,}\]\s]+)",
+    re.IGNORECASE,
+)
+
+
+def json_answer(response: str) -> str | None:
+    """The answer in a response that is, or ends in, an object of JSON; None in any other."""
+    found = _JSON_ANSWER.findall(response) if "{" in response and "}" in response else []
+    return found[-1].strip("\"'").strip() if found else None
+
+
+def own_part(response: str) -> str:
+    """The response up to where the model starts to ask itself questions, or all of it if it begins
+    with one.
+    """
+    cut = _RUNS_ON.search(response)
+    return response[: cut.start()] if cut and response[: cut.start()].strip() else response
+
+
+def plain(text: str) -> str:
+    """The text without bold, dollar and degree signs and LaTeX wrappers, one kind of minus and
+    fraction.
+
+    Runs of spaces become one, and of line ends too, so that no pattern behind this takes long over
+    them.
+    """
+    text = re.sub(r" ?\n[ \n]*", "\n", re.sub(r"[^\S\n]+", " ", text))
+    text = _WRAPPERS.sub(r"\1", text.replace("’", "'").replace("−", "-").replace("–", "-"))
+    return (
+        _NOISE.sub("", re.sub(r"\\[dt]frac", r"\\frac", text))
+        .replace("\\%", "%")
+        .replace("{,}", ",")
+    )
+
+
+def sentences(text: str) -> list[str]:
+    """The non-empty sentences and lines. A decimal point does not end a sentence."""
+    return [part.strip() for part in _END.split(text) if part.strip()]
+
+
+def refuses(text: str) -> bool:
+    """Whether the text says that there is no answer."""
+    return bool(_REFUSAL.search(text.replace("’", "'")))
+
+
+_NUMBER = re.compile(  # no exponent, as that of `cm^2`
+    r"(?<![A-Za-z0-9_.^])(?<!\^\{)-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?!\w))?"
+)
+_FORMULA = re.compile(r"\\(?:sqrt|pi)(?![A-Za-z])|[√π]")
+_SLASH = re.compile(r"(?<![\w./])(\d+)/(\d+)(?![\w/]|\.\d)")
+_FRACTION = re.compile(r"(-?)\\frac\s*\{\s*(\d+(?:\.\d+)?)\s*\}\s*\{\s*(\d+(?:\.\d+)?)\s*\}")
+_SCIENTIFIC = re.compile(
+    r"(?<![\w.])(\d+(?:\.\d+)?) ?(?:\\times|\\cdot|[×x*]) ?10 ?\^ ?\{? ?(-?\d+) ?\}?"
+)
+_LIST = re.compile(r"\[[^\[\]]*\]")
+_SAYS = re.compile(
+    r"(?:\b(?:answer|final value|result)\b[^.\n]{0,60}?(?:\bis\b|\bare\b|\bwould "
+    r"be\b|[:：=])|答案[是为:：]*)[\s:：]*",
+    re.IGNORECASE,
+)
+_BOLD = re.compile(r"\*\*([^*\n]+)\*\*")
+_CONCLUDES = re.compile(r"\b(?:so|therefore|thus|hence|consequently)\b|因此|所以", re.IGNORECASE)
+_VERB = re.compile(
+    r"(?:\b(?:is|are|was|were|be|equals?|gives?|get|left "
+    r"with|have|has|had|approximately|about|around|total of)\b"
+    r"|[=≈]|\\approx|:(?!\d))",
+    re.IGNORECASE,
+)
+_WORDS = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+    "twenty",
+]
+_FUNCTION_WORDS = {
+    "the",
+    "and",
+    "are",
+    "was",
+    "were",
+    "has",
+    "have",
+    "had",
+    "how",
+    "many",
+    "much",
+    "what",
+    "which",
+    "that",
+    "this",
+    "there",
+    "with",
+    "from",
+    "for",
+    "does",
+    "did",
+    "not",
+    "its",
+    "can",
+    "all",
+}
+_WORD = re.compile(rf"\b({'|'.join(_WORDS)})\b", re.IGNORECASE)
+
+
+def extract_number(response: str, question: str = "") -> Extraction:
+    """The number that a response gives as its answer, as `float` reads it, else empty; the
+    question's own come last. A block of thinking is set aside (`final_part`).
+    """
+    response = final_part(response)[-MAX_CHARS:].strip()
+    response = json_answer(response) or response
+    if not response:
+        return Extraction("", "empty")
+    text = plain(own_part(response)).strip()
+    whole = _NUMBER.fullmatch(re.sub(r"^\$\s*|\s*%?\s*\.?$", "", text))
+    if whole:
+        return Extraction(whole[0].replace(",", ""), "exact")
+    box = last_boxed(response)
+    if box is not None and (value := _value(box)):
+        return Extraction(value, "box")
+    in_box = _numbers(plain(box)) if box is not None else []
+    if in_box:
+        return Extraction(in_box[-1], "box")
+    own = set(_numbers(plain(question)))
+    for how, part in _candidates(own_part(response), sentences(text), question):
+        formula = _value(part.strip(" .:")) if how == "stated" and _FORMULA.search(part) else ""
+        found = formula or _from_sentence(part, own)
+        if found:
+            return Extraction(found, how)
+    if refuses(text):
+        return Extraction("", "refusal")
+    found = next(
+        (number for part in reversed(sentences(text)) if (number := _from_sentence(part, own))),
+        None,
+    )
+    return Extraction(found, "last_sentence") if found else Extraction("", "no_number")
+
+
+def _value(box: str) -> str:
+    r"""The number in a box by the grammar and units of the rewards, as `float` reads it:
+    `8.660254037844386` for `5\sqrt{3}`, and 15 for `15 \text{ cm}^2`. Empty where it is none.
+    """
+    answer = amount(value_in(box))
+    if answer.real is None or not answer.real.real:
+        return ""
+    if _NUMBER.fullmatch(answer.text):
+        return answer.text
+    value = answer.real.value
+    if answer.real.exact and value.denominator == 1:
+        return str(int(value))
+    return repr(float(value))
+
+
+def concluding_number(text: str) -> str | None:
+    """The number of the sentence that concludes, else of the last one that has a number."""
+    parts = sentences(text)
+    concluding = [part for part in parts if _CONCLUDES.search(part)]
+    return next(
+        (
+            n
+            for part in [*reversed(concluding), *reversed(parts)]
+            if (n := _from_sentence(part, set()))
+        ),
+        None,
+    )
+
+
+def _candidates(marked_up: str, parts: list[str], question: str) -> list[tuple[str, str]]:
+    """Stretches of a response where the answer should stand, the surest first."""
+    found: list[tuple[str, str]] = []
+    stated = [
+        part[match.end() :] if part[match.end() :].strip() else behind
+        for part, behind in zip(parts, [*parts[1:], ""], strict=False)
+        for match in [*_SAYS.finditer(part), *_heading(part)]
+    ]
+    if stated:
+        found.append(("stated", stated[-1]))
+    if parts and _NUMBER.fullmatch(parts[0].rstrip(".")):
+        found.append(("first_line", parts[0]))
+    bold = [span for span in _BOLD.findall(marked_up) if len(_numbers(plain(span))) == 1]
+    if bold and len({_numbers(plain(span))[0] for span in bold}) == 1:
+        found.append(("bold", plain(bold[0])))
+    concluding = [part for part in parts if _CONCLUDES.search(part) and not refuses(part)]
+    if concluding:
+        found.append(("conclusion", concluding[-1]))
+    restated = _restating(parts, question)
+    if restated:
+        found.append(("restated", restated))
+    return found
+
+
+def _restating(parts: list[str], question: str) -> str | None:
+    """The first of the sentences that repeat most of the words of what is asked, if that is half of
+    them at least.
+    """
+    asked = _content_words((sentences(question) or [""])[-1])
+    shares = [len(asked & _content_words(part)) for part in parts]
+    best = max(shares, default=0)
+    if not best or best * 2 < len(asked):
+        return None
+    part = parts[shares.index(best)]
+    return None if refuses(part) else part
+
+
+def _content_words(text: str) -> set[str]:
+    """The words of a text that carry its meaning, in lower case."""
+    return {word for word in re.findall(r"[a-z]{3,}", text.lower()) if word not in _FUNCTION_WORDS}
+
+
+def _from_sentence(sentence: str, own: set[str]) -> str | None:
+    """The number that a sentence gives: the first after its last verb or `=`, else the last.
+
+    Numbers of the question, `own`, count only where there is no other, and words only where there
+    are no other digits.
+    """
+    sentence = _without_explanation(_evaluated(_STEP.sub("", sentence)))
+    spots = [(m.start(), m[0].replace(",", "")) for m in _NUMBER.finditer(sentence)]
+    new = [spot for spot in spots if spot[1] not in own]
+    if not new:
+        new = [
+            (m.start(), str(_WORDS.index(m[1].lower()))) for m in _WORD.finditer(sentence)
+        ] or spots
+    places = [place for place, _ in new]
+    for verb in reversed(list(_VERB.finditer(sentence))):
+        first = bisect_left(places, verb.end())
+        if first < len(new):
+            return new[first][1]
+    return new[-1][1] if new else None
+
+
+def _heading(part: str) -> list[re.Match[str]]:
+    """The match of a line that is no more than the heading of the answer behind it."""
+    found = _ANSWER_HEADING.fullmatch(part)
+    return [found] if found else []
+
+
+def _without_explanation(sentence: str) -> str:
+    """A sentence without what explains its number, `which is a third of 180`, if it has one left."""
+    head = _EXPLAINS.split(sentence, maxsplit=1)[0]
+    for shorter in (_IN_BRACKETS.sub(" ", head), head, _IN_BRACKETS.sub(" ", sentence)):
+        if _NUMBER.search(shorter):
+            return shorter
+    return sentence
+
+
+def _numbers(text: str) -> list[str]:
+    """The numbers of a text in order; a number word counts only where there is no digit."""
+    digits = [match[0].replace(",", "") for match in _NUMBER.finditer(_evaluated(text))]
+    return digits or [str(_WORDS.index(match[1].lower())) for match in _WORD.finditer(text)]
+
+
+def _evaluated(text: str) -> str:
+    r"""The text with `\frac{3}{4}` as 0.75 and `2 \times 10^{3}` as 2e3."""
+
+    def quotient(match: re.Match[str]) -> str:
+        return f" {match[1]}{float(match[2]) / float(match[3]) if float(match[3]) else ''} "
+
+    def slashed(match: re.Match[str]) -> str:
+        return str(int(match[1]) / int(match[2])) if int(match[2]) else match[0]
+
+    text = _SLASH.sub(slashed, _FRACTION.sub(quotient, text))
+    return _SCIENTIFIC.sub(r"\1e\2", text)
+
+
+def extract_list(response: str) -> Extraction:
+    """The last bracketed list of a response behind its thinking, spaced as Python prints one."""
+    response = final_part(response)[-MAX_CHARS:]
+    told = json_answer(response) or ""
+    found = _lists(last_boxed(response) or "") or _lists(told) or _lists(own_part(response))
+    if not found:
+        return Extraction("", "no_list")
+    return Extraction(
+        "[" + ", ".join(part.strip() for part in found[-1][1:-1].split(",")) + "]", "list"
+    )
+
+
+def _lists(text: str) -> list[str]:
+    """All lists with a digit in them, such as `[1, 2]`, as they stand in the text."""
+    return [found for found in _LIST.findall(plain(text)) if re.search(r"\d", found)]

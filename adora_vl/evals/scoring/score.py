@@ -1,0 +1,427 @@
+"""The score of predictions, the same for every benchmark: counts, groups, lengths, and what could
+not be judged.
+"""
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from adora_vl.evals.inference.predictions import IMAGE_FAILED, NOT_ASKED, TOO_LONG
+from adora_vl.evals.options import ScoreOptions
+from adora_vl.evals.records import (
+    CORRECT,
+    FAILED,
+    JUDGE_FAILED,
+    WRONG,
+    Benchmark,
+    Cell,
+    Graded,
+    OwnFigures,
+    Prediction,
+    Scored,
+)
+from adora_vl.evals.scoring.statistics import bootstrap, pass_at, wilson
+from adora_vl.rewards.completion import REFLECTIVE, reflective_words
+from adora_vl.rewards.thinking import closes_unopened_block, final_part
+
+
+def lengths(tokens: Sequence[int]) -> dict[str, float | int] | None:
+    """Mean, median, 90th percentile and maximum of completion lengths in tokens; None of none."""
+    if not tokens:
+        return None
+    ordered = sorted(tokens)
+    high = {"p90": ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))], "max": ordered[-1]}
+    return {"mean": statistics.fmean(ordered), "median": statistics.median(ordered), **high}
+
+
+# the last two: at a call that nobody answers, or whose answer has no room
+_CUT = (
+    "length",
+    "calls",
+    "room",
+)
+
+
+def reflection(responses: Sequence[str]) -> dict[str, Any] | None:
+    """How many answers have a reflective word, and how often each word occurs in 1,000 answers;
+    None of no answers.
+    """
+    if not responses:
+        return None
+    found = [reflective_words(text) for text in responses]
+    counts = {word: sum(each.get(word, 0) for each in found) for word in REFLECTIVE}
+    having = sum(map(bool, found))
+    total = len(responses)
+    share = {
+        "answers": having,
+        "total": total,
+        "share": having / total,
+        "wilson_95": list(wilson(having, total)),
+    }
+    return {
+        **share,
+        "per_1000_answers": {word: 1000 * count / total for word, count in counts.items() if count},
+    }
+
+
+# By total pixels of the first image: the upper ends of the groups.
+_SIZES = (
+    (128 * 128, "to 128x128"),
+    (256 * 256, "to 256x256"),
+    (512 * 512, "to 512x512"),
+    (1024 * 1024, "to 1024x1024"),
+)
+
+
+def score(
+    benchmark: Benchmark,
+    rows: Sequence[Prediction],
+    options: ScoreOptions,
+    *,
+    answer_tags: bool = False,
+) -> Scored:
+    """The score of predictions (at least one) by the rules that `options` name.
+
+    `answer_tags`: the prompts asked for `<answer> </answer>`; `options.answer_tags` tells the
+    benchmark.
+    """
+    options = replace(options, answer_tags=answer_tags)
+    answered = rows
+    rows, graded = graded_rows(benchmark, answered, options)
+    own = OwnFigures() if benchmark.summary is None else benchmark.summary(rows, graded, options)
+    mix = Counter(item.grade.extraction.how for item in graded if item.grade.extraction is not None)
+    extracted = {"extraction_mix": dict(mix.most_common()), "extraction_failed": mix[JUDGE_FAILED]}
+    result = {
+        "benchmark": benchmark.name,
+        **aggregate(graded),
+        **{
+            key: {
+                name: {"accuracy": one} if isinstance(one, int | float) else one
+                for name, one in named.items()
+            }
+            for key, named in own.figures.items()
+        },
+        **answers(answered, graded),
+        **own.notes,
+        "rules": benchmark.rules(options) | ({"file": benchmark.file} if benchmark.file else {}),
+        **(extracted if mix else {}),
+        "items": [_item(benchmark, row, one) for row, one in zip(rows, graded, strict=True)],
+    }
+    return Scored(result, own)
+
+
+def graded_rows(
+    benchmark: Benchmark, rows: Sequence[Prediction], options: ScoreOptions
+) -> tuple[Sequence[Prediction], list[Graded]]:
+    """The rows as a benchmark reads them, and their grades.
+
+    A benchmark, its rules and its judge get the final part of each response (`final_part`): a block
+    of thinking is no answer. Where no answer stands behind it, the response is wrong by all rules,
+    also by those that take the nearest choice for an answer that is not there.
+    """
+    opened = template_opens_thinking(rows)
+    read: Sequence[Prediction] = [_without_thinking(row, opened) for row in rows]
+    if benchmark.prepare is not None:
+        read = benchmark.prepare(read, options)
+    graded: list[Graded] = []
+    for row, shown in zip(rows, read, strict=True):
+        item = grade_row(benchmark, shown, options)
+        if shown["response"] != row["response"]:
+            item = replace(item, thinking="set_aside" if shown["response"] else "without_answer")
+        if item.thinking == "without_answer" and item.grade.verdict != FAILED:
+            grade = item.grade._replace(
+                verdict=WRONG, extracted=None, reason="thinking_without_answer"
+            )
+            item = replace(item, grade=grade)
+        graded.append(item)
+    return read, graded
+
+
+def template_opens_thinking(rows: Sequence[Prediction]) -> bool:
+    """Whether the prompts of these answers seem to have ended in `<think>`.
+
+    A server does not say it, and other programs' predictions do not. It is so where most of the
+    answers that came to an end close a block that they have not opened; those that were cut off
+    before that have no tag at all.
+    """
+    unfinished = (*_CUT, *NOT_ASKED)
+    ended = [row["response"] for row in rows if row.get("finish_reason") not in unfinished]
+    closing = [response for response in ended if closes_unopened_block(response)]
+    return 2 * len(closing) > len(ended)
+
+
+def _without_thinking(row: Prediction, template_opens: bool) -> Prediction:
+    """The row with the final part of its response in place of the whole one."""
+    opened = template_opens or row.get("thinking_opened", False)
+    return {**row, "response": final_part(row["response"], opened)}
+
+
+def grade_row(benchmark: Benchmark, row: Prediction, options: ScoreOptions) -> Graded:
+    """One row, with the final part of its response, as its benchmark grades it; or failed: where
+    its problem was never asked, or the judge could not say.
+    """
+    grade = benchmark.grade(row, options)
+    grade = grade._replace(groups={**grade.groups, **common_groups(row)})
+    failed = (
+        JUDGE_FAILED
+        if grade.extraction is not None and grade.extraction.how == JUDGE_FAILED
+        else None
+    )
+    if row.get("finish_reason") in NOT_ASKED:
+        failed = row.get("error") or row["finish_reason"]
+    if failed is not None:
+        grade = grade._replace(verdict=FAILED, extracted=None, reason=failed)
+    return Graded(
+        pid=row["pid"], grade=grade, n_tokens=row.get("n_tokens"), sample=row.get("sample", 0)
+    )
+
+
+class HasRules(Protocol):
+    """Options that name a set of rules."""
+
+    @property
+    def rules(self) -> str: ...
+
+
+def rule_set(options: HasRules) -> dict[str, Any]:
+    """The rules of a benchmark that has several sets of them to choose from."""
+    return {"rules": options.rules}
+
+
+def verdict(right: bool) -> str:
+    """The verdict on an answer that could be judged."""
+    return CORRECT if right else WRONG
+
+
+def own_cells(score: Mapping[str, Any]) -> dict[str, dict[str, Cell]]:
+    """The cells of a benchmark's own figures in a score, by key and name; also of a score file that
+    was read.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for key, figures in score.items():
+        for name, one in figures.items() if isinstance(figures, dict) else ():
+            if isinstance(one, dict) and isinstance(one.get("accuracy"), int | float):
+                found.setdefault(key, {})[name] = one
+    return found
+
+
+def missing_answers(score: Mapping[str, Any]) -> str | None:
+    """A sentence if a score is of a part of the answers that were asked for.
+
+    None for a whole one or an unknown one.
+    """
+    coverage = score.get("coverage") or {}
+    answers = coverage.get("answers")
+    asked = coverage.get("asked")
+    if not answers or not asked or answers >= asked:
+        return None
+    return (
+        f"the score of a part: {answers} of {asked} answers are there; run `infer` again for the "
+        "others"
+    )
+
+
+def partial_notes(score: Mapping[str, Any]) -> list[str]:
+    """What a reader has to know of a score over a part of the problems; a line for each reason.
+
+    A part was answered, a part was asked (`--limit`), or nobody knows how many problems there are.
+    """
+    coverage = score.get("coverage") or {}
+    if coverage and coverage.get("asked") is None:
+        unknown = "it is not known of how many problems these are; no run lies beside the answers"
+        return [f"note: {unknown}"]
+    lines: list[str] = []
+    missing = missing_answers(score)
+    if missing:
+        lines.append(f"warning: {missing}")
+    asked = coverage.get("asked") or 0
+    in_data = coverage.get("in_data") or 0
+    if asked < in_data:
+        lines.append(f"note: {asked} of the {in_data} answers to all the data (--limit)")
+    return lines
+
+
+def share_of_the_data(score: Mapping[str, Any]) -> str | None:
+    """`60 of 512` of a score over 60 of the 512 answers to all the data; None of a whole one, or
+    where it is not known.
+    """
+    coverage = score.get("coverage") or {}
+    answers = coverage.get("answers")
+    in_data = max(coverage.get("asked") or 0, coverage.get("in_data") or 0)
+    if not answers or answers >= in_data:
+        return None
+    return f"{answers} of {in_data}"
+
+
+def extraction_item(row: Prediction, graded: Graded) -> dict[str, Any]:
+    """A benchmark's entry of an answer, where the answer is first extracted and then compared."""
+    grade = graded.grade
+    fields = {"correct": graded.correct, "answer": row["answer"]}
+    return {"verdict": grade.verdict, **fields, "extraction": grade.extracted, "how": grade.reason}
+
+
+def _item(benchmark: Benchmark, row: Prediction, graded: Graded) -> dict[str, Any]:
+    verdict, extracted, reason, *_ = graded.grade
+    usual = {"verdict": verdict, "extracted": extracted, "reason": reason}
+    shown = benchmark.item(row, graded) if benchmark.item else usual
+    return {"pid": graded.pid, **({"sample": graded.sample} if graded.sample else {}), **shown}
+
+
+def metadata_groups(row: Prediction, names: Sequence[str]) -> dict[str, list[str]]:
+    """The groups of a row by fields of its metadata, a value or a list of them each."""
+    found = {name: (row.get("metadata") or {}).get(name) for name in names}
+    listed = {
+        name: value if isinstance(value, list) else [value]
+        for name, value in found.items()
+        if value
+    }
+    return {name: [str(part) for part in values] for name, values in listed.items()}
+
+
+def common_groups(row: Prediction) -> dict[str, list[str]]:
+    """The groups that every benchmark has: why the answer ended, whether it called tools, how large
+    the image is.
+    """
+    groups = {}
+    if row.get("finish_reason"):
+        groups["finish_reason"] = [str(row["finish_reason"])]
+    if row.get("calls") is not None:
+        groups["called"] = ["yes" if row["calls"] else "no"]
+    size = row.get("image_size")
+    if size:
+        pixels = size[0] * size[1]
+        groups["image_size"] = [
+            next((name for limit, name in _SIZES if pixels <= limit), "over 1024x1024")
+        ]
+    return groups
+
+
+def aggregate(graded: Sequence[Graded]) -> dict[str, Any]:
+    """Counts over all answers (at least one) and by group.
+
+    Problems that were not asked are counted too.
+    """
+    members: dict[str, dict[str, list[Graded]]] = defaultdict(lambda: defaultdict(list))
+    for item in graded:
+        for key, values in item.grade.groups.items():
+            for value in values:
+                members[key][value].append(item)
+    counts: dict[str, Any] = {
+        **cell(graded),
+        "groups": {
+            key: {value: cell(members[key][value]) for value in sorted(members[key])}
+            for key in members
+        },
+        "verdicts": dict(Counter(item.grade.verdict for item in graded).most_common()),
+        "image_failed": sum(
+            item.grade.groups.get("finish_reason") == [IMAGE_FAILED] for item in graded
+        ),
+        "too_long": sum(item.grade.groups.get("finish_reason") == [TOO_LONG] for item in graded),
+        "thinking": {
+            "set_aside": sum(item.thinking != "none" for item in graded),
+            "without_answer": sum(item.thinking == "without_answer" for item in graded),
+        },
+    }
+    return counts | _samples(graded)
+
+
+def answers(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, Any]:
+    """Over the problems that were asked: lengths of right and wrong answers, share cut off, and
+    reflective words.
+    """
+    asked = [
+        (row, item)
+        for row, item in zip(rows, graded, strict=True)
+        if row.get("finish_reason") not in NOT_ASKED
+    ]
+    ends = [row["finish_reason"] for row, _ in asked if row.get("finish_reason")]
+    cut = sum(reason in _CUT for reason in ends)
+    total = max(1, len(ends))
+    truncated = {
+        "count": cut,
+        "total": total,
+        "share": cut / total,
+        "wilson_95": list(wilson(cut, total)),
+    }
+    known = [(item.correct, item.n_tokens) for _, item in asked if item.n_tokens is not None]
+    correct, wrong = ([tokens for right, tokens in known if right == of] for of in (True, False))
+    return {
+        "tokens": {"correct": lengths(correct), "wrong": lengths(wrong)},
+        "truncated": truncated if ends else None,
+        "reflective_words": reflection([row["response"] for row, _ in asked]),
+        "empty_responses": sum(not row["response"].strip() for row, _ in asked),
+    }
+
+
+def cell(items: Sequence[Graded]) -> Cell:
+    """Number of correct answers, their total, and the Wilson interval of the accuracy.
+
+    Answers to one problem are not independent, so the interval is that of as many answers as there
+    are problems: never too narrow, and wider than necessary where the answers to a problem differ.
+    """
+    correct = sum(item.correct for item in items)
+    total = len(items)
+    problems = len({item.pid for item in items})
+    interval = list(wilson(correct / total * problems if problems < total else correct, problems))
+    return {"correct": correct, "total": total, "accuracy": correct / total, "wilson_95": interval}
+
+
+def counted(correct: int, total: int, answers: int = 1) -> Cell | None:
+    """Like `cell`, but from counts, with `answers` answers per problem.
+
+    None if there is nothing to count.
+    """
+    if total <= 0 or not 0 <= correct <= total:
+        return None
+    interval = list(wilson(correct / answers, max(1, total // answers)))
+    return {"correct": correct, "total": total, "accuracy": correct / total, "wilson_95": interval}
+
+
+def by_problem(items: Iterable[Graded]) -> dict[str, list[bool]]:
+    """For each problem, whether each of its answers is right.
+
+    Problems are in the order of their first answers.
+    """
+    verdicts: dict[str, list[bool]] = {}
+    for item in items:
+        verdicts.setdefault(item.pid, []).append(item.correct)
+    return verdicts
+
+
+def _samples(graded: Sequence[Graded]) -> dict[str, Any]:
+    """avg@k, and pass@j for j in 1, 2, 4 ... k, with intervals over problems.
+
+    Nothing if each has one answer.
+    """
+    problems = list(by_problem(graded).values())
+    k = max(map(len, problems))
+    if k == 1:
+        return {}
+    full = [answers for answers in problems if len(answers) == k]
+    result: dict[str, Any] = {
+        "k": k,
+        "problems": len(full),
+        "incomplete": len(problems) - len(full),
+    }
+    result[f"avg@{k}"] = mean_with_interval([sum(answers) / k for answers in full])
+    for j in sorted({1 << power for power in range(k.bit_length())} | {k}):
+        result[f"pass@{j}"] = mean_with_interval([pass_at(j, k, sum(answers)) for answers in full])
+    return {"samples": result}
+
+
+def mean_with_interval(values: Sequence[float]) -> dict[str, Any]:
+    """The mean over problems and its interval.
+
+    If all values are 0 or 1 it is a Wilson interval, because the bootstrap of few or similar values
+    is too narrow. Otherwise it is a bootstrap interval.
+    """
+    mean = sum(values) / len(values)
+    by_wilson = set(values) <= {0.0, 1.0}
+    interval = wilson(sum(values), len(values)) if by_wilson else bootstrap(values)
+    return {
+        "value": mean,
+        "interval_95": list(interval),
+        "interval": "wilson" if by_wilson else "bootstrap",
+    }

@@ -1,0 +1,148 @@
+"""Formats a score for the screen."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from adora_vl.evals.inference.views import VIEWS
+from adora_vl.evals.records import Cell, OwnFigures, Score, Scored
+from adora_vl.evals.scoring.score import own_cells, partial_notes
+from adora_vl.utils.cli import amount
+
+_MANY = 16  # values of a group in the table; the score file has all
+
+
+def table(scored: Scored) -> str:
+    """The overall line, the groups, the benchmark's own figures, lengths, and everything that
+    qualifies the result.
+    """
+    score, own = scored
+    lines = [made_with(score, own), ""]
+    everything: Any = score
+    rows = list[tuple[str, str, Cell]]([("all", "", everything)])
+    hidden = list[str]()
+    for key, group in score["groups"].items():
+        shown = list(group.items())[:_MANY]
+        rows += _rows(key, dict(shown))
+        hidden += [f"{key} ({len(group) - _MANY} more)"] if len(group) > _MANY else []
+    for key, cells in own_cells(score).items():
+        rows += _rows(key, cells)
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    lines += [
+        f"{key:<{widths[0]}}  {value:<{widths[1]}}  {_cell(cell)}" for key, value, cell in rows
+    ]
+    if hidden:
+        lines.append(f"in the score file only: {', '.join(hidden)}")
+    figures = {name: figure for name, figure in score.get("samples", {}).items() if "@" in name}
+    samples = [
+        f"{name}: {percent(figure['value'], figure['interval_95'])}"
+        for name, figure in figures.items()
+    ]
+    lines += ["", *samples, *own.lines, *_answers(score), *_warnings(score, own)]
+    return "\n".join(lines)
+
+
+def made_with(score: Score, own: OwnFigures) -> str:
+    """One line: benchmark, model, engine, sampling, and by which rules the answers became right or
+    wrong.
+    """
+    rules = score["rules"]
+    by = own.by or f"rules {rules['rules']}" + (
+        f", extraction {rules['extraction']}" if "extraction" in rules else ""
+    )
+    name = name_of_data(score)
+    fields = (score.get("fingerprint") or {}).get("fields")
+    if not fields:
+        return f"{name}: {by} (no fingerprint beside the predictions)"
+    sampling = f"temperature {fields['temperature']}" if fields.get("temperature") else "greedy"
+    shown = ", without images" if fields.get("no_image") else ""
+    if fields.get("view"):
+        shown = f", shown {VIEWS.get(fields['view'], fields['view'])}"
+    if fields.get("left_out"):
+        shown += f", without {amount(fields['left_out'], 'problem')} whose facts do not suffice"
+    return (
+        f"{name} {fields['split']}: {fields['model']}, {fields['engine']}, {sampling}{shown}, {by}"
+    )
+
+
+# Benchmarks that score a folder of the user's own, whose name stands before the ids of its rows.
+_OF_ANY_FOLDER = ("geometry3k", "problems")
+
+
+def name_of_data(score: Score) -> str:
+    """The name of the data set where a benchmark scores any folder, else that of the benchmark."""
+    benchmark = str(score["benchmark"])
+    pids = [str(item["pid"]) for item in score["items"]]
+    names = {pid.partition("/")[0] for pid in pids if "/" in pid}
+    if benchmark in _OF_ANY_FOLDER and len(names) == 1:
+        return names.pop()
+    return benchmark
+
+
+def _rows(key: str, cells: Mapping[str, Cell]) -> list[tuple[str, str, Cell]]:
+    return [(key if i == 0 else "", name, cell) for i, (name, cell) in enumerate(cells.items())]
+
+
+def _cell(cell: Cell) -> str:
+    """A count, a share and its interval, such as `520/850   61.2 %  (95 %: 57.9 to 64.4)`, or a
+    share alone.
+    """
+    count = f"{cell['correct']}/{cell['total']}" if "total" in cell else ""
+    shown = f"{count:>11}  {100 * cell['accuracy']:5.1f} %"
+    if "wilson_95" not in cell:
+        return shown
+    low, high = cell["wilson_95"]
+    return f"{shown}  (95 %: {100 * low:.1f} to {100 * high:.1f})"
+
+
+def percent(value: float, interval: list[float]) -> str:
+    """A share with its interval in percent, such as `61.2 % (95 %: 57.9 to 64.4)`."""
+    return f"{100 * value:.1f} % (95 %: {100 * interval[0]:.1f} to {100 * interval[1]:.1f})"
+
+
+def _answers(score: Score) -> list[str]:
+    lines = [
+        "verdicts: " + ", ".join(f"{name} {count}" for name, count in score["verdicts"].items())
+    ]
+    if score.get("extraction_mix"):
+        lines.append(
+            "extraction: "
+            + ", ".join(f"{how} {count}" for how, count in score["extraction_mix"].items())
+        )
+    thinking = score.get("thinking") or {"set_aside": 0, "without_answer": 0}
+    if thinking["set_aside"]:
+        line = f"thinking set aside: in {amount(thinking['set_aside'], 'answer')}"
+        if thinking["without_answer"]:
+            line += f", of which {thinking['without_answer']} have no answer behind it and count as wrong"
+        lines.append(line)
+    held = [(kind, known) for kind, known in score["tokens"].items() if known]
+    tokens = [
+        f"{kind} {of['mean']:.1f} (median {of['median']:g}, max {of['max']})" for kind, of in held
+    ]
+    if tokens:
+        lines.append("tokens of an answer: " + ", ".join(tokens))
+    reflection = score["reflective_words"]
+    if reflection:
+        lines.append(f"reflective words: in {100 * reflection['share']:.1f} % of the answers")
+    return lines
+
+
+def _warnings(score: Score, own: OwnFigures) -> list[str]:
+    lines = partial_notes(score)
+    too_long = "prompt too long for the model's context"
+    for count, why in ((score["image_failed"], "unreadable images"), (score["too_long"], too_long)):
+        if count:
+            lines.append(f"warning: {amount(count, 'problem')} not asked ({why}), counted as wrong")
+    if score.get("extraction_failed"):
+        failed = amount(score["extraction_failed"], "answer")
+        lines.append(f"warning: the judge failed on {failed}, counted as wrong")
+    lines += [f"warning: {line}" for line in own.warnings]
+    if (score.get("samples") or {}).get("incomplete"):
+        lacking = amount(score["samples"]["incomplete"], "problem")
+        lines.append(f"warning: {lacking} without all answers, left out of avg@k and pass@k")
+    if score["empty_responses"]:
+        lines.append(f"note: {amount(score['empty_responses'], 'empty answer')}")
+    if score["truncated"] and score["truncated"]["count"]:
+        lines.append(
+            f"note: {amount(score['truncated']['count'], 'answer')} cut off at the token limit"
+        )
+    return lines

@@ -1,0 +1,276 @@
+"""Processed images, each held once: a cache of the processor's results, and banks that batches
+refer to.
+"""
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers.feature_extraction_utils import BatchFeature
+from transformers.image_utils import make_flat_list_of_images
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+from adora_vl.data.images import KeptImage, content_digest
+
+Preprocess = Callable[..., BatchFeature]
+PASSING = "adora_passing"  # in the `info` of an image that will not be seen again
+
+
+@dataclass(frozen=True)
+class ProcessedImage:
+    """One image as the processor cuts it up, before rescaling and normalisation."""
+
+    key: str  # of the content and of how it was processed
+    patches_RD: Tensor  # uint8; R patches of D = channels x temporal patch x height x width
+    grid_3: Tensor  # (temporal, height, width) in patches
+
+
+def can_cache(image_processor: Any) -> bool:
+    """Whether this is a processor whose output the cache knows how to take apart."""
+    return isinstance(image_processor, Qwen2VLImageProcessor)
+
+
+def normalized(image_processor: Any, patches_RD: Tensor, settings: dict[str, Any]) -> Tensor:
+    """The patches rescaled and normalised by the processor's own method, (R, D) float32."""
+    patch = settings["patch_size"]
+    temporal = settings["temporal_patch_size"]
+    channels_first = patches_RD.view(len(patches_RD), -1, temporal, patch, patch).transpose(1, 2)
+    done: Tensor = image_processor.rescale_and_normalize(
+        channels_first,
+        settings["do_rescale"],
+        settings["rescale_factor"],
+        settings["do_normalize"],
+        settings["image_mean"],
+        settings["image_std"],
+    )
+    return done.transpose(1, 2).reshape(len(patches_RD), -1)
+
+
+def effective_settings(image_processor: Any, overrides: dict[str, Any]) -> dict[str, Any]:
+    """The processor's settings under the arguments of one call."""
+    settings = {
+        **image_processor.to_dict(),
+        **{k: v for k, v in overrides.items() if k != "return_tensors"},
+    }
+    low = settings.pop("min_pixels", None)
+    high = settings.pop("max_pixels", None)
+    if low is not None and high is not None:
+        settings["size"] = {"shortest_edge": low, "longest_edge": high}
+    settings["size"] = dict(settings["size"])
+    return settings
+
+
+class ImageCache:
+    """Processed images by content, the most recently used ones, bounded in bytes.
+
+    `processed` counts how often an image really went through the processor.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.bytes_held = 0
+        self.processed = 0
+        self._images: OrderedDict[str, ProcessedImage] = OrderedDict()
+
+    def get(self, image_processor: Any, image: Any, settings: dict[str, Any]) -> ProcessedImage:
+        """The processed `image`."""
+        key = _key(image, settings)
+        if key in self._images:
+            self._images.move_to_end(key)
+            return self._images[key]
+        size = settings["size"]
+        # The class's own method: that of the object may be one that asks this cache.
+        output = type(image_processor).preprocess(
+            image_processor,
+            [image],
+            do_rescale=False,
+            do_normalize=False,
+            min_pixels=size["shortest_edge"],
+            max_pixels=size["longest_edge"],
+            return_tensors="pt",
+        )
+        self.processed += 1
+        entry = ProcessedImage(key, output["pixel_values"], output["image_grid_thw"][0])
+        if isinstance(image, Image.Image) and image.info.get(PASSING):
+            return entry
+        self._images[key] = entry
+        self.bytes_held += entry.patches_RD.nbytes
+        while self.bytes_held > self.limit_bytes and len(self._images) > 1:
+            _, oldest = self._images.popitem(last=False)
+            self.bytes_held -= oldest.patches_RD.nbytes
+        return entry
+
+    def preprocess(self, image_processor: Any) -> Preprocess:
+        """The processor's `preprocess` with this cache before it: the same arguments, the same
+        output.
+        """
+
+        def cached(images: Any, **overrides: Any) -> BatchFeature:
+            settings = effective_settings(image_processor, overrides)
+            entries = [self.get(image_processor, image, settings) for image in flat(images)]
+            patches = [entry.patches_RD for entry in entries]
+            # one image is handed on without a copy
+            pixels = torch.cat(patches) if len(patches) > 1 else patches[0]
+            if settings["do_rescale"] or settings["do_normalize"]:
+                pixels = normalized(image_processor, pixels, settings)
+            grids = torch.stack([entry.grid_3 for entry in entries])
+            return BatchFeature({"pixel_values": pixels, "image_grid_thw": grids})
+
+        return cached
+
+
+def flat(images: Any) -> Sequence[Any]:
+    """The images of a batch in order, whatever the nesting."""
+    if isinstance(images, Image.Image):
+        return [images]
+    flattened: Sequence[Any] = make_flat_list_of_images(
+        [row for row in images if not isinstance(row, list) or row]
+    )
+    return flattened
+
+
+def _key(image: Any, settings: dict[str, Any]) -> str:
+    shape = {
+        name: settings[name]
+        for name in ("size", "resample", "patch_size", "temporal_patch_size", "merge_size")
+    }
+    digest = hashlib.blake2b(
+        json.dumps(shape, sort_keys=True, default=str).encode(), digest_size=16
+    )
+    if isinstance(image, KeptImage):
+        digest.update(image.digest.encode())
+    elif isinstance(image, Image.Image):
+        digest.update(content_digest(image).encode())
+    else:
+        array = torch.as_tensor(image).contiguous()
+        digest.update(f"{array.dtype} {tuple(array.shape)}".encode())
+        digest.update(array.cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def first_patches(references: Tensor, grids: Tensor) -> list[int]:
+    """The number of each image's first patch, which identifies the image.
+
+    `references`: (R, 1), the patches of N images one after the other. `grids`: (N, 3).
+    """
+    patches = grids.prod(dim=-1)
+    firsts: list[int] = references[(patches.cumsum(0) - patches).to(references.device), 0].tolist()
+    return firsts
+
+
+class ImageBank:
+    """The patches of distinct images.
+
+    `first` is the number of the first patch; no two banks share numbers.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.end = first
+        self._starts: dict[str, int] = {}
+        self._images: dict[int, tuple[str, Tensor, Tensor]] = {}  # start -> key, patches, grid
+        self.frozen_features: dict[
+            int, Any
+        ] = {}  # start -> features, if the vision tower is frozen
+        self.features_due = True  # whether images may have been added since
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def references(
+        self, image: ProcessedImage, normalize: Callable[[Tensor], Tensor], device: torch.device
+    ) -> Tensor:
+        """(R, 1) numbers of the patches of `image`.
+
+        An image that is new is normalised and moved to `device` first.
+        """
+        if image.key in self._starts:
+            return self._numbers(self._starts[image.key])
+        return self.hold(
+            image.key, normalize(image.patches_RD).to(device, non_blocking=True), image.grid_3
+        )
+
+    def hold(self, key: str, patches_RD: Tensor, grid_3: Tensor) -> Tensor:
+        """(R, 1) numbers of these patches, which are ready for the model.
+
+        They are stored if `key` is new.
+        """
+        if key not in self._starts:
+            self._starts[key] = self.end
+            self._images[self.end] = (key, patches_RD, grid_3)
+            self.end += len(patches_RD)
+        return self._numbers(self._starts[key])
+
+    def image(self, start: int) -> tuple[str, Tensor, Tensor]:
+        """Key, patches (R, D) and grid (3,) of the image whose first patch is `start`."""
+        return self._images[start]
+
+    def _numbers(self, start: int) -> Tensor:
+        return torch.arange(start, start + len(self._images[start][1]))[:, None]
+
+    def pixels(self, starts: list[int]) -> tuple[Tensor, Tensor]:
+        """Patches (R, D) and grids (N, 3) of the images whose first patches are `starts`."""
+        _, patches, grids = zip(*(self._images[start] for start in starts), strict=True)
+        return torch.cat(patches), torch.stack(grids)
+
+    @property
+    def starts(self) -> list[int]:
+        return list(self._images)
+
+
+_ANOTHER = "another"  # beside the modes `train` and `eval`
+
+
+class ImageBanks:
+    """The banks that are in use: one for the training batch and one for the evaluation batch."""
+
+    def __init__(self) -> None:
+        self._banks: dict[str, ImageBank] = {}
+        self._next = 0
+
+    def new(self, mode: str) -> ImageBank:
+        """Replace the bank of `mode` (`train` or `eval`) by an empty one."""
+        if mode in self._banks:
+            self._next = max(self._next, self._banks[mode].end)
+        self._banks[mode] = ImageBank(
+            max([self._next, *(bank.end for bank in self._banks.values())])
+        )
+        return self._banks[mode]
+
+    def more(self, mode: str = "train") -> ImageBank | None:
+        """The bank of the batch, to which every rank is about to add images.
+
+        None before the first batch.
+        """
+        bank = self._banks.get(mode)
+        if bank is not None:
+            bank.features_due = True
+        return bank
+
+    def of_training(self) -> ImageBank | None:
+        """The bank of the training batch, or the one in its place. None before the first batch."""
+        return self._banks.get(_ANOTHER, self._banks.get("train"))
+
+    @contextmanager
+    def another(self) -> Iterator[ImageBank]:
+        """An empty bank that takes the place of the training batch's inside the block."""
+        bank = self.new(_ANOTHER)
+        try:
+            yield bank
+        finally:
+            self._next = max(self._next, bank.end)
+            del self._banks[_ANOTHER]
+
+    def of(self, reference: int) -> ImageBank:
+        """The bank that holds this patch."""
+        for bank in self._banks.values():
+            if bank.first <= reference < bank.end:
+                return bank
+        raise AssertionError(f"patch {reference} is in no bank that is still held")

@@ -1,0 +1,177 @@
+"""Each distinct image of a generation: processed once, held once, and seen by the vision tower
+once.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler, ImagePrefetch, NoPrefetch
+from adora_vl.data.loading import only_decodes
+from adora_vl.data.rows import has_images
+from adora_vl.packing.image_store import ImageBanks, ImageCache, can_cache, effective_settings
+from adora_vl.packing.prompts import PromptBatch, read_prompts, referring, with_pictures
+from adora_vl.packing.vision import SharedVision
+from adora_vl.types import Batch, Row
+
+
+def may_have_images(dataset: Any) -> bool:
+    """Whether any row of a training data set may have an image; True where that cannot be told."""
+    table = getattr(getattr(dataset, "data", None), "table", None)
+    if table is None:
+        return True
+    return has_images(table) if "images" in table.column_names else "image" in table.column_names
+
+
+def with_image_columns(columns: dict[str, Any], tokens_BT: Tensor) -> dict[str, Any]:
+    """The columns of a batch, or of a pass, with those of images added where they are missing.
+
+    `tokens_BT`: any tensor of the shape of prompts with their completions.
+    """
+    if columns.get("pixel_values") is not None:
+        return columns
+    device = tokens_BT.device
+    none: dict[str, Any] = {
+        "pixel_values": torch.zeros(0, 1, dtype=torch.long, device=device),
+        "image_grid_thw": torch.zeros(0, 3, dtype=torch.long, device=device),
+        "num_images": [0] * len(tokens_BT),
+        "mm_token_type_ids": torch.zeros_like(tokens_BT),
+    }
+    return {**columns, **none}
+
+
+def reads_ahead(device: torch.device) -> bool:
+    """Whether images are processed while the policy learns: on a CPU it needs the processor itself."""
+    return device.type != "cpu"
+
+
+class DistinctImages:
+    """Owns the distinct images of the present generation."""
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        processor: Any,
+        device: torch.device,
+        config: AdoraGRPOConfig,
+        dataset: Any = (),
+        *,
+        draws: bool = False,
+    ) -> None:
+        """`models`: the policy, and the reference model if there is one.
+
+        `dataset`: the rows that are trained on. `draws`: whether an image may be shown on the way
+        where a row has none.
+        """
+        self.banks = ImageBanks()
+        self.vision = SharedVision(self.banks)
+        self._processor = processor
+        self._device = device
+        self._config = config
+        # a list, so that every model is tried
+        takes_references = [self.vision.install(model) for model in models]
+        # whether rows may have images
+        self.shown = all(takes_references) and (draws or may_have_images(dataset))
+        self.image_processor: Any = getattr(processor, "image_processor", None)
+        able = all(takes_references) and can_cache(self.image_processor)
+        self._cache = ImageCache(config.adora_image_cache_mb * 2**20) if able else None
+
+    @property
+    def cache(self) -> ImageCache | None:
+        """The cache of processed images, which the engine uses too.
+
+        None if sharing is impossible or switched off.
+        """
+        return self._cache if self._config.own("cache_images") else None
+
+    def process(self, row: Mapping[str, Any]) -> int:
+        """Put the images of a row into the cache, for a generation to come.
+
+        Returns the bytes that they take there.
+        """
+        cache = self.cache
+        processor = self.image_processor
+        assert cache is not None
+        settings = effective_settings(processor, {})
+        entries = [cache.get(processor, image, settings) for image in row.get("images") or []]
+        return sum(entry.patches_RD.nbytes for entry in entries)
+
+    def prefetch(self, rows: DistinctRows, order: EpochRepeatSampler, dataset: Any) -> NoPrefetch:
+        """What reads and processes the next generation's images.
+
+        `dataset`: the data set behind `rows`.
+
+        It does nothing where a worker of the loader reads ahead, or where reading a row may draw a
+        random number.
+        """
+        if not reads_ahead(self._device) or self.cache is None or not self.shown:
+            return NoPrefetch()
+        if self._config.dataloader_num_workers or not only_decodes(dataset):
+            return NoPrefetch()
+        return ImagePrefetch(
+            rows=rows, order=order, process=self.process, limit_bytes=self.cache.limit_bytes
+        )
+
+    def completed(self, batch: Batch) -> Batch:
+        """The batch, with empty image columns if other rows have images but its own have none."""
+        if not self.shown:
+            return batch
+        tokens_BT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        return cast("Batch", with_image_columns(dict(batch), tokens_BT))
+
+    def prompts(self, rows: Sequence[Row], mode: str, *, further: bool) -> PromptBatch:
+        """The prompts of these rows; their images are held until the next generation of this mode.
+
+        `mode` is `train` or `eval`. With `further` the rows join the present batch; else its images
+        are released.
+        """
+        # Without a cache there are no references, and every pass takes the tower's way, also on a
+        # rank without images.
+        self.vision.share = self._config.own("share_vision") and self.cache is not None
+        self.vision.batch_windows(self._config.own("batch_windows"))
+        bank = self.banks.more() if further else None
+        if bank is None:
+            bank = self.banks.new(mode)
+        if self.cache is None or not any(row.get("images") for row in rows):
+            return self.read(rows)
+        return self.read(
+            rows, referring(self.image_processor, cache=self.cache, bank=bank, device=self._device)
+        )
+
+    def shown_later(
+        self, prompts: PromptBatch, pictures: Sequence[Sequence[Any]], mode: str
+    ) -> PromptBatch:
+        """The prompts with the images of each row behind its own that its rollout was shown on the
+        way, (B,). They are held as long as those of the batch. All ranks call it together.
+        """
+        bank = self.banks.more(mode)
+        cache = self.cache
+        if not any(pictures):
+            return prompts
+        sharing: AbstractContextManager[None] = nullcontext()
+        if cache is not None and bank is not None:
+            sharing = referring(self.image_processor, cache=cache, bank=bank, device=self._device)
+        with sharing:
+            return with_pictures(
+                prompts, pictures, partial(self.image_processor, return_tensors="pt")
+            )
+
+    def tokens_of(self, image: Any) -> int:
+        """How many image tokens an image takes that is shown on the way."""
+        processor = self.image_processor
+        settings = effective_settings(self.image_processor, {})
+        grid_3 = (self._cache or ImageCache(0)).get(processor, image, settings).grid_3
+        return int(grid_3.prod()) // int(processor.merge_size) ** 2
+
+    def read(
+        self, rows: Sequence[Row], processing: AbstractContextManager[Any] | None = None
+    ) -> PromptBatch:
+        """As `prompts`, with pixels instead of references to them."""
+        return read_prompts(
+            rows, self._processor, self._config.chat_template_kwargs or {}, processing
+        )

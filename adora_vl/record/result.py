@@ -1,0 +1,218 @@
+"""What came of a run: its held-out accuracy, or else what its training shows, with an interval.
+
+The page of a run and its last lines say the same, since both ask here.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from math import hypot, isfinite
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pyarrow as pa
+
+from adora_vl.evals.compare import Difference, ScoreFile, between_problems, read_run
+from adora_vl.evals.inference.predictions import SCORE
+from adora_vl.evals.scoring.score import share_of_the_data
+from adora_vl.evals.scoring.statistics import welch
+from adora_vl.evals.scoring.table import name_of_data, percent
+from adora_vl.record.metrics import PASS, kind_of
+from adora_vl.record.rollouts import ROLLOUTS, parts, read_part
+from adora_vl.utils.cli import amount
+from adora_vl.utils.errors import UserError
+
+# Below the folder of a run: the score of its model, and of the model before the training.
+AFTER = Path("eval") / SCORE
+BEFORE = Path("before") / SCORE
+REWARD = "reward"
+_EVALUATED = re.compile(r"eval_(.*)_accuracy")
+Log = Sequence[Mapping[str, Any]]
+
+
+def result_of(folder: Path, log: Log) -> str | None:
+    """One line on what came of a run; None where nothing was logged.
+
+    A score of the held-out problems in the run's folder goes first, then the evaluations on the
+    way, then the pass rate and the reward of the training.
+    """
+    return _scored(folder) or _evaluated(log) or _trained(folder, log)
+
+
+def is_noise(change: Difference) -> bool:
+    """Whether the interval of a change has 0 in it, so that the data cannot tell it from none."""
+    return change.low is not None and change.high is not None and change.low <= 0 <= change.high
+
+
+def training_change(folder: Path, log: Log, key: str) -> Difference | None:
+    """How a figure changed from the first to the last fifth of the logged steps.
+
+    Its interval is over the groups of the record, since the answers to one problem are not
+    independent; without a record, over the logged steps. None where there are not two steps.
+
+    Args:
+        folder: the output_dir of the run.
+        log: its log history, or the lines of its metrics.
+        key: `adora/pass_rate` or `reward`.
+    """
+    lines = [line for line in log if kind_of(line) != "eval" and _is_number(line.get(key))]
+    if len(lines) < 2:
+        return None
+    size = max(1, len(lines) // 5)
+    ends = (lines[:size], lines[-size:])
+    first = [float(line[key]) for line in ends[0]]
+    second = [float(line[key]) for line in ends[1]]
+    grouped = _groups_at_the_ends(folder, first=ends[0], last=ends[1], key=key)
+    unit = "group" if grouped else "logged step"
+    samples = grouped or (first, second)
+    difference = Difference(fmean(first), fmean(second), over="no interval")
+    if min(map(len, samples)) < 2:
+        return difference
+    low, high = welch(*samples)
+    half = (high - low) / 2
+    return Difference(
+        first=difference.first,
+        second=difference.second,
+        low=difference.value - half,
+        high=difference.value + half,
+        over=f"{len(samples[0])} and {amount(len(samples[1]), unit)}",
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and isfinite(value)
+
+
+def _groups_at_the_ends(
+    folder: Path, first: Log, last: Log, key: str
+) -> tuple[list[float], list[float]] | None:
+    """The figure of each recorded group in the steps of these lines; None where the record lacks
+    one of the ends, as its oldest steps are deleted beyond its bound.
+    """
+    column = "pass_rate" if key == PASS else REWARD
+    try:
+        groups = _recorded(folder, column)
+    except (UserError, OSError, pa.ArrowException):  # damaged, older, or merged just now
+        return None
+    until = first[-1].get("step", 0)
+    since = last[0].get("step", 0)
+    early = [value for step, value in groups if step <= until]
+    late = [value for step, value in groups if step >= since]
+    return (early, late) if early and late else None
+
+
+def _recorded(folder: Path, column: str) -> list[tuple[int, float]]:
+    """The step and the mean of a column of each recorded group."""
+    values: dict[tuple[int, int], list[float]] = {}
+    for part in parts(folder / ROLLOUTS):
+        table = read_part(part, ["step", "group", column])
+        for row in table.to_pylist():
+            if _is_number(row[column]):
+                values.setdefault((row["step"], row["group"]), []).append(float(row[column]))
+    return [(step, fmean(of_group)) for (step, _), of_group in values.items()]
+
+
+def _scored(folder: Path) -> str | None:
+    """The score of the held-out problems in a run's folder, beside that of the model before."""
+    after = _read(folder / AFTER)
+    if after is None:
+        return None
+    score = after.score
+    part = share_of_the_data(score)
+    problems = f"{part or score['total']} problems"
+    where = f"held-out accuracy, {name_of_data(score)}"
+    before = _read(folder / BEFORE)
+    change = None
+    if before is not None and before.score["benchmark"] == score["benchmark"]:
+        change = between_problems([before], [after])
+    if change is None:
+        return f"{where} {percent(score['accuracy'], score['wilson_95'])} of {problems} ({AFTER})"
+    return f"{where} {_arrow(change)} ({change.over}, of {problems}; {BEFORE}, {AFTER})"
+
+
+def _read(file: Path) -> ScoreFile | None:
+    """A score file; None where there is none that can be read."""
+    try:
+        return read_run(str(file)) if file.is_file() else None
+    except UserError:
+        return None
+
+
+def _evaluated(log: Log) -> str | None:
+    """The first and the last evaluation on the way; of several views that with the pictures."""
+    keys = {key for line in log for key in line if _EVALUATED.fullmatch(key)}
+    by_rank = sorted(keys, key=lambda key: (not key.endswith("_image_accuracy"), key))
+    for key in by_rank:
+        lines = [line for line in log if _is_number(line.get(key))]
+        if lines:
+            name = key.removeprefix("eval_").removesuffix("_accuracy")
+            change = _between(lines[0], lines[-1], key)
+            return f"held-out accuracy, {name} {_arrow(change)} (first and last evaluation)"
+    return None
+
+
+def _between(first: Mapping[str, Any], last: Mapping[str, Any], key: str) -> Difference:
+    """The difference of two logged accuracies, with Newcombe's interval from those of both.
+
+    It takes the evaluations for independent, so it is too wide for answers to the same problems:
+    the log does not say which of them were right (Newcombe 1998, method 10).
+    """
+    change = Difference(first[key], last[key], over="no interval")
+    ends = [line.get(f"{key}_{end}") for line in (first, last) for end in ("low", "high")]
+    if not all(_is_number(end) for end in ends) or first is last:
+        return change
+    below = hypot(change.second - last[f"{key}_low"], first[f"{key}_high"] - change.first)
+    above = hypot(last[f"{key}_high"] - change.second, change.first - first[f"{key}_low"])
+    return Difference(
+        first=change.first,
+        second=change.second,
+        low=change.value - below,
+        high=change.value + above,
+        over="two evaluations",
+    )
+
+
+def _trained(folder: Path, log: Log) -> str | None:
+    for key, title in ((PASS, "pass rate in training"), (REWARD, REWARD)):
+        lines = [line for line in log if _is_number(line.get(key))]
+        if not lines:
+            continue
+        is_share = key == PASS
+        change = training_change(folder, log, key)
+        if change is None:
+            value = lines[-1][key]
+            text = _share(value) if is_share else f"{value:.3g}"
+            return f"{title} {text} (one logged step)"
+        over = "" if change.low is None else f", {change.over}"
+        text = _arrow(change) if is_share else _plain_arrow(change)
+        return f"{title} {text} (first and last fifth of the steps{over})"
+    return None
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def _arrow(change: Difference) -> str:
+    """A change of shares: `52 % → 38 %: -14.6 points, 95 % [-34.6, +5.4], within noise`."""
+    text = f"{_share(change.first)} → {_share(change.second)}"
+    if change.low is None:
+        return text
+    return f"{text}: {change.points}{_noise(change)}"
+
+
+def _plain_arrow(change: Difference) -> str:
+    """A change of a figure that is no share: `0.52 → 0.38: -0.14, 95 % [-0.34, +0.06]`."""
+    text = f"{change.first:.3g} → {change.second:.3g}"
+    return text if change.low is None else f"{text}: {interval_of(change)}"
+
+
+def interval_of(change: Difference) -> str:
+    """A change with its interval: `-0.146, 95 % [-0.346, +0.054], within noise`."""
+    assert change.low is not None and change.high is not None
+    interval = f"95 % [{change.low:+.3f}, {change.high:+.3f}]"
+    return f"{change.value:+.3f}, {interval}{_noise(change)}"
+
+
+def _noise(change: Difference) -> str:
+    return ", within noise" if is_noise(change) else ""

@@ -1,0 +1,59 @@
+r"""The commands of LaTeX that say how an answer looks and not what it is: sizes, colours, spaces,
+and an environment around one line.
+"""
+
+import re
+
+_ANY = re.compile(
+    r"\\(?:[bB]ig|tiny|script|footnote|small|normalsize|[lL]arge|LARGE|[hH]uge|text(?:style|color|degree)"
+    r"|(?:math)?strut|hfill|colon|ens|nobreak|limits|boldmath|bfser|rmfam|center|[hv]space|color|m?kern|m?skip"
+    r"|math(?:bin|rel|ord|punct|op|inner|open|close)|operatorname|ensure|begin|overset|stackrel|wideparen"
+    r"|overparen|overarc|[lr]?vert|mid|hat|vec)"
+)
+_SIZES = re.compile(
+    r"\\(?:[bB]igg?[lrm]?|tiny|scriptsize|footnotesize|small|normalsize|large|Large|LARGE|huge|Huge"
+    r"|(?:text|script|scriptscript)style|(?:math)?strut|hfill|enspace|enskip|nobreakspace|limits"
+    r"|boldmath|bfseries|rmfamily|centering)(?![A-Za-z])"
+)
+# A command with what it takes: a colour, a length.
+_LENGTHS = re.compile(r"\\(?:[hv]space\*?|color|m?kern|m?skip)\s*(?:\[[^\[\]{}]*\])?\s*\{[^{}]*\}")
+# A command whose second argument is shown.
+_COLOURED = re.compile(r"\\(?:textcolor|colorbox)\s*(?:\[[^\[\]{}]*\])?\s*\{[^{}]*\}(?=\s*\{)")
+_CLASSES = re.compile(r"\\math(?:bin|rel|ord|punct|op|inner|open|close)\s*\{([^{}]*)\}")
+_OPERATOR = re.compile(r"\\(?:operatorname\*?|ensuremath)\s*\{([^{}]*)\}")
+_ONE_LINE = re.compile(
+    r"\s*\\begin\{(aligned|align|alignat|split|gathered|gather|equation|displaymath|math)(\*?)\}"
+    r"((?:(?!\\\\|\\begin|\\end).)*)(?:\\\\\s*)?\\end\{\1\2\}\s*",
+    re.DOTALL,
+)
+# Lines that each say one value, as `x = 3 \\ y = -4` in `cases`.
+_CASES = re.compile(r"\\begin\{cases\}((?:(?!\\begin|\\end).)*)\\end\{cases\}", re.DOTALL)
+_NAMED = re.compile(r"\s*[a-z]\s*&?=\s*&?[^=&,]+")
+_ARC = re.compile(
+    r"\\(?:overset|stackrel)\s*\{\s*\\frown\s*\}|\\(?:wideparen|overparen|overarc)(?=\s*\{)"
+)
+_UNIT_VECTOR = re.compile(r"\\(?:hat|vec)\s*\{\s*\\?([ijk])(?:math)?\s*\}")
+_BARS = re.compile(r"\\(?:[lr]?vert|mid)(?![A-Za-z])")
+
+
+def without_layout(text: str) -> str:
+    """`text`, which has a backslash, without commands of layout, each replaced by a space."""
+    if not _ANY.search(text):
+        return text
+    line = _ONE_LINE.fullmatch(text) if "\\begin" in text else None
+    if line:
+        text = line[3].replace("&", " ")
+    text = _CASES.sub(_in_a_row, text)
+    text = _COLOURED.sub(" ", _LENGTHS.sub(" ", _SIZES.sub(" ", text)))
+    text = _OPERATOR.sub(r" \1 ", _CLASSES.sub(r"\1", text))
+    text = _UNIT_VECTOR.sub(r" \1", text)
+    text = text.replace(r"\colon", ":").replace(r"\textdegree", r"^\circ ")
+    return _BARS.sub("|", _ARC.sub(r"\\widehat", text))
+
+
+def _in_a_row(cases: re.Match[str]) -> str:
+    """The lines with commas between them where each has a name and its value, else as they are."""
+    lines = cases[1].rstrip().removesuffix(r"\\").split(r"\\")
+    if not all(_NAMED.fullmatch(line) for line in lines):
+        return cases[0]
+    return ", ".join(line.replace("&", " ").strip() for line in lines)

@@ -1,0 +1,78 @@
+"""Blocks of thinking: which part of a response is its answer, and whether a prompt has begun one.
+
+A draft in `<think> </think>` is no answer. Every reader of answers, in rewards and in evaluations,
+reads `final_part` alone.
+"""
+
+import re
+import unicodedata
+from collections.abc import Callable, Sequence
+
+THINK_TAGS = ("<think>", "</think>")
+# Thinking models differ in spelling: Qwen, GLM and DeepSeek write the first, others the second,
+# Kimi the third.
+_TAG = re.compile(r"<(/?)think>|<(/?)thinking>|◁(/?)think▷", re.IGNORECASE)
+# A template that opens the block ends the prompt with it, and with a line break behind it.
+_OPEN_AT_THE_END = re.compile(r"(?:<think>|<thinking>|◁think▷)\s*\Z", re.IGNORECASE)
+_TAIL_TOKENS = 16  # a tokenizer without a token for the tag needs some five
+# Characters that show nothing, though Unicode calls them letters or symbols: fillers, blank Braille.
+_BLANK_LETTERS = frozenset("\u115f\u1160\u2800\u3164\uffa0")
+_INVISIBLE = ("Z", "C", "M")  # first letters of categories: spaces, controls and formats, marks
+
+
+def final_part(response: str, thinking_opened: bool = False) -> str:
+    """The part of a response that is its answer: what stands behind the last `</think>`.
+
+    Nothing is left where a block was opened and not closed. A response without a block is its own
+    final part, so that readers may call this again on what it returns.
+
+    Args:
+        response: the whole text that the model has sampled.
+        thinking_opened: whether the prompt ended in `<think>`, so that the response begins inside.
+    """
+    tags = list(_TAG.finditer(response)) if _may_have_tags(response) else []
+    if not tags:
+        return "" if thinking_opened else response
+    last = tags[-1]
+    if not _is_closing(last):
+        return ""
+    return response[last.end() :].lstrip()
+
+
+def _may_have_tags(response: str) -> bool:
+    """Whether it is worth to look for tags, which takes ten times as long in an answer of any length."""
+    return ("<" in response or "◁" in response) and "think" in response.lower()
+
+
+def closes_unopened_block(response: str) -> bool:
+    """Whether the first tag in a response closes a block, which the prompt must have opened."""
+    tag = _TAG.search(response)
+    return tag is not None and _is_closing(tag)
+
+
+def closes_block(response: str) -> bool:
+    """Whether a response has a closing tag anywhere."""
+    return any(_is_closing(tag) for tag in _TAG.finditer(response))
+
+
+def _is_closing(tag: re.Match[str]) -> bool:
+    return "/" in tag[0]
+
+
+def opens_thinking(prompt_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> bool:
+    """Whether a prompt ends inside a block of thinking, as templates of thinking models let it.
+
+    Args:
+        prompt_ids: all tokens before those that the model samples.
+        decode: the function that makes the texts of responses, so that both show the same tags.
+    """
+    tail = decode(list(prompt_ids[-_TAIL_TOKENS:]))
+    return _OPEN_AT_THE_END.search(tail) is not None
+
+
+def is_blank(text: str) -> bool:
+    """Whether a text shows nothing: it has no character but spaces, controls and zero-width ones."""
+    return all(
+        character in _BLANK_LETTERS or unicodedata.category(character)[0] in _INVISIBLE
+        for character in text
+    )

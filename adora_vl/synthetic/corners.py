@@ -1,0 +1,76 @@
+"""Pictures whose corners have to be looked at again: a number in each, too small once the picture
+is made smaller.
+
+At 448 x 448 pixels a model that sees 56 x 56 cannot read them, and one that cuts out an eighth of
+each side can.
+"""
+
+import random
+
+from PIL import Image, ImageDraw, ImageFont
+
+from adora_vl.synthetic.drawing import PLAIN, Style
+from adora_vl.synthetic.families import SyntheticProblem
+
+CORNERS = ("top left", "top right", "bottom left", "bottom right")
+PARTS = 8  # of a side; a corner has one of them
+_DIGITS_AT = ((9, 18), (8, 17))  # of 56 pixels: where a number may begin
+
+
+def cell(rng: random.Random, number: int, side: int = 56) -> Image.Image:
+    """A corner: a number in some grey, somewhere near the middle."""
+    image = Image.new("RGB", (side, side), "white")
+    x, y = (rng.randrange(*ends) * side // 56 for ends in _DIGITS_AT)
+    font = ImageFont.load_default(size=24 * side / 56)
+    ImageDraw.Draw(image).text((x, y), str(number), fill=(rng.randrange(0, 90),) * 3, font=font)
+    return image
+
+
+def drawn(rng: random.Random, size: int) -> tuple[Image.Image, dict[str, int]]:
+    """A picture, and the numbers of its corners. In its middle stands a triangle."""
+    image = Image.new("RGB", (size, size), "white")
+    side = size // PARTS
+    points = [
+        (rng.randrange(size // 5, size * 4 // 5), rng.randrange(size // 5, size * 4 // 5))
+        for _ in range(3)
+    ]
+    ImageDraw.Draw(image).polygon(points, outline="gray", width=max(1, size // 75))
+    numbers = {corner: rng.randrange(10, 100) for corner in CORNERS}
+    for corner, number in numbers.items():
+        left, top = (0 if word in corner else size - side for word in ("left", "top"))
+        image.paste(cell(rng, number, side), (left, top))
+    return image, numbers
+
+
+def question(corner: str) -> str:
+    return f"Which number is at the {corner}?"
+
+
+def answer(number: int) -> str:
+    return f"It is \\boxed{{{number}}}"
+
+
+def corner_number(
+    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
+) -> SyntheticProblem:
+    """One of four numbers is asked for; the slip reads another corner.
+
+    Levels and styles draw the same.
+    """
+    image, numbers = drawn(rng, size)
+    corner, other = rng.sample(CORNERS, 2)
+    right = answer(numbers[corner])
+    slip = answer(numbers[other])
+    asked = question(corner)
+    number = str(numbers[corner])
+    return SyntheticProblem(
+        family="corners",
+        image=image,
+        question=asked,
+        answer=number,
+        solution=right,
+        slip=slip,
+        goal="Number",
+        shapes=("Text",),
+        kind=corner,
+    )

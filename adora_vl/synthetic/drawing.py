@@ -1,0 +1,218 @@
+"""Drawing: an oversampled canvas, and figures on it that are sketched by their corners."""
+
+import math
+import random
+from cmath import rect
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image, ImageDraw, ImageFont
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Style:
+    """Colours of lines, text and paper, and the width of a line as a multiple of the plain one."""
+
+    ink: str = "black"
+    text: str = "black"
+    paper: str = "white"
+    stroke: float = 1.0
+
+
+PLAIN = Style()
+STYLES = {
+    "plain": PLAIN,
+    "bold": Style(stroke=2.0),
+    "textbook": Style(ink="#0b63a5", stroke=1.4),
+    "pencil": Style(ink="#6e6e6e", text="#3c3c3c", paper="#f7f4ec"),
+    "board": Style(ink="#f2f2f2", text="#ffffff", paper="#24523b", stroke=1.3),
+}
+OVERSAMPLING = 2  # Pillow's lines are not anti-aliased; drawing larger and shrinking is
+
+
+def font_pixels(size: int) -> float:
+    """Height of a label in a picture of `size` pixels: two digits fill half of 56 pixels, a tenth
+    of 448.
+    """
+    return max(0.075 * size, min(24.0, 0.43 * size))
+
+
+class Canvas:
+    """A square picture of `size` x `size` pixels; `font_scale` makes its labels smaller or larger;
+    or `font`.
+    """
+
+    def __init__(
+        self, size: int, style: Style = PLAIN, font_scale: float = 1.0, font: Any = None
+    ) -> None:
+        self.size = size
+        self._pixels = size * OVERSAMPLING
+        self._image = Image.new("RGB", (self._pixels, self._pixels), style.paper)
+        self._style = style
+        self._draw = ImageDraw.Draw(self._image)
+        self._font = font or ImageFont.load_default(
+            size=font_pixels(size) * OVERSAMPLING * font_scale
+        )
+        self._stroke = max(1, round(OVERSAMPLING * style.stroke * max(1.0, size / 160)))
+
+    def _scaled(self, points: list[Point]) -> list[Point]:
+        return [(x * self._pixels, y * self._pixels) for x, y in points]
+
+    def line(self, *points: Point, closed: bool = False) -> None:
+        path = self._scaled([*points, points[0]] if closed else list(points))
+        self._draw.line(path, fill=self._style.ink, width=self._stroke, joint="curve")
+
+    def circle(self, centre: Point, radius: float) -> None:
+        (x, y) = self._scaled([centre])[0]
+        r = radius * self._pixels
+        self._draw.ellipse(
+            (x - r, y - r, x + r, y + r), outline=self._style.ink, width=self._stroke
+        )
+
+    def dot(self, centre: Point) -> None:
+        (x, y) = self._scaled([centre])[0]
+        r = 2.0 * self._stroke
+        self._draw.ellipse((x - r, y - r, x + r, y + r), fill=self._style.ink)
+
+    def label(self, text: str, centre: Point) -> None:
+        """Text with an outline of paper, so that a line behind it does not hide a digit."""
+        place = self._scaled([centre])[0]
+        style = self._style
+        stroke = self._stroke
+        self._draw.text(
+            place,
+            text,
+            style.text,
+            self._font,
+            anchor="mm",
+            stroke_width=stroke,
+            stroke_fill=style.paper,
+        )
+
+    def picture(self) -> Image.Image:
+        return self._image.resize((self.size, self.size), Image.Resampling.BOX)
+
+
+FONT_SCALE = 0.62  # of the plain families' labels: a lettered figure has many
+_FRAME = (0.15, 0.85)  # where the points may lie; letters stand outside of them
+
+
+class ClutteredError(Exception):
+    """Two labels would lie on each other: the same problem has to be drawn in another position."""
+
+
+class Sketch:
+    """A figure of named points, in any unit, that are turned, perhaps mirrored, and fitted into the
+    picture.
+
+    `lines`: `AB` is a segment, `ABCA` a closed triangle. `letters`: points that are named.
+    `circle`: centre, point.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        size: int,
+        style: Style,
+        points: dict[str, Point],
+        *lines: str,
+        letters: str = "",
+        circle: str = "",
+    ) -> None:
+        self._canvas = Canvas(size, style, FONT_SCALE)
+        self._at = _fitted(points, rng.uniform(0, 2 * math.pi), mirrored=rng.random() < 0.5)
+        xs, ys = zip(*map(_pair, self._at.values()), strict=True)
+        self._centre = complex(sum(xs), sum(ys)) / len(xs)
+        self._font = FONT_SCALE * font_pixels(size) / size
+        self._boxes: list[
+            tuple[float, float, float, float]
+        ] = []  # of the labels so far: left, top, right, bottom
+        if circle:
+            centre, through = (self._at[letter] for letter in circle)
+            self._canvas.circle(_pair(centre), abs(centre - through))
+            self._canvas.dot(_pair(centre))
+        self.lines(*lines)
+        self.letters(letters)
+
+    def lines(self, *paths: str) -> None:
+        for path in paths:
+            self._canvas.line(*(_pair(self._at[letter]) for letter in path))
+
+    def letters(self, names: str) -> None:
+        for name in names:
+            self._label(name, self._at[name] + 0.07 * _unit(self._at[name] - self._centre))
+
+    def centre_letter(self, name: str, towards: str) -> None:
+        """A name beside a point in the middle, to the right of the way to another point."""
+        self._label(name, self._at[name] + 0.07j * _unit(self._at[towards] - self._at[name]))
+
+    def sides(self, **values: object) -> None:
+        """Each value beside the middle of its segment, on the side that is away from the middle of
+        the figure.
+        """
+        for ends, value in values.items():
+            start, end = (self._at[name] for name in ends)
+            middle = (start + end) / 2
+            normal = 1j * _unit(end - start)
+            outward = ((middle - self._centre) * normal.conjugate()).real
+            reach = (0.05 + 0.008 * len(str(value))) * (1 if outward >= 0 else -1)
+            self._label(str(value), middle + reach * normal)
+
+    def angles(self, reach: float = 0.15, **texts: str) -> None:
+        """Each text in its angle, `ABC` at B, on its bisector."""
+        for path, text in texts.items():
+            corner, one, other = self._ways(path)
+            opening = math.acos(max(-1.0, min(1.0, (one * other.conjugate()).real)))
+            # a narrow angle has room only farther out
+            far = max(reach, 0.035 / math.sin(opening / 2))
+            self._label(text, corner + far * _unit(one + other))
+
+    def right_angle(self, path: str) -> None:
+        """The small square in the angle `ABC` at B."""
+        corner, one, other = self._ways(path)
+        self._canvas.line(*(_pair(corner + 0.05 * way) for way in (one, one + other, other)))
+
+    def _ways(self, path: str) -> tuple[complex, complex, complex]:
+        """The corner B of the angle `ABC`, and the directions of its sides."""
+        start, corner, end = (self._at[letter] for letter in path)
+        return corner, _unit(start - corner), _unit(end - corner)
+
+    def picture(self) -> Image.Image:
+        return self._canvas.picture()
+
+    def _label(self, text: str, centre: complex) -> None:
+        """Raises `ClutteredError` where it would touch another label or the edge."""
+        (x, y) = _pair(centre)
+        wide = 0.28 * len(text) * self._font
+        high = 0.5 * self._font
+        box = (x - wide, y - high, x + wide, y + high)
+        touches = any(
+            box[0] < o[2] and o[0] < box[2] and box[1] < o[3] and o[1] < box[3] for o in self._boxes
+        )
+        if touches or min(box) < 0 or max(box) > 1:
+            raise ClutteredError(text)
+        self._boxes.append(box)
+        self._canvas.label(text, (x, y))
+
+
+def _pair(place: complex) -> Point:
+    return place.real, place.imag
+
+
+def _unit(way: complex) -> complex:
+    return way / abs(way)
+
+
+def _fitted(points: dict[str, Point], turn: float, *, mirrored: bool) -> dict[str, complex]:
+    """The points turned about the origin and scaled, without distortion, into the middle of the
+    unit square.
+    """
+    turned = {
+        name: complex(-x if mirrored else x, y) * rect(1, turn) for name, (x, y) in points.items()
+    }
+    xs, ys = zip(*map(_pair, turned.values()), strict=True)
+    scale = (_FRAME[1] - _FRAME[0]) / max(max(xs) - min(xs), max(ys) - min(ys))
+    middle = complex(max(xs) + min(xs), max(ys) + min(ys)) / 2
+    return {name: 0.5 + 0.5j + scale * (place - middle) for name, place in turned.items()}

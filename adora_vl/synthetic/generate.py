@@ -1,0 +1,164 @@
+"""Draws problems: families in turn, each diagram at most once, answers to choose from where asked."""
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from string import ascii_uppercase
+
+from PIL import Image
+
+from adora_vl.data.dataset import META, Row
+from adora_vl.data.images import diagram_hash
+from adora_vl.rewards import grade
+from adora_vl.rewards.completion import last_boxed
+from adora_vl.synthetic.corners import corner_number
+from adora_vl.synthetic.drawing import STYLES
+from adora_vl.synthetic.families import FAMILIES, LETTERED, MIN_SIZE, SyntheticProblem
+from adora_vl.synthetic.perimeter import perimeter_digit
+from adora_vl.utils.errors import UserError, did_you_mean
+
+_NUMBER = re.compile(r"\d+")
+
+
+def with_distractors(
+    answer: str, slip: str, count: int, rng: random.Random
+) -> tuple[list[str], str]:
+    """`count` different choices and the letter of the right one.
+
+    `slip`: a wrong worked answer, always among them.
+    """
+    wrong: list[str] = []
+    candidates = [last_boxed(slip) or "", *_variants(answer, rng)]
+    for candidate in candidates:
+        if len(wrong) == count - 1:
+            break
+        given = f"\\boxed{{{candidate}}}"
+        if candidate and all(
+            grade(given, other).verdict != "correct" for other in (answer, *wrong)
+        ):
+            wrong.append(candidate)
+    assert len(wrong) == count - 1, f"{answer!r} has too few variants"
+    place = rng.randrange(count)
+    wrong.insert(place, answer)
+    return wrong, ascii_uppercase[place]
+
+
+def _variants(answer: str, rng: random.Random) -> list[str]:
+    """The answer with its first number doubled, halved, supplemented or moved, in random order."""
+    match = _NUMBER.search(answer)
+    assert match, f"{answer!r} has no number"
+    number = int(match.group())
+    near = [2 * number, 180 - number, number + 1, number + 2, number - 2, number + 10, number - 10]
+    near += [number // 2] if number % 2 == 0 else []
+    rng.shuffle(near)
+    values = [value for value in (*near, *range(number + 3, number + 12)) if value > 0]
+    return [answer[: match.start()] + str(value) + answer[match.end() :] for value in values]
+
+
+LEVELS = (1, 2, 3)
+KNOWN = {**FAMILIES, **LETTERED, "perimeter": perimeter_digit, "corners": corner_number}
+# pixels: three digits in a corner of a triangle, or the corners of a polygon with twelve
+_LEVELS_FROM = 112
+MAX_CHOICES = 8
+# of one row; at least one diagram in five is new for as long as the family has many
+_MAX_REDRAWS = 5000
+# of all diagrams; the rows of a split are drawn until it is full, so this only costs redraws
+_TEST_SHARE = 0.25
+
+
+def split_of(image: Image.Image) -> str:
+    """The split that this diagram belongs to, in every dataset that is ever generated."""
+    return "test" if int(diagram_hash(image)[:8], 16) < _TEST_SHARE * 2**32 else "train"
+
+
+def _row(problem: SyntheticProblem, split: str, index: int, seed: int, n_choices: int) -> Row:
+    row_id = f"synthetic/{seed}/{split}/{index}"
+    choices = None
+    letter = problem.answer
+    if n_choices:
+        rng = random.Random(f"{row_id}/choices")
+        choices, letter = with_distractors(
+            problem.answer, slip=problem.slip, count=n_choices, rng=rng
+        )
+    meta = {name: getattr(problem, name) for name in META} | {"shapes": list(problem.shapes)}
+    return {
+        "id": row_id,
+        "images": [problem.image],
+        "problem": problem.question,
+        "answer": problem.answer,
+        "answer_raw": letter,
+        "choices": choices,
+        "split": split,
+        "source": "synthetic",
+        "meta": meta,
+    }
+
+
+def generate(
+    rows: int,
+    *,
+    split: str = "train",
+    seed: int = 0,
+    size: int = 56,
+    families: tuple[str, ...] = (),
+    level: int = 1,
+    styles: tuple[str, ...] = ("plain",),
+    choices: int = 0,
+) -> Iterator[Row]:
+    """Yield `rows` rows of `split`, families in turn, each diagram at most once.
+
+    `size` is in pixels.
+
+    `families`: of `KNOWN`, by default the plain ones. `styles`: of `STYLES`, in turn. `choices`:
+    how many answers to choose from, 0 for open questions. Equal arguments give the same rows, byte
+    for byte. Raises `UserError`.
+    """
+    names = families or tuple(FAMILIES)
+    _check(names, size, level, styles)
+    rng = random.Random(f"{seed}/{split}/{size}")
+    seen: set[bytes] = set()
+    for index in range(rows):
+        name = names[index % len(names)]
+        style = STYLES[styles[index // len(names) % len(styles)]]
+        drawn = (KNOWN[name](rng, size, level, style) for _ in range(_MAX_REDRAWS))
+        found = (
+            p for p in drawn if split_of(p.image) == split and _short_hash(p.image) not in seen
+        )
+        problem = next(found, None)
+        if problem is None:
+            raise UserError(
+                f"rows: {rows} of split {split!r} are more than the {index} that there are "
+                "different diagrams for; ask for fewer, or for more families, styles or pixels"
+            )
+        seen.add(_short_hash(problem.image))
+        yield _row(replace(problem, family=name), split, index, seed, choices)
+
+
+def _short_hash(image: Image.Image) -> bytes:
+    """What is remembered of each diagram: 100,000 of them take a few megabytes."""
+    return bytes.fromhex(diagram_hash(image)[:32])
+
+
+def _check(names: tuple[str, ...], size: int, level: int, styles: tuple[str, ...]) -> None:
+    for name in names:
+        if name not in KNOWN:
+            raise UserError(
+                f"families: unknown family {name!r}{did_you_mean(name, KNOWN)}; known: "
+                f"{', '.join(KNOWN)}"
+            )
+        if name in LETTERED and size < MIN_SIZE:
+            raise UserError(
+                f"size: {size} is too small for the letters of {name!r}; give at least {MIN_SIZE}"
+            )
+    for style in styles or ("",):
+        if style not in STYLES:
+            raise UserError(
+                f"styles: unknown style {style!r}{did_you_mean(style, STYLES)}; known: "
+                f"{', '.join(STYLES)}"
+            )
+    if level > 1 and size < _LEVELS_FROM:
+        raise UserError(
+            f"size: {size} is too small for the numbers of level {level}; give at least "
+            f"{_LEVELS_FROM}"
+        )

@@ -1,0 +1,169 @@
+"""Prepares generated data (drawn geometry, puzzles): writes the rows and a manifest."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from tqdm import tqdm
+
+from adora_vl.data.dataset import Manifest, Row, read_manifest, write_manifest, write_split
+from adora_vl.data.output import complete_or_absent
+from adora_vl.rewards import canonical_gold
+from adora_vl.synthetic import knights
+from adora_vl.synthetic.generate import generate
+from adora_vl.synthetic.knights import PEOPLE, read_puzzles
+from adora_vl.utils.errors import UserError
+
+# A revision stands for the rows that equal arguments give. Change it where drawing or wording gives
+# other rows, which tests/unit/data_prep/test_synthetic.py notices: cached data is then drawn anew,
+# and no run resumes on the old rows.
+SYNTHETIC_REVISION = "c3064087ddd5c7de8ef695622661f522c7274cb74744a62006bff839e355686e"
+KNIGHTS_REVISION = "09d4eb893ffe4b46ba1f27f32b4d5b009ce8fb5ebcd1e37a8145a250cb069dab"
+DEFAULT_TEST_ROWS = 512
+DEFAULT_SIZE = 56
+
+
+Draw = Callable[[int, str], Iterable[Row]]  # so many rows of a split
+
+
+@dataclass(frozen=True)
+class Drawn:
+    sizes: dict[str, int]  # of its splits
+    draw: Draw
+    # what determines the rows, the arguments and the revision of the drawing code
+    description: dict[str, Any]
+
+
+def synthetic(
+    *,
+    rows: int,
+    test_rows: int = DEFAULT_TEST_ROWS,
+    seed: int = 0,
+    size: int = DEFAULT_SIZE,
+    families: tuple[str, ...] = (),
+    **more: Any,
+) -> Drawn:
+    """Geometry problems, splits train and test.
+
+    `more`: other arguments of `generate`. Raises `UserError`.
+    """
+    given = {"seed": seed, "size": size, "families": families, **more}
+
+    def draw(count: int, split: str) -> Iterator[Row]:
+        for row in generate(count, split=split, **given):
+            yield {**row, "answer": canonical_gold(row["answer"])}
+
+    return _drawn(
+        "synthetic",
+        revision=SYNTHETIC_REVISION,
+        draw=draw,
+        rows=rows,
+        test_rows=test_rows,
+        given=given,
+    )
+
+
+def puzzles(
+    *,
+    rows: int,
+    test_rows: int = DEFAULT_TEST_ROWS,
+    seed: int = 0,
+    people: tuple[int, int] = PEOPLE,
+) -> Drawn:
+    """Knights-and-knaves puzzles, splits train and test. Raises `UserError`."""
+    given: dict[str, Any] = {"seed": seed, "people": people}
+
+    return _drawn(
+        "knights",
+        revision=KNIGHTS_REVISION,
+        draw=partial(knights.generate, **given),
+        rows=rows,
+        test_rows=test_rows,
+        given=given,
+    )
+
+
+def _drawn(source: str, revision: str, draw: Draw, rows: int, test_rows: int, given: Any) -> Drawn:
+    as_json = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in given.items()
+    }
+    arguments = {"rows": rows, "test_rows": test_rows, **as_json}
+    sizes = {split: count for split, count in (("train", rows), ("test", test_rows)) if count}
+    return Drawn(
+        sizes, draw, {"source": source, "input": None, "revision": revision, "arguments": arguments}
+    )
+
+
+def prepare_drawn(output: Path, drawn: Drawn, *, overwrite: bool = False) -> Manifest:
+    """Write the splits and the manifest, which is returned; two equal preparations give equal
+    bytes. `overwrite`: replace another prepared dataset. Raises `UserError`.
+    """
+    with complete_or_absent(output, drawn.description, overwrite=overwrite) as folder:
+        counts = {}
+        for split, size in drawn.sizes.items():
+            rows = tqdm(drawn.draw(size, split), desc=split, total=size, unit="row", disable=None)
+            counts[split] = write_split(rows, folder, split)
+        return write_manifest(folder, drawn.description, counts)
+
+
+def ensure_drawn(folder: Path, drawn: Drawn) -> Path:
+    """Make this data set if `folder` does not hold it; of several processes that call this at once,
+    one makes it.
+
+    Raises `UserError` if the folder holds a data set of another kind.
+    """
+    wanted = drawn.description
+    if _is_made(folder, wanted):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    place = folder.resolve()
+    with FileLock(place.with_name(f".{place.name}.lock")):
+        if not _is_made(folder, wanted):
+            manifest = read_manifest(folder)
+            if manifest is not None and manifest["source"] != wanted["source"]:
+                holds = f"{str(folder)!r} holds {manifest['source']!r}, not {wanted['source']} data"
+                raise UserError(f"dataset: {holds}; choose another folder")
+            prepare_drawn(folder, drawn, overwrite=True)
+    return folder
+
+
+def prepare_knights_table(
+    output: Path, location: Path, *, question: str = "box", overwrite: bool = False
+) -> Manifest:
+    """Write the puzzles of the reference's Parquet file or folder, under the splits that its rows
+    name.
+
+    `question`: `box` appends how to answer, `plain` leaves that to the system prompt. Raises
+    `UserError`.
+    """
+    found = read_puzzles(location, question)
+    texts = "\n".join(
+        f"{row['split']}\t{row['problem']}\t{row['answer']}"
+        for rows in found.values()
+        for row in rows
+    )
+    revision = hashlib.sha256(texts.encode()).hexdigest()
+    arguments = {"source": "parquet", "question": question}
+    description = {
+        "source": "knights",
+        "input": str(location),
+        "revision": revision,
+        "arguments": arguments,
+    }
+    table = Drawn(
+        {split: len(rows) for split, rows in found.items()},
+        lambda _, split: found[split],
+        description,
+    )
+    return prepare_drawn(output, table, overwrite=overwrite)
+
+
+def _is_made(folder: Path, wanted: Manifest) -> bool:
+    manifest = read_manifest(folder)
+    if manifest is None or any(manifest.get(key) != value for key, value in wanted.items()):
+        return False
+    return all((folder / name).is_file() for name in manifest["files"])

@@ -1,0 +1,102 @@
+"""Problems that were built to show what attenuation is for: a short guess pays at first, a long
+working pays later.
+
+The last digit of a quadrilateral's perimeter is asked for. Two sides stand at the figure and two in
+the question. In three quarters of the problems, the kind `usual`, the sides make the answer one of
+two digits, so that a guess is right half of the time; in the kind `any` it is right a tenth of the
+time. Only the worked sum tells the kinds apart.
+"""
+
+import random
+import re
+from collections.abc import Sequence
+
+from adora_vl.synthetic.drawing import PLAIN, Canvas, Style
+from adora_vl.synthetic.families import SyntheticProblem, inset, jitter
+
+USUAL_DIGITS = (7, 3)
+USUAL_SHARE = 0.75  # of the problems
+KINDS = ("usual", "any")
+# Workings differ in length by wording alone, so that their length does not count digits.
+_OPENINGS = ("sides {} and {}. ", "sides {}, {}. ", "{} and {}. ")
+_STEPS = ("{} + {} = {}. ", "{}+{}={}. ")
+
+
+def perimeter_digit(
+    rng: random.Random,
+    size: int,
+    level: int = 1,
+    style: Style = PLAIN,
+    paper: type[Canvas] = Canvas,
+) -> SyntheticProblem:
+    """Two sides are written at the figure and two in the question; asked is the last digit of the
+    perimeter.
+    """
+    kind = KINDS[rng.random() >= USUAL_SHARE]
+    sides = draw_sides(rng, kind, (10, 21, 61)[level - 1])
+    canvas = paper(size, style)
+    margin = inset(size)
+    x = rng.uniform(0.06, 0.09) + margin
+    y = 0.93 - rng.uniform(0.01, 0.04) - 1.2 * margin
+    top = rng.uniform(0.04, 0.1)
+    right = rng.uniform(0.9, 0.97)
+    canvas.line(
+        (x, y), (x, top), (rng.uniform(0.75, 0.85), rng.uniform(0.1, 0.2)), (right, y), closed=True
+    )
+    canvas.label(str(sides[0]), jitter(rng, (x - 0.55 * margin, (y + top) / 2), 0.02))
+    canvas.label(str(sides[1]), jitter(rng, ((x + right) / 2, y + 0.8 * margin), 0.02))
+    question = (
+        f"The other sides are {sides[2]} and {sides[3]}. Find the last digit of the perimeter."
+    )
+    workings = working(rng, sides), working(rng, sides, slip_at=rng.randrange(PLACES))
+    digit = str(sum(sides) % 10)
+    shapes = ("Quadrilateral",)
+    return SyntheticProblem(
+        "perimeter", canvas.picture(), question, digit, *workings, "Length", shapes, kind
+    )
+
+
+def draw_sides(rng: random.Random, kind: str, end: int) -> tuple[int, ...]:
+    """Three sides are drawn alike in both kinds, and the fourth makes the answer what the kind asks
+    for.
+    """
+    while True:
+        digit = rng.choice(USUAL_DIGITS) if kind == "usual" else rng.randrange(10)
+        first = [rng.randrange(3, end) for _ in range(3)]
+        sides = (*first, (digit - sum(first)) % 10 or 10)
+        if 2 * max(sides) < sum(sides):  # else they do not close
+            return sides
+
+
+PLACES = 5  # of a working where a slip can happen: two readings and three sums
+
+
+def working(
+    rng: random.Random, sides: Sequence[int], slip_at: int | None = None, slip_share: float = 0.0
+) -> str:
+    """The four sides added up, one step for each, in a random wording; the first two are read off
+    the figure.
+
+    `slip_at`: the place whose number is one too large, also for what follows. `slip_share`: how
+    often one is by chance.
+    """
+    slips = [place == slip_at or rng.random() < slip_share for place in range(PLACES)]
+    total = sides[0] + slips[0]
+    second = sides[1] + slips[1]
+    text = rng.choice(_OPENINGS).format(total, second)
+    for side, slip in zip((second, *sides[2:]), slips[2:], strict=True):
+        text += rng.choice(_STEPS).format(total, side, total + side + slip)
+        total += side + slip
+    return f"{text}\\boxed{{{total % 10}}}"
+
+
+def guess(rng: random.Random) -> str:
+    """One of the two usual digits, without a working."""
+    return f"guess \\boxed{{{rng.choice(USUAL_DIGITS)}}}"
+
+
+def sides_of(problem: str, solution: str) -> tuple[int, ...]:
+    """The four sides of a drawn problem, from its question and its worked solution."""
+    return tuple(
+        int(number) for text in (solution, problem) for number in re.findall(r"\d+", text)[:2]
+    )

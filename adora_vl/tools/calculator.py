@@ -1,0 +1,265 @@
+"""Reads an expression as a pocket calculator does, for the tool `calculate`.
+
+The trees are those of `rewards/grammar.py` and are valued by `rewards/numeric.py`, so nothing is
+evaluated by Python and nothing can hang. The grammar is wider than that of answers, where a
+spelling that two people could mean differently is nobody's answer: here `2^3^2` is 512, `5*-2` is
+-10, and `2e3` is 2000. What even calculators do not agree on is refused: `1/2pi`, `sin30^2`.
+"""
+
+import re
+
+from adora_vl.rewards.grammar import (
+    FUNCTIONS,
+    MAX_CHARS,
+    MAX_DIGITS,
+    MAX_FUNCTIONS,
+    MAX_NESTING,
+    NotReadError,
+    Tree,
+)
+from adora_vl.rewards.numeric import Ball, number_of
+
+_SYMBOLS = {
+    "**": "^",
+    "−": "-",
+    "×": "*",
+    "·": "*",
+    "⋅": "*",
+    "÷": "/",
+    "√": "sqrt",
+    "π": "pi",
+    "[": "(",
+    "]": ")",
+}
+_NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3}(?![0-9.]))?"
+# `log2` and `log10` are names, so they come before the letters, which end at a digit.
+_TOKEN = re.compile(
+    rf"\s*({_NUMBER}|log_?(?:2|10)(?![0-9.])|[A-Za-z]+|\*\*|[-+*/^()\[\]|!,°−×·⋅÷√π])"
+)
+_LARGEST_POWER_OF_TEN = 300  # of a number such as 2e3; numeric.MAX_BITS holds 10^301
+_INVERSES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}
+_OF_EXPONENT = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}  # sin^-1
+_BASES = {"log": "10", "log2": "2", "log_2": "2", "log10": "10", "log_10": "10"}
+_NAMES = frozenset({*FUNCTIONS, *_INVERSES, *_BASES, "sqrt", "cbrt", "exp", "abs"})
+_E: Tree = ("num", "2.718281828459045235360287471352662497757247093699959574966967627724")
+_PI: Tree = ("pi",)
+_MINUS_ONE: Tree = ("sum", (-1, ("num", "1")))
+
+
+def value_of(expression: str) -> Ball:
+    """The value of an expression, with a bound on its error.
+
+    Raises `NotReadError`: `not_read` for what is no expression of numbers, `too_large`,
+    `undefined`.
+    """
+    return number_of(_read(expression))
+
+
+def _read(expression: str) -> Tree:
+    if len(expression) > MAX_CHARS:
+        raise NotReadError("too_large")
+    tokens = list[str]()
+    position = 0
+    text = expression.rstrip()
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if match is None:
+            raise NotReadError
+        tokens.append(_SYMBOLS.get(match[1], match[1]))
+        position = match.end()
+    costly = [token for token in tokens if token in _NAMES or token in {"^", "!"}]
+    if len(costly) > MAX_FUNCTIONS:
+        raise NotReadError("too_large")
+    reader = _Reader(tokens)
+    tree = reader.sum()
+    if reader.next:
+        raise NotReadError
+    return tree
+
+
+class _Reader:
+    """A recursive-descent parser with one method for each rule; each takes its rule from the next
+    token on.
+    """
+
+    def __init__(self, tokens: list[str]) -> None:
+        self._tokens = tokens
+        self._place = 0
+        self._nesting = 0
+
+    @property
+    def next(self) -> str:
+        """The next token, empty at the end."""
+        return self._tokens[self._place] if self._place < len(self._tokens) else ""
+
+    def _take(self, expected: str = "") -> str:
+        token = self.next
+        if not token or (expected and token != expected):
+            raise NotReadError
+        self._place += 1
+        return token
+
+    def sum(self) -> Tree:
+        """`product (+|- product)*`; signs are those of the products."""
+        terms = [(1, self._product())]
+        while self.next in {"+", "-"}:
+            sign = -1 if self._take() == "-" else 1
+            terms.append((sign, self._product()))
+        return terms[0][1] if len(terms) == 1 else ("sum", *terms)
+
+    def _product(self) -> Tree:
+        """`signed (operator signed | power)*`: what stands side by side is multiplied."""
+        factors = [("*", self._signed())]
+        divided = False
+        while self.next and self.next not in {"+", "-", ")", "|", ","}:
+            if self.next in {"*", "/"}:
+                operator = self._take()
+                divided = operator == "/"
+                factors.append((operator, self._signed()))
+                continue
+            if divided or _is_number(self.next):
+                raise NotReadError  # `1/2pi` can be meant in two ways, `(2)3` and `1 2` in more
+            factors.append(("*", self._power()))
+        return factors[0][1] if len(factors) == 1 else ("product", *factors)
+
+    def _signed(self) -> Tree:
+        """`(+|-)* power`: a power binds closer than its sign, so -2^2 is -4."""
+        sign = 1
+        while self.next in {"+", "-"}:
+            if self._take() == "-":
+                sign = -sign
+        power = self._power()
+        return power if sign == 1 else ("sum", (-1, power))
+
+    def _power(self) -> Tree:
+        """`primary [!] [^ signed]`, from right to left: 2^3^2 is 2^9."""
+        base = self._primary()
+        while self.next == "°":  # angles are in degrees with and without their sign
+            self._take()
+        if self.next == "!":
+            self._take()
+            base = ("factorial", base)
+            if self.next == "!":
+                raise NotReadError  # a double factorial, or one of a factorial
+        if self.next != "^":
+            return base
+        self._take()
+        return ("power", base, self._signed())
+
+    def _primary(self) -> Tree:
+        """A number, a constant, a group, bars, or a function."""
+        symbol = self.next
+        if _is_number(symbol):
+            return self._number()
+        if symbol == "(":
+            return self._group()
+        if symbol == "|":
+            self._take()
+            inside = self._inside()
+            self._take("|")
+            return _absolute(inside)
+        self._take()
+        if symbol == "pi":
+            return _PI
+        if symbol == "e":
+            return _E
+        if symbol not in _NAMES:
+            raise NotReadError
+        return self._function(symbol)
+
+    def _number(self) -> Tree:
+        token = self._take()
+        digits, _, power = token.lower().partition("e")
+        if len(digits) > MAX_DIGITS or abs(int(power or 0)) > _LARGEST_POWER_OF_TEN:
+            raise NotReadError("too_large")
+        return ("num", token)
+
+    def _group(self) -> Tree:
+        self._take("(")
+        inside = self._inside()
+        self._take(")")
+        return inside
+
+    def _inside(self) -> Tree:
+        """A sum between brackets; its nesting is bounded, as each level is a few calls of Python's."""
+        self._nesting += 1
+        if self._nesting > MAX_NESTING:
+            raise NotReadError("too_large")
+        tree = self.sum()
+        self._nesting -= 1
+        return tree
+
+    def _function(self, name: str) -> Tree:
+        """`name [^ signed] argument`: sin^2(30) is the square of the sine, sin^-1 the inverse."""
+        exponent = None
+        if self.next == "^":
+            self._take()
+            exponent = self._exponent()
+        if exponent == _MINUS_ONE and name in _OF_EXPONENT:
+            name = _OF_EXPONENT[name]
+            exponent = None
+        two_arguments = name == "log" and self.next == "("
+        value = self._logarithm() if two_arguments else _called(name, self._argument())
+        return value if exponent is None else ("power", value, exponent)
+
+    def _exponent(self) -> Tree:
+        """The exponent of a function's name: a number with its sign, or a group."""
+        negative = self.next == "-"
+        if negative:
+            self._take()
+        tree = self._group() if self.next == "(" else self._number_here()
+        return ("sum", (-1, tree)) if negative else tree
+
+    def _number_here(self) -> Tree:
+        if not _is_number(self.next):
+            raise NotReadError
+        return self._number()
+
+    def _logarithm(self) -> Tree:
+        """`log(x)` to the base 10, and `log(x, base)`."""
+        self._take("(")
+        value = self._inside()
+        base: Tree = ("num", "10")
+        if self.next == ",":
+            self._take()
+            base = self._inside()
+        self._take(")")
+        return ("log", base, value)
+
+    def _argument(self) -> Tree:
+        """A group, or a bare number or constant behind which the argument plainly ends."""
+        if self.next == "(":
+            return self._group()
+        if self.next == "pi":
+            self._take()
+            argument = _PI
+        else:
+            argument = self._number_here()
+        if self.next == "°":
+            self._take()
+        if self.next not in {"", "+", "-", "*", "/", ")", "|", ","}:
+            raise NotReadError  # `sin30^2`, `sin 2pi`: where the angle ends is anybody's guess
+        return argument
+
+
+def _is_number(token: str) -> bool:
+    return token[:1].isdigit() or token[:1] == "."
+
+
+def _called(name: str, argument: Tree) -> Tree:
+    if name in _BASES:
+        return ("log", ("num", _BASES[name]), argument)
+    if name == "sqrt":
+        return ("root", 2, argument)
+    if name == "cbrt":
+        return ("root", 3, argument)
+    if name == "exp":
+        return ("power", _E, argument)
+    if name == "abs":
+        return _absolute(argument)
+    return ("call", _INVERSES.get(name, name), argument)
+
+
+def _absolute(tree: Tree) -> Tree:
+    """The tree, or its negative where its value is below 0: the grammar has no absolute value."""
+    return ("sum", (-1, tree)) if number_of(tree).value < 0 else tree

@@ -1,0 +1,161 @@
+"""Refuses limits within which a tool can never answer, before anything is sampled: each call would
+be an error, or end its rollout, and nothing would say so.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from PIL import Image
+
+from adora_vl.data.images import model_size
+from adora_vl.rollout.turns import CALL, LEAST, ToolLoop
+from adora_vl.tools.ours import OURS, SHORTEST_TEXT
+from adora_vl.tools.run import Toolbox
+from adora_vl.utils.errors import UserError
+
+_SHORTEST = {"integer": 0, "number": 0, "string": "", "boolean": True, "array": [], "object": {}}
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a conversation may have. None where that is not known.
+
+    `completion`: tokens behind the prompt, by the key of this name. `context`: tokens of prompt and
+    completion together. `prompt`: tokens of the shortest prompt. `pictures`: of the problem that
+    has the fewest.
+    """
+
+    key: str
+    completion: int
+    context: int | None = None
+    prompt: int | None = None
+    pictures: int | None = None
+
+
+def refuse_no_room(
+    toolbox: Toolbox, processor: Any, template: Mapping[str, Any], room: Room
+) -> None:
+    """Hold the limits against the least that each tool needs.
+
+    `processor`: of the model, or a tokenizer; None where it is not here, and then no tokens are
+    counted. `template`: arguments of its chat template. Raises `UserError`.
+    """
+    for name, tool in toolbox.chosen.functions.items():
+        _refuse_no_pictures(toolbox, name=name, tool=tool, room=room)
+        _refuse_no_text(toolbox, name, tool)
+    if processor is None:
+        return
+    turns = ToolLoop(
+        tools=toolbox,
+        processor=processor,
+        template=template,
+        tokens_of=lambda image: 0,
+        most=None,
+        decode=str,
+    )
+    for schema in toolbox.schemas:
+        _refuse_no_tokens(toolbox, turns=turns, function=schema["function"], room=room)
+
+
+def _refuse_no_pictures(toolbox: Toolbox, name: str, tool: Callable[..., Any], room: Room) -> None:
+    images = toolbox.options.images
+    max_pixels = toolbox.options.max_pixels
+    if not _shows_a_picture(tool) or toolbox.view is None:
+        return
+    if room.pictures is not None and images <= room.pictures:
+        raise UserError(
+            f"adora_tool_options.images: {images} leaves no picture for {name}, since each problem "
+            f"has {room.pictures} or more of them; set it to {room.pictures + 1} or more"
+        )
+    unit = toolbox.view.unit
+    if max_pixels is not None and max_pixels < unit**2:
+        raise UserError(
+            f"adora_tool_options.max_pixels: {max_pixels} holds no picture that {name} could show, "
+            f"as an image token of this model has {unit} x {unit} pixels; set it to {unit**2} or more"
+        )
+
+
+def _shows_a_picture(tool: Callable[..., Any]) -> bool:
+    """Whether its hints say that it returns a picture, and nothing else."""
+    try:
+        returned = get_type_hints(tool).get("return")
+    except Exception:  # names of a file of the user's that only a type checker knows
+        return False
+    return isinstance(returned, type) and issubclass(returned, Image.Image)
+
+
+def _refuse_no_text(toolbox: Toolbox, name: str, tool: Callable[..., Any]) -> None:
+    max_text = toolbox.options.max_text
+    shortest = SHORTEST_TEXT.get(name, 0) if OURS.get(name) is tool else 0
+    if max_text < shortest:
+        raise UserError(
+            f"adora_tool_options.max_text: {max_text} is less than any answer of {name} has, "
+            f"{shortest} characters; set it to {shortest} or more"
+        )
+
+
+def _refuse_no_tokens(
+    toolbox: Toolbox, turns: ToolLoop, function: Mapping[str, Any], room: Room
+) -> None:
+    name = function["name"]
+    call = _shortest_call(turns, function)
+    answer = turns.around + _shortest_picture(toolbox, toolbox.chosen.functions[name])
+    needed = call + answer + LEAST
+    parts = (
+        f"{name}, whose shortest call takes {call} tokens and the answer to it {answer}, and "
+        f"{LEAST} have to be left behind it"
+    )
+    turn = toolbox.options.turn_tokens
+    if turn is not None and turn < call:
+        raise UserError(
+            f"adora_tool_options.turn_tokens: {turn} is too short for a call of {name}, which "
+            f"takes {call} tokens or more; raise it"
+        )
+    if room.completion < needed:
+        raise UserError(
+            f"{room.key}: {room.completion} leaves no room for an answer of {parts}; set it to "
+            f"{needed} or more"
+        )
+    if room.context is None or room.prompt is None:
+        return
+    if room.context - room.prompt < needed:
+        raise UserError(
+            f"vllm_max_model_length: {room.context} leaves no room for an answer of {parts}, "
+            f"where the shortest prompt has {room.prompt}; set it to {room.prompt + needed} or more"
+        )
+
+
+def _shortest_call(turns: ToolLoop, function: Mapping[str, Any]) -> int:
+    """Tokens of a call with as little in it as its schema allows, in the spelling that takes the
+    fewest, and without the mark at its end, which may be left out.
+    """
+    parameters = function["parameters"]
+    properties = parameters["properties"]
+    required = parameters.get("required", ())
+    arguments = {name: shortest_value(properties[name]) for name in required}
+    call = {"name": function["name"], "arguments": arguments}
+    plain = json.dumps(call)
+    spelled = [plain, f"\n{plain}", json.dumps(call, separators=(",", ":"))]
+    return min(turns.count(f"{CALL}{text}") for text in spelled) + 1  # the end of the turn
+
+
+def shortest_value(schema: Mapping[str, Any]) -> Any:
+    """A value of as few characters as the schema of an argument allows."""
+    if schema.get("enum"):
+        return min(schema["enum"], key=lambda value: len(str(value)))
+    kinds = schema.get("type", "string")
+    kind = kinds if isinstance(kinds, str) else kinds[0]
+    return _SHORTEST.get(kind)
+
+
+def _shortest_picture(toolbox: Toolbox, tool: Callable[..., Any]) -> int:
+    """Tokens of the smallest picture that a tool can show; 0 for a tool that may show none."""
+    view = toolbox.view
+    if view is None or not _shows_a_picture(tool):
+        return 0
+    (width, height) = model_size(
+        view.unit, height=view.unit, unit=view.unit, min_pixels=view.low, max_pixels=view.high
+    )
+    return width // view.unit * (height // view.unit)

@@ -1,0 +1,93 @@
+"""Calls each tool of the user's twice before a run, alike in all that a run sets: a tool that
+answers in two ways then draws from somewhere else, and a run that is resumed would not repeat it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from PIL import Image
+
+from adora_vl.rollout.turns import CALL, ToolAnswer
+from adora_vl.tools.ours import OURS
+from adora_vl.tools.room import shortest_value
+from adora_vl.tools.run import Toolbox
+
+_PLAIN = {"integer": 1, "number": 1.0, "string": "a", "boolean": False, "array": [], "object": {}}
+_SHOWN = 40  # characters of an answer
+
+
+def unsteady_tools(
+    toolbox: Toolbox, images: Sequence[Image.Image] = (), environments: Sequence[Any] = ()
+) -> list[str]:
+    """A line for each tool that answers the same call in two ways.
+
+    The arguments are made up from its schema, so a tool may refuse all of them, and then nothing is
+    known of it. `images`: of a problem. `environments`: two that were begun alike, for tools that
+    are methods of them.
+    """
+    lines = []
+    inside = toolbox.chosen.environments
+    for schema in toolbox.schemas:
+        function = schema["function"]
+        name = function["name"]
+        is_method = inside is not None and name in inside.tools
+        if OURS.get(name) is toolbox.chosen.functions[name] or (is_method and not environments):
+            continue
+        pair = environments if is_method else (None, None)
+        answers = _two_answers(toolbox, function=function, images=images, environments=pair)
+        if answers is not None:
+            lines.append(
+                f"tools: {name!r} answers the same call in two ways ({answers[0]} and "
+                f"{answers[1]}), so a resumed run may differ; draw from random, numpy.random or "
+                "torch, whose states are set for each call, and not from "
+                "numpy.random.default_rng() without a seed, the clock or the machine"
+            )
+    return lines
+
+
+def _two_answers(
+    toolbox: Toolbox,
+    function: Mapping[str, Any],
+    images: Sequence[Image.Image],
+    environments: Sequence[Any],
+) -> tuple[str, str] | None:
+    """What a tool says to the first call that it answers in two ways; None without one."""
+    for arguments in _made_up(function["parameters"]):
+        written = json.dumps({"name": function["name"], "arguments": arguments})
+        text = f"{CALL}{written}"
+        first = toolbox.answer(text, images, seed="try", last=False, environment=environments[0])
+        second = toolbox.answer(text, images, seed="try", last=False, environment=environments[1])
+        assert first is not None and second is not None, "the text has a call"
+        if not _same(first, second):
+            return _in_short(first), _in_short(second)
+        if not first.calls[0].failed:
+            return None
+    return None
+
+
+def _made_up(parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Two sets of arguments: the shortest, and plain ones where a tool refuses those."""
+    properties = parameters["properties"]
+    required = parameters.get("required", ())
+    plain = dict[str, Any]()
+    for name in required:
+        schema = properties[name]
+        kind = schema.get("type")
+        has_plain = not schema.get("enum") and isinstance(kind, str) and kind in _PLAIN
+        plain[name] = _PLAIN[kind] if has_plain else shortest_value(schema)
+    shortest = {name: shortest_value(properties[name]) for name in required}
+    return [plain] if plain == shortest else [plain, shortest]
+
+
+def _same(first: ToolAnswer, second: ToolAnswer) -> bool:
+    return [_content(part) for part in first.parts] == [_content(part) for part in second.parts]
+
+
+def _content(part: str | Image.Image) -> object:
+    return part if isinstance(part, str) else (part.size, part.tobytes())
+
+
+def _in_short(answer: ToolAnswer) -> str:
+    text = " ".join(answer.calls[0].text.split())
+    return f"{text[:_SHOWN]!r}"

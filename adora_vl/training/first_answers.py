@@ -1,0 +1,61 @@
+"""What is said where not one of the first rollouts of a run is right: the reference answers beside
+what was read.
+
+A reference answer that no answer can meet trains at reward 0 for ever, and looks like a problem that
+is too hard.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from adora_vl.training.scoring import Scores
+from adora_vl.types import Row
+from adora_vl.utils.cli import shown
+
+_SHOWN_ROWS = 5
+_SHOWN_CHARS = 60  # of an answer
+
+
+class FirstAnswers:
+    """Looks at the first generation of a training, and at no other."""
+
+    def __init__(self) -> None:
+        self.looked = False
+
+    def look(self, rows: Sequence[Row], scores: Scores) -> None:
+        """Print to standard error what was read of the first generation where nothing is right.
+
+        Args:
+            rows: this rank's row of each rollout, (B,). The main process alone calls this, so its
+                rollouts stand first in the columns of `scores`.
+            scores: of all ranks.
+        """
+        if self.looked:
+            return
+        self.looked = True
+        lines = unmet(rows, scores)
+        if lines:
+            print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def unmet(rows: Sequence[Row], scores: Scores) -> list[str]:
+    """The lines to print; none where a rollout is right, or nobody says what was read."""
+    verdicts = scores.extra.get("verdict")
+    read = scores.extra.get("extracted")
+    if not verdicts or read is None or "correct" in verdicts:
+        return []
+    reasons = scores.extra.get("reason", [""] * len(verdicts))
+    beside: dict[str, str] = {}
+    for row, answer, reason in zip(rows, read, reasons, strict=False):
+        gold = shown(row.get("answer"), _SHOWN_CHARS)
+        said = "no answer" if answer is None else shown(answer, _SHOWN_CHARS)
+        beside.setdefault(str(gold), f"{said} ({reason})")
+    examples = [
+        f"  reference answer {gold}, read {said}"
+        for gold, said in list(beside.items())[:_SHOWN_ROWS]
+    ]
+    return [
+        f"warning: none of the first {len(verdicts)} rollouts is right; see whether these reference "
+        "answers can be met:",
+        *examples,
+    ]

@@ -1,0 +1,123 @@
+"""Dropout is for the pass that learns, and what it draws follows from the place of its micro-batch:
+scores have none, and a run that goes on draws what the uninterrupted one draws.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import GenerationMixin
+
+from adora_vl.packing.policy_pass import PolicyPass
+from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.utils.seeding import drawn_at
+from benchmarks.stand_in_server import StandIn
+from tests.support.tiny_run import train
+
+LORA = {"use_peft": "true", "lora_r": 8, "lora_target_modules": "all-linear"}
+
+
+def by_server(server: StandIn, folder: Path) -> dict[str, object]:
+    """The keys of a run that a stand-in samples for, whose numbers are no policy's."""
+    (folder / "mine.py").write_text(
+        "def reward(completions, **_):\n"
+        "    return [float(len(str(one)) % 9 == 0) for one in completions]\n"
+    )
+    return {
+        "use_vllm": "true",
+        "vllm_mode": "server",
+        "vllm_server_base_url": server.url,
+        "vllm_server_timeout": 0.1,
+        "vllm_importance_sampling_mode": "token_truncate",
+        "adora_weight_transfer": "file",
+        "adora_max_drift": "null",
+        "adora_self_check": "false",
+        "adora_synthetic_rows": 24,
+        "adora_reward": f"{folder}/mine.py:reward",
+    }
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    return [line for line in read_metrics(run / METRICS) if "reward" in line]
+
+
+def test_a_lora_run_with_the_default_dropout_goes_on_to_the_bit(tmp_path):
+    server = StandIn(vocabulary=200, tokens=14, shortest=2)
+    keys = {**by_server(server, tmp_path), **LORA, "learning_rate": 1e-2}
+    whole = train(tmp_path / "whole", **keys)
+    adapter = json.loads((whole / "adapter_config.json").read_text())
+    assert adapter["lora_dropout"] == 0.05
+    resumed = Path(shutil.copytree(whole, tmp_path / "resumed"))
+    shutil.rmtree(resumed / "checkpoint-4")
+    for file in resumed.glob("*.safetensors"):
+        file.unlink()
+    server.start_again()
+    train(resumed, **keys)
+    server.close()
+    losses = [[step["loss"] for step in steps_of(run)] for run in (whole, resumed)]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    weights = [(run / "adapter_model.safetensors").read_bytes() for run in (whole, resumed)]
+    assert weights[0] == weights[1]
+    clipped = [step["clip_ratio/region_mean"] for step in steps_of(whole)]
+    assert clipped == [0.0] * 4, "within one optimizer step the policy is the one that sampled"
+
+
+@pytest.fixture
+def policy() -> Any:
+    """A pass over a model that is dropout alone, `score(learns)`, and the model."""
+    model = nn.Dropout(0.5)
+    model.train()
+    config: Any = SimpleNamespace(own=lambda part: False)
+    policy_pass = PolicyPass(Accelerator(cpu=True), config)
+
+    def separate(model: nn.Module, ids_BS: Tensor, *_: object) -> tuple[Tensor, None, None]:
+        return model(torch.ones(ids_BS.shape)), None, None
+
+    def score(*, learns: bool) -> Tensor:
+        ids_BS = torch.zeros(4, 50, dtype=torch.long)
+        with torch.set_grad_enabled(learns):
+            return policy_pass(separate, model, ids_BS, ids_BS, 50)[0]
+
+    return SimpleNamespace(score=score, model=model)
+
+
+def test_scores_have_no_dropout_and_learning_has(policy):
+    assert (policy.score(learns=False) == 1).all()
+    assert policy.model.training, "the model goes on as it was"
+    assert (policy.score(learns=True) == 0).any()
+
+
+def test_what_is_drawn_follows_from_the_place_alone(policy):
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+
+    def drawn(place: str) -> Tensor:
+        with drawn_at(place):
+            return policy.score(learns=True)
+
+    first = drawn("micro-batch/42/3/0/0")
+    assert torch.equal(torch.get_rng_state(), before), "what draws from the run's state is kept"
+    torch.rand(7)
+    assert torch.equal(drawn("micro-batch/42/3/0/0"), first)
+    for other in ("micro-batch/42/3/1/0", "micro-batch/42/3/0/1", "micro-batch/43/3/0/0"):
+        assert not torch.equal(drawn(other), first)
+
+
+def test_the_policy_samples_without_dropout(tmp_path, monkeypatch):
+    """Where no engine does: the log-probabilities of its answers are those without dropout."""
+    sampled_with: list[bool] = []
+    generate = GenerationMixin.generate
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sampled_with.append(self.training)
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "generate", watched)
+    train(tmp_path / "run", **LORA, max_steps=1, save_strategy="no")
+    assert sampled_with == [False]

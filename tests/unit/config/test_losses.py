@@ -1,0 +1,63 @@
+"""A loss whose own keys would make it another one is refused before a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.config.checks import check_config
+from adora_vl.config.losses import check_loss
+from adora_vl.utils.errors import UserError
+
+
+def config(**keys: Any) -> AdoraGRPOConfig:
+    return AdoraGRPOConfig(use_cpu=True, bf16=False, output_dir="nowhere", max_steps=10, **keys)
+
+
+# keys -> how the line begins, and what it has as its remedy
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"loss_type": "cispo"}, "epsilon_high: null, so epsilon: 0.2,", "epsilon_high: 5.0"),
+    ({"loss_type": "cispo", "epsilon_high": 0.28}, "epsilon_high: 0.28", "epsilon_high: 5.0"),
+    ({"loss_type": "cispo", "epsilon_high": 1.0}, "epsilon_high: 1", "above 1"),
+    ({"delta": 0.5}, "delta: 0.5", "such as 2.2"),
+    ({"delta": 1.28, "epsilon_high": 0.28}, "delta: 1.28", "1.28 (1 + epsilon_high)"),
+    ({"loss_type": "luspo"}, "importance_sampling_level: token", "set it to sequence"),
+    ({"importance_sampling_level": "sequence"}, "importance_sampling_level", "loss_type: grpo"),
+    (
+        {"importance_sampling_level": "sequence", "loss_type": "dr_grpo"},
+        "importance_sampling_level: sequence with loss_type: dr_grpo",
+        "loss_type: grpo",
+    ),
+    (
+        {"importance_sampling_level": "sequence", "loss_type": "vespo"},
+        "importance_sampling_level: sequence with loss_type: vespo",
+        "set it to token",
+    ),
+    ({"use_adaptive_entropy": True, "entropy_coef": 2.0}, "entropy_coef: 2", "entropy_coef_max: 1"),
+]
+TAKEN: list[dict[str, Any]] = [
+    {},
+    {"loss_type": "cispo", "epsilon_high": 5.0},
+    {"loss_type": "cispo", "epsilon": 4.0},
+    {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_high": 4e-4},
+    {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    {"loss_type": "sapo"},
+    {"loss_type": "vespo"},
+    {"delta": 4.0},
+    {"use_adaptive_entropy": True, "entropy_coef": 0.5},
+]
+
+
+@pytest.mark.parametrize(("keys", "begins", "remedy"), REFUSED)
+def test_keys_that_would_be_another_loss_are_refused_in_one_line(keys, begins, remedy):
+    with pytest.raises(UserError) as caught:
+        check_config(config(**keys))
+    line = str(caught.value)
+    assert line.startswith(begins) and remedy in line and "\n" not in line
+
+
+@pytest.mark.parametrize("keys", TAKEN)
+def test_what_the_papers_of_the_losses_set_is_taken(keys):
+    check_loss(config(**keys))

@@ -1,0 +1,174 @@
+"""An evaluation reads the answer behind a block of thinking, by all rules, and says how many there
+were.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from adora_vl.evals.benchmark import NAMES, named
+from adora_vl.evals.inference.local import Conversations
+from adora_vl.evals.inference.requests import AnswerRequest
+from adora_vl.evals.records import Scored
+from adora_vl.evals.scoring.choice import extract_choice
+from adora_vl.evals.scoring.judge import Question, by_rules, messages_for, reported
+from adora_vl.evals.scoring.number import extract_list, extract_number
+from adora_vl.evals.scoring.score import score
+from adora_vl.evals.scoring.table import table
+from adora_vl.rollout.rollouts import SamplingResult
+from data_prep.filter import tallies
+from eval.logicvista import by_rules as letters_by_rules
+from eval.mathvista import BENCHMARK as MATHVISTA
+from tests.support import benchmark_data
+from tests.support.endpoint_server import completion
+
+ANGLES = ["30", "45", "60", "90"]
+
+
+def free_form(pid: str, response: str, **fields: Any) -> dict[str, Any]:
+    row = {
+        "pid": pid,
+        "question": "How many?",
+        "question_type": "free_form",
+        "answer_type": "integer",
+        "precision": None,
+        "choices": None,
+        "answer": "15",
+        "unit": None,
+        "metadata": {},
+        "response": response,
+        "finish_reason": "stop",
+    }
+    return row | fields
+
+
+def choice(pid: str, response: str, **fields: Any) -> dict[str, Any]:
+    options = {"question_type": "multi_choice", "answer_type": "text", "choices": ANGLES}
+    return free_form(pid, response, **options, answer="30", **fields)
+
+
+def scored(rows: list[dict[str, Any]], **options: Any) -> Scored:
+    return score(MATHVISTA, rows, MATHVISTA.score_options(**options))
+
+
+@pytest.mark.parametrize("rules", ["official", "vlmevalkit"])
+def test_all_rules_read_the_answer_behind_the_thinking(rules: str) -> None:
+    rows = [
+        choice("right", "<think>The answer is B. Wait.</think>\n\n**A**"),
+        choice("exact", "<think>The answer is B.</think>\n\n30"),
+        choice("wrong", "<think>The answer is A. Wait.</think>\n\n**C**"),
+        choice("cut", r"<think>Suppose it is \boxed{A}. Let me", finish_reason="length"),
+        choice("nothing", "<think>The answer is A.</think>\n"),
+        free_form("number", "<think>The answer is 12.</think>\n\n15"),
+        free_form("draft", "<think>The answer is 15, but let me verify by"),
+        free_form("plain", "15"),
+    ]
+    found = scored(rows, rules=rules)
+    right = [item["pid"] for item in found.score["items"] if item["correct"]]
+    assert right == ["right", "exact", "number", "plain"]
+    assert found.score["thinking"] == {"set_aside": 7, "without_answer": 3}
+    line = (
+        "thinking set aside: in 7 answers, of which 3 have no answer behind it and count as wrong"
+    )
+    assert line in table(found)
+    assert found.score["empty_responses"] == 0
+    reasons = {item["pid"]: item["how"] for item in found.score["items"]}
+    assert reasons["cut"] == "thinking_without_answer"
+    assert "thinking set aside" not in table(scored([free_form("plain", "15")]))
+
+
+def test_a_prompt_that_opens_the_block_is_known_by_the_row_or_by_the_other_answers() -> None:
+    cut = {"finish_reason": "length"}
+    rows = [choice("cut", "The answer is A, but", **cut), choice("whole", "The answer is A.")]
+    assert scored(rows).score["correct"] == 2
+    rows[0]["thinking_opened"] = True
+    assert scored(rows).score["correct"] == 1
+    served = [
+        choice("one", "Perhaps B.</think>A"),
+        choice("two", "Perhaps C.</think>A"),
+        choice("cut", "The answer is A, but", **cut),
+    ]
+    found = scored(served).score
+    assert found["correct"] == 2 and found["thinking"] == {"set_aside": 3, "without_answer": 1}
+
+
+def test_a_judge_reads_and_is_read_behind_the_thinking(tmp_path: Path, serve: Any) -> None:
+    server = serve(
+        lambda body, call: completion("<think><answer>12</answer></think><answer>15</answer>")
+    )
+    options = {"extraction": "judge", "judge_url": server.url, "judge_model": "j"}
+    rows = [
+        free_form("1", "<think>a draft</think>It is 15."),
+        free_form("2", "<think>a draft of 15", finish_reason="length"),
+    ]
+    found = scored(rows, output=tmp_path, **options).score
+    assert found["correct"] == 1 and len(server.requests) == 1
+    assert "draft" not in server.requests[0]["messages"][1]["content"]
+    with pytest.raises(Exception, match="no <answer>"):
+        reported("<think><answer>15</answer></think>")
+
+
+def test_every_reader_takes_a_whole_response() -> None:
+    assert extract_choice("<think>The answer is A.</think> **C**", ANGLES).text == "C"
+    assert extract_number("<think>The answer is 12.</think> 15").text == "15"
+    assert extract_list("<think>[1, 2]</think> [3, 4]").text == "[3, 4]"
+    assert letters_by_rules(r"<think>\boxed{A, B}</think> \boxed{C, D}").text == "C, D"
+    question = Question("integer", "?", (), "<think>12</think>15")
+    assert by_rules(question).text == "15"
+    assert "12" not in messages_for(question)[1]["content"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_draft_is_wrong_in_every_benchmark(name: str) -> None:
+    """The right answer, in whatever form the benchmark reads, counts behind the block alone."""
+    makers: dict[str, Any] = {
+        "geometry3k": lambda: {"answer": "15"},
+        "mathvista": lambda: free_form("1", ""),
+        "mathvision": lambda: benchmark_data.mathvision_rows(1)[0],
+        "mmstar": lambda: benchmark_data.mmstar_rows(1)[0],
+        "wemath": lambda: benchmark_data.wemath_rows(1)[0],
+        "mathverse": lambda: benchmark_data.mathverse_rows(1)[0],
+        "mmmu_pro": lambda: benchmark_data.MMMU_PRO,
+        "logicvista": lambda: benchmark_data.LOGICVISTA,
+        "dynamath": lambda: benchmark_data.DYNAMATH,
+        "knights": lambda: {"answer": "Ada is a knight"},
+        "problems": lambda: {"answer": "15"},
+    }
+    forms = {"mmmu_pro": "Answer: {}", "dynamath": '{{"short answer": "{}"}}'}
+    fields = {key: value for key, value in makers[name]().items() if "image" not in key}
+    answer = str(fields.get("answer", fields.get("ground_truth")))
+    renamed = {"answer": answer, "level": str(fields.get("knowledge_level", fields.get("level")))}
+    said = forms.get(name, r"\boxed{{{}}}").format(answer)
+    benchmark = named(name)
+    right: dict[str, Any] = {}
+    for response in (f"<think>Hm.</think>\n\n{said}", f"<think>{said}</think>", f"<think>{said}"):
+        row = {**fields, **renamed, "pid": "1", "response": response, "finish_reason": "stop"}
+        right[response] = score(benchmark, [row], benchmark.score_options()).score["correct"]
+    assert list(right.values()) == [1, 0, 0]
+
+
+def test_pass_rates_of_a_filter_count_no_drafts() -> None:
+    rows = [
+        {"pid": "1", "answer": "15", "response": r"<think>\boxed{15}</think> Hm.", "choices": None},
+        {"pid": "1", "answer": "15", "response": r"<think>Hm.</think>\boxed{15}", "choices": None},
+    ]
+    assert tallies(rows)["1"].rate == 0.5
+
+
+@pytest.mark.parametrize(("prompt", "opened"), [("Find x. <think>\n", True), ("Find x.", False)])
+def test_an_engine_in_this_process_says_whether_the_prompt_opens_the_block(
+    prompt: str, opened: bool
+) -> None:
+    chat: Any = SimpleNamespace(
+        context=100,
+        ids_of=lambda messages, images: [ord(character) for character in prompt],
+        overlong=lambda ids, context: None,
+        decode=lambda ids: "".join(map(chr, ids)),
+    )
+    answer = SamplingResult([ord("5")], [None], "stop")
+    engine = Conversations(chat, lambda asks: [answer for _ in asks], 10, 4)
+    (reply,) = engine.generate([AnswerRequest([], [])])
+    assert not isinstance(reply, tuple)
+    assert reply.text == "5" and reply.thinking_opened is opened

@@ -1,0 +1,222 @@
+"""Answers read out of responses: by rules, and by a judge that is never trusted with a failure."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adora_vl.evals.scoring.choice import extract_choice
+from adora_vl.evals.scoring.judge import Question, by_rules, messages_for
+from adora_vl.evals.scoring.number import extract_list, extract_number
+from eval.command import main
+from eval.mathvista import BENCHMARK, question_of
+from tests.conftest import Case
+from tests.support import benchmark_data
+from tests.support.endpoint_server import Answer, Reply, Server, completion
+
+FRUIT = ["apple", "pear", "plum tree", "fig"]
+
+
+def test_an_answer_is_found_in_a_response() -> None:
+    """The rows of `cases/extraction.jsonl`; to add a case, add a line."""
+    failing = []
+    for line in (
+        (Path(__file__).parent / "cases" / "extraction.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    ):
+        row = json.loads(line)
+        if row["kind"] == "choice":
+            found = extract_choice(row["response"], row["choices"])
+        elif row["kind"] == "number":
+            found = extract_number(row["response"], row.get("question", ""))
+        else:
+            found = by_rules(Question(row["kind"], "", (), row["response"]))
+        if found.text != row["found"]:
+            failing.append((found.text, row))
+    assert failing == []
+
+
+def test_no_response_takes_long(subtests: pytest.Subtests) -> None:
+    cases = [
+        "(" * 200_000,
+        "the answer is " * 20_000,
+        "1," * 100_000,
+        "1 " * 100_000,
+        r"\boxed{" * 50_000,
+        "answer to " + "a" * 100_000,
+        "a " * 60_000,
+        "[" * 100_000,
+        " \n" * 100_000,
+        "\x00\u202e" * 50_000,
+        "**" * 100_000,
+        "not " * 50_000,
+        "-" * 200_000,
+        "[" + "1" * 100_000,
+        "answer" + " " * 100_000 + "x",
+        "the answer is" + "\n " * 50_000 + "x",
+        "x" + " \n" * 100_000 + "x",
+        "is " * 50_000 + "5",
+        "7 " * 12_500 + "=" * 25_000,
+        "A, " * 80_000,
+        "(A) " * 60_000,
+        "option A or " * 20_000,
+        "not a square (B) " * 15_000,
+        '{"answer": "' + "\\" * 100_000 + '"}',
+        '{"answer": ' * 20_000 + "}",
+        "the third option " * 15_000,
+        "15 since " * 25_000,
+        "(" + "15 (" * 50_000,
+        "### Answer\n" * 20_000,
+        "A: " * 60_000,
+        "3/4" * 60_000,
+    ]
+    for response in cases:
+        with subtests.test(f"{response!r:.80}"):
+            start = time.process_time()
+            extract_choice(response, FRUIT)
+            extract_number(response, "How many?")
+            extract_list(response)
+            assert time.process_time() - start < 5  # quadratic ones take ten seconds, or minutes
+
+
+def row(pid: str, response: str, **fields: Any) -> dict[str, Any]:
+    known: dict[str, Any] = {
+        "pid": pid,
+        "question": f"How many {pid}?",
+        "question_type": "free_form",
+        "answer_type": "integer",
+    }
+    known |= {
+        "precision": None,
+        "choices": None,
+        "answer": "5",
+        "metadata": {},
+        "response": response,
+    }
+    return known | fields
+
+
+YES_NO = {
+    "question_type": "multi_choice",
+    "answer_type": "text",
+    "choices": ["Yes", "No"],
+    "answer": "No",
+}
+ROWS = [row("1", "5"), row("2", "I count five."), row("3", "It does not.", **YES_NO), row("4", "")]
+
+
+def scored(
+    tmp_path: Path, url: str, *words: str, rows: list[dict[str, Any]] = ROWS
+) -> dict[str, Any]:
+    judge = ["--extraction", "judge", "--judge-url", url, "--judge-model", "j"]
+    return benchmark_data.scored(BENCHMARK, tmp_path, rows, *judge, *words)
+
+
+def reads(body: dict[str, Any], _: int) -> Reply:
+    reply = body["messages"][1]["content"]
+    return completion(
+        "<answer>5</answer>" if "five" in reply else "The reply says no.\n<answer>B</answer>"
+    )
+
+
+def test_the_judge_is_asked_only_where_the_official_code_asks_one(tmp_path, serve):
+    server = serve(reads)
+    result = scored(tmp_path, server.url)
+    assert [item["verdict"] for item in result["items"]] == [
+        "correct",
+        "correct",
+        "correct",
+        "wrong",
+    ]
+    assert result["extraction_mix"] == {"judge": 2, "exact": 1, "empty": 1}
+    assert result["rules"]["judge"] == "j"
+    assert len(server.requests) == 2
+    assert {request["path"] for request in server.requests} == {"/v1/chat/completions"}
+    assert {(request["model"], request["temperature"]) for request in server.requests} == {("j", 0)}
+
+
+def test_a_second_score_asks_nothing(tmp_path: Path, serve: Callable[[Answer], Server]) -> None:
+    server = serve(reads)
+    first = scored(tmp_path, server.url)
+    second = scored(tmp_path, server.url)
+    assert len(server.requests) == 2
+    assert second["extraction_mix"]["judge_cached"] == 2
+    assert second["correct"] == first["correct"]
+    # Another answer to the same problem is another question.
+    changed = [*ROWS[:1], row("2", "I count five, no, six."), *ROWS[2:]]
+    scored(tmp_path, server.url, rows=changed)
+    assert len(server.requests) == 3
+
+
+def test_the_gold_is_not_told(tmp_path: Path) -> None:
+    assert "gold-value" not in json.dumps(
+        messages_for(question_of(row("1", "I count five.", answer="gold-value")))
+    )
+
+
+def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(case, serve, capsys):
+    cases = [
+        (lambda body, call: None, 2),
+        (lambda body, call: (429, b"slow down"), 2),
+        (lambda body, call: (500, b""), 2),
+        (lambda body, call: (401, b"no"), 1),  # asking again would not help
+        (lambda body, call: (200, b"rubbish"), 2),
+        (lambda body, call: (200, b'{"choices": []}'), 2),
+        (lambda body, call: completion("It is B, I guess."), 2),
+        (lambda body, call: completion("<answer>" + "B " * 300 + "</answer>"), 2),
+        (
+            lambda body, call: (
+                200,
+                json.dumps({"choices": [{"message": {"content": None}}]}).encode(),
+            ),
+            2,
+        ),
+    ]
+    for answer, calls in cases:
+        with case(answer) as folder:
+            server = serve(answer)
+            # By edit distance an empty extraction would be `No`, which is right: it must not become
+            # one.
+            rows = [row("3", "It does not.", **YES_NO)]
+            options = ["--judge-timeout", "0.3", "--judge-attempts", "2", "--judge-wait", "0.01"]
+            result = scored(folder, server.url, *options, rows=rows)
+            assert (result["correct"], result["extraction_failed"]) == (0, 1)
+            assert result["verdicts"] == {"failed": 1}
+            assert result["items"][0]["how"] == "judge_failed"
+            assert len(server.requests) == calls
+            assert "the judge failed on 1 answer" in (shown := capsys.readouterr()).out
+            assert "the judge failed on 1 row, the first time: " in shown.err
+            assert not (folder / "judge_cache.jsonl").exists()
+            # With the judge well again the same command gives the answer.
+            assert scored(folder, serve(reads).url, rows=rows)["correct"] == 1
+
+
+def test_nobody_there_is_a_failure_and_a_report_of_no_answer_is_none(tmp_path, serve):
+    # nobody is there
+    result = scored(tmp_path, "http://127.0.0.1:1/v1", "--judge-attempts", "1", rows=ROWS[1:2])
+    assert result["extraction_failed"] == 1
+    server = serve(lambda body, call: completion("<answer>NONE</answer>"))
+    result = scored(tmp_path, server.url, rows=ROWS[1:2])
+    assert (result["extraction_failed"], result["items"][0]["extraction"], result["correct"]) == (
+        0,
+        "",
+        0,
+    )
+
+
+def test_a_judge_that_is_not_named_is_the_users_mistake(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, message in [
+        ([], "--judge-url is missing"),
+        (["--judge-url", "http://localhost:1"], "--judge-model is missing"),
+        (["--judge-url", "file:///etc/passwd", "--judge-model", "j"], "is no http address"),
+    ]:
+        with case(words) as folder:
+            command = benchmark_data.to_score(folder, ROWS[1:2], "--extraction", "judge", *words)
+            assert main(BENCHMARK, command) == 2
+            assert message in capsys.readouterr().err

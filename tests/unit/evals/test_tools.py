@@ -1,0 +1,247 @@
+"""Evaluation with tools: as a rollout of a training, and its answers are those of its tools alone."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from adora_vl.data.dataset import write_split
+from adora_vl.data.prompts import conversation_with_images
+from adora_vl.evals.asking import check_options
+from adora_vl.evals.inference.chat import ChatProcessor
+from adora_vl.evals.inference.local import _Local
+from adora_vl.evals.inference.predictions import read_predictions
+from adora_vl.evals.inference.requests import AnswerRequest
+from adora_vl.models.load import PRETRAINED
+from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
+from adora_vl.synthetic.generate import generate
+from adora_vl.utils.openai_client import Reply
+from eval.command import main, parse
+from eval.compare import main as compare
+from eval.geometry3k import BENCHMARK
+
+ZOOM = ["--tools", "zoom", "--max-tool-calling-iterations", "2"]
+SERVER = ["--engine", "openai", "--base-url", "http://127.0.0.1:1/v1"]
+CALL = (
+    '<tool_call>{"name": "line", "arguments": {"x1": 1, "y1": 1, "x2": 20, "y2": 20}}</tool_call>'
+)
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    given = [
+        "run",
+        "--model",
+        "tiny_zoom",
+        "--data",
+        str(folder / "data"),
+        "--engine",
+        "transformers",
+    ]
+    given += ["--min-pixels", "3136", "--max-pixels", "3136", "--max-tokens", "200"]
+    return [*given, "--prompt", "none", "--system-prompt", "Look with zoom.", *more]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Numbers that are read by who has zoomed; and what the start says with the tool and without."""
+    place = tmp_path_factory.mktemp("zoom")
+    write_split(
+        list(generate(16, split="test", size=448, families=("corners",))), place / "data", "test"
+    )
+    for name, more in (("with", ZOOM), ("without", [])):
+        assert main(BENCHMARK, words(place, *more, "--output", str(place / name))) == 0
+    return place
+
+
+def test_with_its_tool_the_start_reads_what_it_cannot_see(folder, capsys):
+    groups = {}
+    for name in ("with", "without"):
+        score = json.loads((folder / name / "score.json").read_text())
+        groups[name] = score["groups"]
+        assert (score["accuracy"] > 0.8) is (name == "with")
+    called = groups["with"]["called"]
+    (first, *_) = read_predictions(folder / "with" / "predictions.jsonl")
+    assert (
+        called["yes"]["total"] >= 14
+        and called["yes"]["accuracy"] > 0.9
+        and "called" not in groups["without"]
+    )
+    [call] = first["calls"]
+    assert (call["name"], call["text"], call["failed"]) == (
+        "zoom",
+        "<image>",
+        False,
+    ) and "x1" in call["arguments"]
+    assert "<tool_call>" not in first["response"] and r"\boxed" in first["response"]
+    assert compare([str(folder / "without"), str(folder / "with")]) == 0
+    assert "having zoom helps" in (text := capsys.readouterr().out) and "warning" not in text
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ([], "tools"),
+        (["--tools", "zoom", "line"], "tools"),
+        (["--tools", "zoom"], "max_tool_calling_iterations"),
+        ([*ZOOM, "--tool-options", "{images: 3}"], "tool_options"),
+    ],
+    ids=["none", "another", "more turns", "options"],
+)
+def test_answers_with_other_tools_are_not_mixed(folder, capsys, other, named):
+    assert main(BENCHMARK, words(folder, *other, "--output", str(folder / "with"))) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        error.startswith(f"error: {named}: the predictions in ") and "use another --output" in error
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ([*SERVER, "--tools", "zoom"], "tools: --engine openai answers no calls"),
+        (["--tools", "zom"], "tools: 'zom' is none of zoom"),
+        (
+            ["--tools", "zoom", "--tool-options", "{seconds: 0}"],
+            "tool_options.seconds: 0 is not a number of at least 0.001",
+        ),
+        (["--tools", "zoom", "--max-tokens", "20"], "max_tokens: 20 leaves no room for an answer"),
+        (["--system-prompt", "Look.<|im_end|>"], "system_prompt: it has the model's own token"),
+    ],
+    ids=["a server", "unknown", "option", "no room", "a token"],
+)
+def test_what_does_not_work_is_one_line(folder, capsys, more, line):
+    given = [
+        "infer",
+        "--model",
+        "tiny_zoom",
+        "--data",
+        str(folder / "data"),
+        "--output",
+        str(folder / "none"),
+    ]
+    assert main(BENCHMARK, [*given, "--engine", "transformers", *more]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {line}")
+
+
+def test_tools_of_a_file_beside_the_config(tmp_path):
+    (tmp_path / "own.py").write_text('def two() -> int:\n    """Two."""\n    return 2\n')
+    (tmp_path / "c.yaml").write_text("tools: [line, own.py:two]\ntool_options: {images: 3}\n")
+    given = [
+        "infer",
+        "--model",
+        str(PRETRAINED),
+        "--data",
+        "D",
+        "--output",
+        "O",
+        "--config",
+        str(tmp_path / "c.yaml"),
+    ]
+    settings = check_options(parse([*given, "--engine", "transformers"], BENCHMARK).ask)
+    known = settings.described
+    assert (known["tools"], known["tool_options"]["images"], [*known["tool_files"]]) == (
+        ["line", "two"],
+        3,
+        ["own.py"],
+    )
+    assert '"name": "two"' in str(settings.told("Think.")) and str(
+        settings.told("Think.")
+    ).startswith("Think.\n\n")
+
+
+class Scripted(_Local):
+    """Says what it is told to, turn by turn."""
+
+    def __init__(self, settings: Any, *said: str) -> None:
+        chat = ChatProcessor(str(PRETRAINED))
+        super().__init__(settings, chat, 8, self._next)
+        self.said = iter(said)
+        self.asked = list[SamplingRequest]()
+
+    def _next(self, asks: Sequence[SamplingRequest]) -> list[SamplingResult]:
+        self.asked += asks
+        ids = [self.chat.processor.tokenizer(next(self.said))["input_ids"] for _ in asks]
+        return [
+            SamplingResult(
+                [*one, self.chat.processor.tokenizer.eos_token_id], [None] * (len(one) + 1), "stop"
+            )
+            for one in ids
+        ]
+
+
+@pytest.mark.parametrize(
+    ("said", "max_tokens", "reason", "calls"),
+    [
+        ((CALL, "It is 7."), 900, "stop", 1),
+        ((CALL, CALL), 900, "calls", 1),
+        ((CALL,), 120, "room", 1),
+        (("It is 7.",), 900, "stop", 0),
+    ],
+)
+def test_a_conversation_is_that_of_a_rollout(said, max_tokens, reason, calls):
+    """Its pictures and tokens stand behind the prompt, each turn has a seed of its own, the last
+    one is the answer.
+    """
+    given = [
+        "infer",
+        "--model",
+        str(PRETRAINED),
+        "--data",
+        "D",
+        "--output",
+        "O",
+        "--engine",
+        "transformers",
+    ]
+    more = ["--tools", "line", "--max-tool-calling-iterations", "1"]
+    options = parse([*given, *more, "--max-tokens", str(max_tokens)], BENCHMARK).ask
+    engine = Scripted(check_options(options), *said)
+    picture = Image.new("RGB", (112, 112), "white")
+    request = AnswerRequest(conversation_with_images("Find x.", 1, None), [picture], 5)
+    [reply] = engine.generate([request])
+    assert isinstance(reply, Reply)
+    own = [engine.chat.processor.tokenizer(text)["input_ids"] for text in said]
+    assert (reply.finish_reason, len(reply.calls or ()), reply.text) == (
+        reason,
+        calls,
+        engine.chat.decode(own[-1]),
+    )
+    assert reply.n_tokens == sum(len(ids) + 1 for ids in own) and reply.n_prompt_tokens == len(
+        engine.asked[0].ids
+    )
+    if len(said) > 1:
+        first, second = engine.asked
+        assert second.ids[: len(first.ids)] == first.ids and first.seed == 5 != second.seed
+        assert [len(one.images) for one in engine.asked] == [1, 2]
+        assert second.limit == max_tokens - (len(second.ids) - len(first.ids))
+    assert engine.generate([]) == []
+
+
+BROKEN = [
+    f'<tool_call>{{"name": "line", "arguments": {{"x1": {"1" * 400}}}}}',
+    f'<tool_call>{{"name": "line", "arguments": {{"x1": {"[" * 600}{"]" * 600}}}}}',
+    '<tool_call>{"name": "closed", "arguments": {}}',
+    "<tool_call>",
+]
+
+
+@pytest.mark.parametrize("call", BROKEN, ids=["digits", "nested", "a value that raises", "nothing"])
+def test_what_a_model_writes_into_a_call_ends_no_evaluation(tmp_path, call):
+    """As in a training: its answer is one line, and the conversation goes on."""
+    (tmp_path / "own.py").write_text(
+        "class Lazy:\n    @property\n    def item(self):\n        raise RuntimeError('closed')\n\n\n"
+        'def closed() -> str:\n    """Return what cannot be looked at."""\n    return Lazy()\n'
+    )
+    given = ["infer", "--model", str(PRETRAINED), "--data", "D", "--output", "O"]
+    given += ["--engine", "transformers", "--tools", "line", f"{tmp_path / 'own.py'}:closed"]
+    options = parse([*given, "--max-tokens", "3000"], BENCHMARK).ask
+    engine = Scripted(check_options(options), call, "It is 7.")
+    picture = Image.new("RGB", (112, 112), "white")
+    request = AnswerRequest(conversation_with_images("Find x.", 1, None), [picture], 5)
+    [reply] = engine.generate([request])
+    assert isinstance(reply, Reply) and reply.text == "It is 7." and reply.calls is not None
+    [said] = reply.calls
+    assert said["failed"] and said["text"].startswith("Error: ") and "\n" not in said["text"]

@@ -1,0 +1,164 @@
+"""The reference of a KL term is the policy that the run starts from, or the run does not begin."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoHaConfig, LoraConfig, PeftConfig
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer
+from adora_vl.models.load import PRETRAINED
+from adora_vl.models.reference import check_adapter_start, check_copied, copied_policy
+from adora_vl.training.guards import ReferenceGuard
+from adora_vl.types import Batch
+from adora_vl.utils.errors import SharedUserError, UserError
+from tests.support.step_context import step_context
+
+TARGETS = ["q_proj", "v_proj"]
+CHANGED = ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "orthogonal")
+
+
+def lora(start: bool | str) -> Any:
+    config = LoraConfig(r=2, target_modules=TARGETS)
+    config.init_lora_weights = start  # some ask for more settings
+    return config
+
+
+def tiny() -> Any:
+    return AutoModelForImageTextToText.from_pretrained(PRETRAINED, dtype=torch.float32)
+
+
+def trainer_of(folder: Path, model: Any = None, peft_config: PeftConfig | None = None) -> Any:
+    """As a notebook makes one: two steps with a KL term, and a reward that tells answers apart."""
+    args = AdoraGRPOConfig(
+        str(folder),
+        beta=0.1,
+        max_steps=2,
+        learning_rate=1e-3,
+        num_generations=4,
+        per_device_train_batch_size=8,
+        max_completion_length=8,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+    )
+    row = {
+        "prompt": [{"role": "user", "content": "Which is longer?"}],
+        "images": [Image.new("RGB", (56, 56), "gray")],
+    }
+    return AdoraGRPOTrainer(
+        str(PRETRAINED) if model is None else model,
+        reward_funcs=lambda completions, **_: [float(n % 2) for n in range(len(completions))],
+        args=args,
+        train_dataset=Dataset.from_list([row] * 8),
+        peft_config=peft_config,
+    )
+
+
+@pytest.mark.parametrize("start", CHANGED)
+def test_an_adapter_that_starts_out_of_the_base_has_no_reference(start):
+    for is_new in (True, False):
+        with pytest.raises(
+            UserError, match=f"^init_lora_weights: {start} with beta: 0.1 .* beta: 0"
+        ):
+            check_adapter_start(lora(start), 0.1, is_new=is_new)
+    check_adapter_start(lora(start), 0.0, is_new=True)
+
+
+def test_an_adapter_that_changes_nothing_at_first_has_one():
+    for start in (True, "gaussian", "eva", "mica"):
+        check_adapter_start(lora(start), 0.1, is_new=True)
+    check_adapter_start(None, 0.1, is_new=True)
+    with pytest.raises(UserError, match="init_lora_weights: False with beta: 0.1 draws"):
+        check_adapter_start(lora(False), 0.1, is_new=True)
+    check_adapter_start(lora(False), 0.1, is_new=False)  # the reference is a copy of the adapter
+
+
+def test_it_is_refused_before_a_weight_is_loaded(tmp_path, no_weights):
+    with pytest.raises(UserError, match="init_lora_weights: pissa with beta: 0.1"):
+        trainer_of(tmp_path / "run", peft_config=lora("pissa"))
+
+
+def test_the_reference_of_an_object_is_a_copy_of_it_and_not_of_its_folder(tmp_path):
+    """As of one that was fine-tuned or averaged in the notebook before."""
+    tuned = tiny()
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in tuned.model.language_model.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=draw))
+    trainer = trainer_of(tmp_path / "run", tuned)
+    trainer.train()
+    kl = [line["kl"] for line in trainer.state.log_history if "kl" in line]
+    assert kl[0] == 0 and kl[1] > 0
+    weights = zip(trainer.model.parameters(), trainer.ref_model.parameters(), strict=True)
+    assert any(not torch.equal(own, reference) for own, reference in weights)
+
+
+def test_a_copy_computes_with_its_own_weights_whatever_a_trainer_before_has_put_there():
+    model = tiny()
+    own = model.get_input_embeddings()
+    model.forward = lambda **_: own.weight.sum()  # as a fused head of a trainer before
+    copied = copied_policy(model, "a folder", dtype=torch.bfloat16)
+    assert "forward" not in vars(copied) and not copied.training
+    assert copied.dtype == torch.float32
+    assert not any(weight.requires_grad for weight in copied.parameters())
+    before = copied.get_input_embeddings().weight.clone()
+    with torch.no_grad():
+        own.weight.add_(1)
+    assert torch.equal(copied.get_input_embeddings().weight, before)
+
+
+def test_an_object_that_deepspeed_has_divided_is_refused_with_a_reference():
+    model: Any = torch.nn.Linear(2, 2)
+    check_copied(model, 0.1)
+    model.weight.ds_id = 0  # as zero.Init leaves it
+    check_copied(model, 0.0)
+    with pytest.raises(UserError, match="DeepSpeed has divided .* beta: 0.1"):
+        check_copied(model, 0.1)
+
+
+def test_an_adapter_of_another_kind_that_does_not_start_at_the_reference_ends_the_run(tmp_path):
+    """No key says it: it is measured before the first update."""
+    drawn = LoHaConfig(r=4, alpha=64, target_modules=TARGETS, init_weights=False)
+    trainer = trainer_of(tmp_path / "run", peft_config=drawn)
+    before = [weight.clone() for weight in trainer.model.parameters()]
+    with pytest.raises(UserError, match=r"^beta: 0\.1: the policy starts .* nats per token from"):
+        trainer.train()
+    after = trainer.model.parameters()
+    assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+
+
+def guard_of(**keys: Any) -> ReferenceGuard:
+    return ReferenceGuard(step_context(per_device_train_batch_size=2, **keys), rounding=1e-5)
+
+
+def test_policy_and_reference_are_compared_once_and_only_before_an_update():
+    batch: Batch = {
+        "completion_ids": torch.zeros(4, 3, dtype=torch.long),
+        "completion_mask": torch.tensor([[1, 1, 0]] * 4),
+        "ref_per_token_logps": torch.full((4, 3), -1.0),
+    }
+    asked: list[int] = []
+
+    def policy_logps(batch: Batch, pixels: Any = None) -> torch.Tensor:
+        asked.append(len(batch["completion_ids"]))
+        return batch["ref_per_token_logps"] + torch.tensor([1e-4, 0.0, 9.0])  # the last is padding
+
+    guard = guard_of(beta=0.1)
+    assert guard.is_due(0) and not guard.is_due(1)
+    guard.check(batch, policy_logps)
+    assert asked == [2], "the rows of a micro-batch are enough"
+    assert not guard.is_due(0)
+    assert not guard_of(beta=0.0).is_due(0)
+    for old in (-1.01, float("nan")):
+        with pytest.raises(SharedUserError, match="nats per token from its reference"):
+            guard_of(beta=0.1).check(
+                {**batch, "old_per_token_logps": torch.full((4, 3), old)}, policy_logps
+            )

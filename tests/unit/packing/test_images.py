@@ -1,0 +1,323 @@
+"""Images are read, decoded and processed once, and give what the processor gives, to the bit."""
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset
+from PIL import Image
+from transformers import processing_utils
+
+from adora_vl.builtin import TINY_FAMILIES
+from adora_vl.builtin.processor import processor_around
+from adora_vl.data import images as images_module
+from adora_vl.data import loading
+from adora_vl.data.dataloader import DistinctRows
+from adora_vl.data.images import kept
+from adora_vl.data.prompts import conversation
+from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.packing.image_store import (
+    ImageBank,
+    ImageBanks,
+    ImageCache,
+    ProcessedImage,
+    effective_settings,
+)
+from adora_vl.packing.images import may_have_images
+from adora_vl.packing.prompts import distinct_rows, read_prompts, referring
+from adora_vl.record import trackers as texts
+from adora_vl.utils import compat
+from tests.support.tiny_run import train
+
+
+def picture(seed: int, size: tuple[int, int] = (70, 45), mode: str = "RGB") -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return load_processor(str(PRETRAINED))
+
+
+def test_the_cached_output_is_the_processors(processor, subtests):
+    cases: list[dict[str, Any]] = [
+        {},
+        {"min_pixels": 28 * 28, "max_pixels": 84 * 84},
+        {"do_rescale": False, "do_normalize": False},  # what vLLM asks for
+        {"do_normalize": False},
+    ]
+    for arguments in cases:
+        with subtests.test(f"{arguments!r:.80}"):
+            images = [picture(1), picture(2, (120, 90)), picture(3, mode="L"), picture(1)]
+            ours = ImageCache(2**20)
+            expected = processor.image_processor(images=images, return_tensors="pt", **arguments)
+            for _ in range(2):
+                cached = ours.preprocess(processor.image_processor)
+                with compat.IMAGE_PROCESSING.replaced_by(cached, on=processor.image_processor):
+                    actual = processor.image_processor(
+                        images=images, return_tensors="pt", **arguments
+                    )
+                assert torch.equal(actual["image_grid_thw"], expected["image_grid_thw"])
+                assert actual["pixel_values"].dtype == expected["pixel_values"].dtype
+                assert torch.equal(actual["pixel_values"], expected["pixel_values"])
+            assert ours.processed == 3, (
+                "one of the four was there twice, and the second round asked for nothing new"
+            )
+            assert "preprocess" not in vars(processor.image_processor)
+
+
+def test_other_limits_are_another_entry_and_the_oldest_images_go_first(processor):
+    cache = ImageCache(40_000)
+    cached = cache.preprocess(processor.image_processor)
+    for seed in range(6):
+        cached([picture(seed)])
+        assert cache.bytes_held <= 40_000 or seed == 0
+    assert cache.processed == 6
+    cached([picture(5)])
+    assert cache.processed == 6
+    cached([picture(0)])
+    cached([picture(5)], min_pixels=56 * 56, max_pixels=56 * 56)
+    assert cache.processed == 8
+
+
+def test_an_image_that_is_used_again_and_again_outlives_those_that_came_after_it(processor):
+    """As that of a problem which stands in every generation."""
+    cache = ImageCache(60_000)
+    cached = cache.preprocess(processor.image_processor)
+    for seed in range(1, 9):
+        cached([picture(0)])
+        cached([picture(seed)])
+    assert cache.processed == 9 and cache.bytes_held <= 60_000
+    cached([picture(1)])
+    assert cache.processed == 10, "the others went"
+
+
+def test_pictures_that_differ_in_their_palette_alone_are_two(processor):
+    drawing = picture(1).quantize(4)
+    recoloured = drawing.copy()
+    recoloured.putpalette([255 - value for value in drawing.getpalette()])
+    cache = ImageCache(2**20)
+    settings = effective_settings(processor.image_processor, {})
+    one, other = (
+        cache.get(processor.image_processor, image, settings) for image in (drawing, recoloured)
+    )
+    assert cache.processed == 2 and not torch.equal(one.patches_RD, other.patches_RD)
+
+
+def test_no_two_banks_share_a_number_and_the_evaluation_does_not_take_the_trainings_place():
+    def image(key: str) -> ProcessedImage:
+        return ProcessedImage(key, torch.zeros(4, 3, dtype=torch.uint8), torch.tensor([1, 2, 2]))
+
+    banks = ImageBanks()
+    cpu = torch.device("cpu")
+    train = banks.new("train")
+    first = train.references(image("a"), torch.Tensor.float, cpu)
+    assert first.tolist() == [[0], [1], [2], [3]]
+    assert (
+        train.references(image("a"), torch.Tensor.float, cpu).tolist() == first.tolist()
+        and len(train) == 1
+    )
+    evaluation = banks.new("eval")
+    assert evaluation.references(image("b"), torch.Tensor.float, cpu)[0].item() == 4
+    assert banks.of(2) is train and banks.of(5) is evaluation
+    again = banks.new("train")
+    assert again.references(image("c"), torch.Tensor.float, cpu)[0].item() == 8
+    with pytest.raises(AssertionError, match="no bank"):
+        banks.of(2)
+
+
+def test_distinct_rows_keep_their_order():
+    assert distinct_rows(["b", "a", "b", "c", "a"]) == ([0, 1, 3], [0, 1, 0, 2, 1])
+
+
+def test_rows_with_any_number_of_images_are_as_each_row_alone(processor, subtests):
+    """Each distinct prompt and image is processed once, and referred to."""
+    shared = picture(1)
+    images = [None, [shared], [picture(2), shared, picture(3, (120, 90))], [], [shared]]
+    for family in TINY_FAMILIES:
+        with subtests.test(family):
+            sees = processor_around(processor.tokenizer, family)
+            rows = [{"prompt": conversation("a"), "images": row} for row in images]
+            cache = ImageCache(2**20)
+            bank = ImageBank(100)
+            ours = read_prompts(
+                rows, sees, {}, referring(sees.image_processor, cache, bank, torch.device("cpu"))
+            )
+            plain = read_prompts(rows, sees, {})
+            assert cache.processed == len(bank) == 3 and ours.ids == plain.ids
+            patches, _ = bank.pixels(bank.starts)
+            assert torch.equal(
+                patches[ours.fields["pixel_values"][:, 0] - 100], plain.fields["pixel_values"]
+            )
+            assert ours.images == [row or None for row in images] and ours.num_images == [
+                0,
+                1,
+                3,
+                0,
+                1,
+            ]
+            pixels = []
+            for row, messages in enumerate(ours.messages):
+                text = sees.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True
+                )
+                alone = sees(images=images[row] or None, text=[text])
+                pixels += [alone["pixel_values"]] if images[row] else []
+                assert ours.ids[row] == list(alone["input_ids"][0])
+                assert ours.fields["mm_token_type_ids"][row] == list(alone["mm_token_type_ids"][0])
+            assert torch.equal(plain.fields["pixel_values"], torch.cat(pixels))
+
+
+def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, monkeypatch):
+    """Also for the engine's turn."""
+    counts = dict.fromkeys(["rendered", "tokenized", "hashed"], 0)
+
+    def counted(owner: Any, name: str, what: str, number: Any) -> None:
+        original = getattr(owner, name)
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            counts[what] += number(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, count)
+
+    shown = [kept(picture(seed)) for seed in range(2)]
+    rows = [
+        {"prompt": copy.deepcopy(conversation("find x")), "images": [image]}
+        for image in shown
+        for _ in range(3)
+    ]
+    counted(
+        processing_utils,
+        "render_jinja_template",
+        "rendered",
+        lambda conversations, **_: len(conversations),
+    )
+    counted(type(processor.tokenizer), "__call__", "tokenized", lambda _, text, **__: len(text))
+    counted(images_module, "content_digest", "hashed", lambda _: 1)
+    cache = ImageCache(2**20)
+    bank = ImageBank(0)
+    read_prompts(
+        rows, processor, {}, referring(processor.image_processor, cache, bank, torch.device("cpu"))
+    )
+    for image in shown:
+        cache.preprocess(processor.image_processor)([image])
+    assert counts == dict.fromkeys(counts, 2) and cache.processed == 2
+
+
+def test_the_chat_template_gets_its_arguments(processor):
+    template = {"chat_template": "{{ messages | length }} {{ own }}", "own": "me"}
+    (ids,) = read_prompts([{"prompt": conversation("a")}], processor.tokenizer, template).ids
+    assert processor.tokenizer.decode(ids) == "2 me"
+
+
+def test_the_rows_of_a_batch_are_decoded_once_and_their_images_are_decoded():
+    reads: list[int] = []
+
+    class Rows:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            reads.append(index)
+            return {"id": index, "images": [picture(index)]}
+
+    dataset = DistinctRows(Rows())
+    rows = dataset.__getitems__([2, 2, 0, 2])
+    assert reads == [2, 0] and [row["id"] for row in rows] == [2, 2, 0, 2]
+    assert rows[0]["images"][0] is rows[3]["images"][0]
+    again = dataset.__getitems__([2, 2, 0, 2])
+    assert reads == [2, 0] and again[0]["images"][0] is rows[0]["images"][0], (
+        "the next micro-batch asks for the same"
+    )
+    assert dataset.__getitems__([1, 2])[1]["id"] == 2 and reads == [2, 0, 1]
+    assert dataset.__getitems__([0])[0]["id"] == 0 and reads == [2, 0, 1, 0], (
+        "no more than one batch is held"
+    )
+    rows[0]["note"] = "own"
+    assert "note" not in rows[1], "what is written into one row is not in its copies"
+    assert rows[0]["images"][0].tobytes() == picture(2).tobytes()
+    assert isinstance(rows[0]["images"][0].resize((4, 4)), Image.Image)
+
+
+def test_a_data_set_tells_whether_it_has_images():
+    features = {"images": [[b"x"], []], "problem": ["a", "b"]}
+    assert may_have_images(Dataset.from_dict(features))
+    assert not may_have_images(Dataset.from_dict({"images": [[], []], "problem": ["a", "b"]}))
+    assert not may_have_images(Dataset.from_dict({"problem": ["a"]}))
+    assert may_have_images([{"prompt": "x"}]), "of rows that are made on the way nothing is known"
+
+
+# of a generation, which is learned from in 8 micro-batches
+PROBLEMS = 8
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> dict[str, Any]:
+    """Two optimizer steps of eight micro-batches each: the images that were decoded, and what was
+    gathered.
+    """
+    seen: dict[str, Any] = {"decoded": 0, "gathered": []}
+    decode = images_module.decoded_image
+    gather = gather_object
+
+    def counted(encoded: bytes, **keywords: Any) -> Any:
+        seen["decoded"] += 1
+        return decode(encoded, **keywords)
+
+    def watched(values: Any) -> Any:
+        seen["gathered"].append(pickle.dumps(values))
+        return gather(values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "decoded_image", counted)
+        patch.setattr(texts, "gather_object", watched)
+        train(
+            tmp_path_factory.mktemp("runs") / "run",
+            max_steps=STEPS,
+            save_strategy="no",
+            log_completions="true",
+            per_device_train_batch_size=4,
+            num_generations=4,
+            gradient_accumulation_steps=8,
+            max_completion_length=8,
+        )
+    return seen
+
+
+@pytest.mark.slow
+def test_a_problem_is_decoded_once_however_many_micro_batches_learn_from_it(run):
+    """The loader is a batch ahead, so at the end it may have read the first problems of a third
+    generation.
+    """
+    assert STEPS * PROBLEMS <= run["decoded"] <= (STEPS + 1) * PROBLEMS
+
+
+@pytest.mark.slow
+def test_ranks_send_one_another_texts_and_no_pixels(run):
+    assert len(run["gathered"]) >= STEPS * 2, "prompts and completions of each generation"
+    assert not any(b"PIL" in sent or b"KeptImage" in sent for sent in run["gathered"])
+    assert b"PIL" in pickle.dumps(
+        [[{"role": "user", "content": [{"image": Image.new("RGB", (8, 8))}]}]]
+    )
+
+
+def test_what_is_no_conversation_is_gathered_as_it_is():
+    image = kept(Image.new("RGB", (8, 8)))
+    prompt: Any = [
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": image}, {"type": "text", "text": "x"}],
+        }
+    ]
+    alone = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}]
+    assert texts.gather_texts([prompt]) == [alone] and prompt[0]["content"][0]["image"] is image
+    plain: list[list[Any]] = [["a", "b"], [[image], None], [0.5, None], ["column"], [[]], []]
+    for values in plain:
+        assert texts.gather_texts(values) == values

@@ -1,0 +1,612 @@
+"""Prompts shared by split attention give the log-probabilities and gradients of separate rows, in
+float64.
+"""
+
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from accelerate import Accelerator
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+from transformers.integrations import flash_attention
+from trl.trainer.utils import add_fused_lm_head
+
+from adora_vl.packing import policy_pass as packed_module
+from adora_vl.packing import split_attention
+from adora_vl.packing.policy_pass import PackedForward, has_dropout, prompt_positions
+from adora_vl.packing.shared_prompt import (
+    ALIKE,
+    Group,
+    SharedPrompts,
+    groups_of,
+    pack,
+    sharing_pays,
+)
+from adora_vl.packing.split_attention import ARGUMENT, install, own_attention, prepared_mask
+
+BOUND = 1e-9  # relative; float64 rounds at 2e-16, so no processor comes near
+VISION_BOUND = 1e-6  # the vision tower rotates in float32, and so rounds each copy's gradient there
+# image tokens are never sampled
+IMAGE = 7
+VOCABULARY = 40
+TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+VISION = {"depth": 1, "num_heads": 2, "patch_size": 4, "in_channels": 1, "temporal_patch_size": 1}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+
+
+class Rotary(nn.Module):
+    """The model's own rotary embedding without its rounding to float32."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.inv_freq = own.inv_freq.double()
+        self.both_halves = getattr(
+            own, "recomposition_frequencies", lambda angles: torch.cat([angles, angles], dim=-1)
+        )
+
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = self.both_halves(positions[..., None].double() * self.inv_freq)
+        return angles.cos(), angles.sin()
+
+
+def in_float64(model: Any) -> Any:
+    """Without the places where Transformers computes in float32 whatever the model's dtype is."""
+    model = model.double().train()
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__.endswith("RMSNorm"):
+                norm = nn.RMSNorm(
+                    len(child.weight), eps=child.variance_epsilon, dtype=torch.float64
+                )
+                norm.weight = child.weight
+                setattr(module, name, norm)
+    decoder = model.get_decoder()
+    decoder.rotary_emb = Rotary(decoder.rotary_emb)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def softmax_keeps_its_dtype(monkeypatch):
+    """Eager attention asks for a softmax in float32."""
+    softmax = torch.nn.functional.softmax
+    monkeypatch.setattr(
+        torch.nn.functional, "softmax", lambda scores, dim, dtype=None: softmax(scores, dim=dim)
+    )
+
+
+def build(kind: str, attention: str = "sdpa") -> Any:
+    torch.manual_seed(0)
+    if kind == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**TEXT))
+    else:
+        known: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+            "qwen2_vl": (
+                Qwen2VLConfig,
+                Qwen2VLForConditionalGeneration,
+                {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
+            ),
+            "qwen2_5_vl": (
+                Qwen2_5_VLConfig,
+                Qwen2_5_VLForConditionalGeneration,
+                {
+                    "hidden_size": 16,
+                    "out_hidden_size": 32,
+                    "intermediate_size": 24,
+                    "fullatt_block_indexes": [0],
+                },
+            ),
+            "qwen3_vl": (
+                Qwen3VLConfig,
+                Qwen3VLForConditionalGeneration,
+                {
+                    "hidden_size": 16,
+                    "out_hidden_size": 32,
+                    "intermediate_size": 24,
+                    "num_position_embeddings": 16,
+                    "deepstack_visual_indexes": [0],
+                },
+            ),
+        }
+        config_class, model_class, vision = known[kind]
+        config = config_class(
+            text_config={**TEXT, "rope_parameters": ROPE},
+            vision_config={**VISION, **vision},
+            image_token_id=IMAGE,
+            vision_start_token_id=8,
+            vision_end_token_id=9,
+            video_token_id=6,
+        )
+        model = model_class(config)
+    for parameter in model.parameters():  # large enough that attention is far from uniform
+        nn.init.normal_(parameter, std=0.3)
+    model.set_attn_implementation(attention)
+    return in_float64(model)
+
+
+Batch = dict[str, Any]
+
+
+def batch(lengths: list[tuple[int, list[int]]], images: bool) -> Batch:
+    """Groups of a prompt's length and its rollouts' lengths, as TRL pads them; an image of 2 x 3
+    tokens per prompt.
+    """
+    generator = torch.Generator().manual_seed(1)
+    longest = max(prompt for prompt, _ in lengths) + (8 if images else 0)
+    completion = max(1, *(length for _, group in lengths for length in group))
+    ids: list[Any] = []
+    mask: list[Any] = []
+    groups: list[Any] = []
+    patches: list[Any] = []
+    for prompt, group in lengths:
+        own = torch.randint(10, VOCABULARY, (prompt,), generator=generator)
+        if images:
+            own = torch.cat([torch.tensor([8, *[IMAGE] * 6, 9]), own])
+            patches.append(torch.randn(24, 16, dtype=torch.float64, generator=generator))
+        pad = longest - len(own)
+        groups.append(list(range(len(ids), len(ids) + len(group))))
+        for length in group:
+            row = torch.randint(10, VOCABULARY, (completion,), generator=generator)
+            ids.append(
+                torch.cat([own.new_zeros(pad), own, row * (torch.arange(completion) < length)])
+            )
+            mask.append(
+                torch.tensor([0] * pad + [1] * (len(own) + length) + [0] * (completion - length))
+            )
+    found: Batch = {
+        "ids": torch.stack(ids),
+        "mask": torch.stack(mask),
+        "completion": completion,
+        "groups": groups,
+    }
+    if images:
+        found |= {
+            "patches": patches,
+            "grid": torch.tensor([[1, 4, 6]]),
+            "types": (found["ids"] == IMAGE).long(),
+        }
+    return found
+
+
+def prompts_of(model: Any, rows: Batch) -> tuple[Tensor, dict[str, Any]]:
+    """Positions of the groups' prompts, and the model's arguments for their images."""
+    first = [group[0] for group in rows["groups"]]
+    prompt = rows["ids"].size(1) - rows["completion"]
+    grids = rows["grid"].repeat(len(first), 1) if "grid" in rows else None
+    types = rows["types"][first, :prompt] if grids is not None else None
+    positions = prompt_positions(
+        model, rows["ids"][first, :prompt], rows["mask"][first, :prompt], types, grids
+    )
+    return positions, {} if grids is None else {
+        "pixel_values": torch.cat(rows["patches"]),
+        "image_grid_thw": grids,
+    }
+
+
+def shared(model: Any, rows: Batch) -> Tensor:
+    install(model)
+    positions, images = prompts_of(model, rows)
+    packed = pack(rows["ids"], rows["mask"], rows["completion"], rows["groups"], positions)
+    given = {"attention_mask": prepared_mask(packed.ids_NS.device), ARGUMENT: packed.shared}
+    logits = model(input_ids=packed.ids_NS, position_ids=packed.positions, **given, **images).logits
+    assert logits.shape[:2] == packed.labels.shape, "the head's work is on scored positions alone"
+    return packed.unpacked(logits.log_softmax(-1).gather(-1, packed.labels.clamp(min=0)[..., None]))
+
+
+def separate(model: Any, rows: Batch) -> Tensor:
+    images = {}
+    if "grid" in rows:
+        copies = [
+            rows["patches"][number] for number, group in enumerate(rows["groups"]) for _ in group
+        ]
+        images = {
+            "pixel_values": torch.cat(copies),
+            "image_grid_thw": rows["grid"].repeat(len(copies), 1),
+        }
+        images["mm_token_type_ids"] = rows["types"]
+    elif model.config.model_type == "qwen2":
+        images = {"position_ids": (rows["mask"].cumsum(-1) - 1).clamp(min=0)}
+    logits = model(
+        input_ids=rows["ids"], attention_mask=rows["mask"], use_cache=False, **images
+    ).logits[:, :-1]
+    logps = logits.log_softmax(-1).gather(-1, rows["ids"][:, 1:, None])[..., 0]
+    return logps[:, -rows["completion"] :] * rows["mask"][:, -rows["completion"] :]
+
+
+def gradients(model: Any, logps: Tensor) -> dict[str, Tensor]:
+    """Of a loss in which every token has a weight of its own."""
+    weights = torch.linspace(-1, 2, logps.numel(), dtype=torch.float64).view_as(logps)
+    model.zero_grad()
+    (logps.exp() * weights).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(model: Any, rows: Batch) -> None:
+    expected = separate(model, rows)
+    reference = gradients(model, expected)
+    found = shared(model, rows)
+    assert (found - expected).abs().max() <= BOUND * max(float(expected.abs().max()), 1.0)
+    scale = max(tensor.norm() for tensor in reference.values())
+    own = gradients(model, found)
+    for name, gradient in reference.items():
+        bound = VISION_BOUND if "visual" in name else BOUND
+        assert (own[name] - gradient).norm() <= bound * max(gradient.norm(), 1e-3 * scale), name
+
+
+# rollouts alone in their call, and with others
+TWO_GROUPS = [
+    (5, [4, 1, 9, 4, 2]),
+    (11, [3, 3, 3]),
+]
+KINDS = ("qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+def test_two_groups_are_as_separate_rows(subtests):
+    for kind, attention in product(KINDS, ("sdpa", "eager")):
+        with subtests.test(f"{kind} {attention}"):
+            assert_same(build(kind, attention), batch(TWO_GROUPS, images=kind != "qwen2"))
+
+
+def test_gradient_checkpointing_computes_the_same_attention_again(subtests):
+    for kind in KINDS:
+        with subtests.test(kind):
+            model = build(kind)
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            assert_same(model, batch(TWO_GROUPS, images=kind != "qwen2"))
+
+
+def test_float32_weights_under_autocast_get_the_kernel_for_bfloat16(monkeypatch):
+    """On a GPU it is flash attention; for float32 queries there is none, and every call would need
+    a mask.
+    """
+    asked: list[torch.dtype] = []
+    monkeypatch.setattr(
+        split_attention, "_knows_lower_right", lambda query: asked.append(query.dtype)
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        shared(
+            Qwen2ForCausalLM(Qwen2Config(**TEXT, use_cache=False)), batch(TWO_GROUPS, images=False)
+        )
+    assert set(asked) == {torch.bfloat16}
+
+
+MODELS = {attention: build("qwen2", attention) for attention in ("sdpa", "eager")}
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 12), st.lists(st.integers(0, 12), min_size=1, max_size=5)),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(max_examples=25)
+@given(GROUPS, st.sampled_from(sorted(MODELS)), st.integers(1, 12))
+def test_any_lengths_are_as_separate_rows(lengths, attention, block):
+    """Rollouts of no token are those that were cut off and masked out.
+
+    `block`: queries that share a mask.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(split_attention, "_BLOCK", block)
+        if any(length for _, group in lengths for length in group):
+            assert_same(MODELS[attention], batch(lengths, images=False))
+
+
+def test_nothing_that_is_kept_for_the_backward_pass_grows_with_the_square_of_a_group():
+    rows = batch([(6, [40] * 16)], images=False)
+    sizes: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept):
+        shared(MODELS["sdpa"], rows)
+    tokens = 6 + 16 * 39
+    assert max(sizes) < tokens**2 / 4
+
+
+def test_an_adapter_is_trained_alike():
+    model = get_peft_model(
+        build("qwen2_5_vl"), LoraConfig(target_modules=["q_proj", "v_proj"])
+    ).double()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.3)
+    assert_same(model, batch(TWO_GROUPS, images=True))
+
+
+def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_path, subtests):
+    """Ordinary passes, generation and saved files stay as they were, also after a pass that failed."""
+    for kind in KINDS:
+        with subtests.test(kind):
+            model = build(kind).eval()
+            rows = batch([(5, [4, 2])], images=False)
+
+            def ordinary(model: Any = model, rows: Batch = rows) -> tuple[Tensor, Tensor]:
+                with torch.no_grad():
+                    written = model.generate(
+                        rows["ids"],
+                        attention_mask=rows["mask"],
+                        max_new_tokens=4,
+                        do_sample=False,
+                        pad_token_id=0,
+                    )
+                    return model(rows["ids"], attention_mask=rows["mask"]).logits, written
+
+            before = ordinary()
+            install(model)
+            install(model)
+            with pytest.raises(RuntimeError):  # more positions than there are tokens
+                shared_of_another = pack(
+                    rows["ids"], rows["mask"], 4, rows["groups"], torch.arange(5)[None]
+                ).shared
+                mask = prepared_mask(torch.device("cpu"))
+                model(rows["ids"][:1, :3], attention_mask=mask, **{ARGUMENT: shared_of_another})
+            assert all(
+                torch.equal(one, other) for one, other in zip(before, ordinary(), strict=True)
+            )
+            assert (
+                own_attention(model.config)
+                == own_attention(type(model)(model.config).config)
+                == "sdpa"
+            )
+            model.config.save_pretrained(tmp_path / kind)
+            assert "shared_prompt" not in (tmp_path / kind / "config.json").read_text()
+            vision = getattr(model.config, "vision_config", None)
+            assert vision is None or vision._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["references", "pixels"])
+def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(known, monkeypatch):
+    """Nothing tells whether two images given as pixels are the same, so there each row keeps its
+    own prompt. The check of the layout takes the first chunk alone.
+    """
+    model = build("qwen2_5_vl")
+    rows = batch(TWO_GROUPS, images=True)
+    copies = [number for number, group in enumerate(rows["groups"]) for _ in group]
+    pixels = torch.cat([rows["patches"][number] for number in copies])
+    expected = separate(model, rows).detach()
+    seen: list[Any] = []
+    inputs = {
+        "image_grid_thw": rows["grid"].repeat(len(copies), 1),
+        "num_images": [1] * len(copies),
+    }
+    inputs |= {"mm_token_type_ids": rows["types"], "pixel_values": pixels}
+    if known:
+        inputs["pixel_values"] = torch.cat(
+            [torch.arange(24)[:, None] + 24 * number for number in copies]
+        )
+        own = model.model.get_image_features
+        bank = torch.cat(rows["patches"])
+        monkeypatch.setattr(
+            model.model,
+            "get_image_features",
+            lambda found, grid, **more: own(bank[found[:, 0]], grid),
+        )
+    add_fused_lm_head(model)
+
+    def packed(*arguments: Any, **named: Any) -> Any:
+        seen.append(named["groups"])
+        return pack(*arguments, **named)
+
+    monkeypatch.setattr(packed_module, "pack", packed)
+
+    def alone(first: int, own: Any) -> Any:
+        assert (first, *map(len, own.values())) == (5, 5, 5, 5, 5 * 24)
+        return expected[:first], None, None
+
+    one = PackedForward(Accelerator(cpu=True))
+    logps = one(model, rows["ids"], rows["mask"], rows["completion"], 5, False, inputs, alone)[0]
+    assert one.passes == 1 and not one.refused
+    assert [[*map(len, part)] for part in seen] == (
+        [[5], [5], [3]] if known else [[1] * 5] * 2 + [[1] * 3]
+    )
+    assert (logps - expected).abs().max() < 1e-4, "the head computes in float32"
+
+
+def varlen(
+    query, key, value, attention_mask, *, is_causal, softmax_scale, attn_implementation, **given
+) -> Tensor:
+    """As flash attention documents it: sequences end to end, each causal to the lower right.
+
+    Its kernels need a GPU.
+    """
+    assert is_causal and attention_mask is None and attn_implementation == "flash_attention_2"
+    ends_q = given["cu_seq_lens_q"].tolist()
+    ends_k = given["cu_seq_lens_k"].tolist()
+    assert given["max_length_q"] == max(b - a for a, b in pairwise(ends_q))
+    assert given["max_length_k"] == max(b - a for a, b in pairwise(ends_k))
+    assert (
+        ends_q[-1] == query.size(1)
+        and ends_k[-1] == key.size(1)
+        and given["cu_seq_lens_q"].dtype == torch.int32
+    )
+    found = []
+    for (start, end), (first, last) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
+        own = query[0, start:end].transpose(0, 1)
+        keys, values = (each[0, first:last].transpose(0, 1) for each in (key, value))
+        allowed = torch.ones(end - start, last - first, dtype=torch.bool).tril(
+            last - first - end + start
+        )
+        found.append(
+            F.scaled_dot_product_attention(
+                own, keys, values, allowed, scale=softmax_scale, enable_gqa=True
+            )
+        )
+    return torch.cat(found, dim=1).transpose(0, 1)[None]
+
+
+def test_flash_attention_gets_each_span_with_its_prompt(monkeypatch):
+    monkeypatch.setattr(flash_attention, "_flash_attention_forward", varlen)
+    rows = batch(TWO_GROUPS, images=True)
+    reference = build("qwen2_5_vl")
+    model = build("qwen2_5_vl")
+    model.get_decoder().config._attn_implementation = "flash_attention_2"
+    expected = separate(reference, rows)
+    found = shared(model, rows)
+    assert (found - expected).abs().max() <= BOUND * expected.abs().max()
+    ours = gradients(reference, expected)
+    own = gradients(model, found)
+    scale = max(tensor.norm() for tensor in ours.values())
+    assert all((own[name] - ours[name]).norm() <= VISION_BOUND * scale for name in ours)
+
+
+def test_flash_attention_finds_its_own_name_where_no_prompt_is_shared(monkeypatch):
+    names = []
+
+    def forward(query, *args, attn_implementation, **given):
+        names.append(attn_implementation)
+        return query
+
+    monkeypatch.setattr(flash_attention, "_flash_attention_forward", forward)
+    model = build("qwen2")
+    model.config._attn_implementation = "flash_attention_2"
+    install(model)
+    model(torch.arange(6)[None])
+    assert set(names) == {"flash_attention_2"}
+
+
+def test_sharing_is_left_where_little_is_shared():
+    """By tokens: a prompt of 700 always, one of 64 unless the answers are very long and all alike."""
+    assert (
+        sharing_pays([700], [[400] * 8])
+        and sharing_pays([700], [[1024] * 8])
+        and sharing_pays([64], [[1024] * 8])
+    )
+    assert not sharing_pays([64], [[4096] * 8])
+    assert sharing_pays([64], [[100, 100, 100, 100, 100, 100, 100, 4096]]), (
+        "separate rows would be mostly padding"
+    )
+    assert sharing_pays([64, 64], [[400], [100]]) and sharing_pays([64, 20], [[100], [100]]), (
+        "rows would be padded"
+    )
+    assert not sharing_pays([64, 64], [[400], [400]])
+
+
+def test_little_attention_is_computed_in_vain(subtests):
+    """Of what a rollout's queries are multiplied with, compared with the causal half that has to
+    be.
+    """
+    cases = [(64, 400), (64, 1024), (700, 400), (700, 1024), (1, 1), (1000, 16)]
+    for prompt, rollout in cases:
+        with subtests.test(f"{prompt} {rollout}"):
+            query = torch.zeros(1)
+            needed = rollout * prompt + rollout * rollout / 2
+            if split_attention._prompt_queries_pay(prompt, rollout, query):
+                computed = (prompt + rollout) ** 2 / 2
+            else:
+                computed = sum(
+                    (end - start) * (prompt + end)
+                    for start, end in split_attention._blocks(rollout, prompt + rollout)
+                )
+            assert computed <= 1.5 * needed
+            assert computed <= (prompt + rollout) ** 2, (
+                "as many as separate rows would take with a mask"
+            )
+
+
+def test_neighbours_with_the_same_prompt_and_images_are_a_group():
+    ids = torch.tensor([[1, 2], [1, 2], [1, 2], [1, 3], [1, 2]])
+    assert groups_of(ids, torch.ones_like(ids), ["a", "a", "b", "b", "a"]) == [
+        [0, 1],
+        [2],
+        [3],
+        [4],
+    ]
+
+
+def test_groups_as_one_sequence_by_hand():
+    """Prompt `5 6 7` with `3` and `1 2 4`, prompt `8` with `9 1`; the first has positions as after
+    an image.
+
+    7 predicts the first token of both its rollouts, and a rollout's last token is left out.
+    """
+    ids = torch.tensor([[0, 5, 6, 7, 3, 0, 0], [0, 5, 6, 7, 1, 2, 4], [0, 0, 0, 8, 9, 1, 0]])
+    mask = torch.tensor([[0, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 0]])
+    positions = torch.tensor([[[0, 0, 4, 5], [0, 0, 0, 0]]] * 3)
+    packed = pack(ids, mask, 3, [[0, 1], [2]], positions)
+    assert packed.ids_NS.tolist() == [[5, 6, 7, 1, 2, 8, 9]]
+    assert packed.positions.shape == (3, 1, 7) and packed.positions[2, 0].tolist() == [
+        0,
+        4,
+        5,
+        6,
+        7,
+        0,
+        1,
+    ]
+    assert packed.shared.groups == (Group(3, (2,)), Group(1, (1,)))
+    assert packed.shared.predicting_K.tolist() == [2, 3, 4, 2, 5, 6]
+    assert packed.labels.tolist() == [[1, 2, 4, 3, 9, 1]]
+    unpacked = packed.unpacked(torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]]))
+    assert torch.allclose(unpacked, torch.tensor([[0.4, 0, 0], [0.1, 0.2, 0.3], [0.5, 0.6, 0]]))
+
+
+def test_a_truncated_rollout_that_is_masked_out_takes_no_place():
+    ids = torch.tensor([[5, 6, 1, 1], [5, 6, 2, 2]])
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    packed = pack(ids, mask, 2, [[0, 1]], torch.arange(2).expand(1, 2))
+    assert packed.ids_NS.tolist() == [[5, 6, 2]] and packed.labels.tolist() == [[2, 2]]
+    assert packed.unpacked(torch.tensor([[0.1, 0.2]])).tolist()[0] == [0.0, 0.0]
+
+
+def test_a_batch_in_which_nothing_is_scored_keeps_a_position_for_the_head():
+    ids = torch.tensor([[5, 6, 1], [5, 6, 1]])
+    packed = pack(ids, torch.tensor([[1, 1, 0]] * 2), 1, [[0, 1]], torch.arange(2)[None])
+    assert packed.labels.tolist() == [[-100]] and packed.shared.groups == (Group(2, ()),)
+    assert packed.unpacked(torch.tensor([[9.0]])).tolist() == [[0.0], [0.0]]
+
+
+@given(st.lists(st.integers(1, 2000), min_size=1, max_size=40))
+def test_rollouts_that_share_a_call_are_of_like_length(lengths):
+    group = Group(1, tuple(sorted(lengths, reverse=True)))
+    assert [length for part in group.batches for length in part] == list(group.others)
+    padded = sum(len(part) * part[0] for part in group.batches)
+    assert padded * ALIKE <= sum(group.others)
+
+
+def test_the_longest_rollout_is_one_span_with_its_prompt():
+    """Of the others each has a span; among keys they come after the prompt once more."""
+    alone = Group(4, (2,))
+    three = Group(3, (5, 2, 1))
+    shared = SharedPrompts((alone, three, Group(2, ())), torch.zeros(1, dtype=torch.long))
+    assert shared.spans == [6, 8, 2, 1, 2]
+    queries, keys, most_queries, most_keys = shared.bounds
+    assert queries.tolist() == [0, 6, 14, 16, 17, 19] and keys.tolist() == [0, 6, 14, 19, 23, 25]
+    assert (most_queries, most_keys) == (8, 8)
+
+
+def test_dropout_is_found_in_the_attention_and_in_an_adapter():
+    """With it two passes over the same tokens differ, so the policy's own does not stand for the
+    one that sampled.
+    """
+    plain, attending = (
+        Qwen2ForCausalLM(Qwen2Config(**TEXT, attention_dropout=share)) for share in (0.0, 0.1)
+    )
+    assert not has_dropout(plain) and has_dropout(attending)
+    adapted = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1))
+    assert has_dropout(adapted)

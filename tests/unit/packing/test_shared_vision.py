@@ -1,0 +1,607 @@
+"""The vision tower sees each distinct image once, its windows in few calls: features and gradients
+are the same.
+"""
+
+import os
+import subprocess
+import sys
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, distributed
+from transformers import Qwen2_5_VLConfig, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VisionTransformerPretrainedModel,
+)
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+
+import adora_vl.packing.vision
+from adora_vl.config.keys import AdoraKeys
+from adora_vl.packing.image_store import ImageBanks
+from adora_vl.packing.images import DistinctImages, with_image_columns
+from adora_vl.packing.vision import (
+    BATCHED,
+    SharedVision,
+    batch_windows,
+    by_size,
+    host_bounds,
+    in_passes,
+    look,
+)
+from adora_vl.utils.launch import free_port
+from tests.integration.support import REPOSITORY
+from tests.unit.packing.test_shared_prompt import (
+    BOUND,
+    IMAGE,
+    TEXT,
+    VISION,
+    VISION_BOUND,
+    VOCABULARY,
+    build,
+)
+
+SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+# Transformers' linear attention computes in float32 whatever the model's dtype is, and the
+# gradients of its decay are sums of small differences: 7e-8 and 1.6e-4 were measured, with and
+# without sharing.
+LINEAR_BOUND = 1e-6
+DECAY_BOUND = 2e-3
+# of three pictures: 6, 2 and 6 image tokens
+GRIDS = torch.tensor([[1, 4, 6], [1, 2, 4], [1, 4, 6]])
+# The pictures of each row: none, one, eight of which some come again, two, none.
+ROWS: list[list[int]] = [[], [0], [1, 1, 2, 0, 1, 2, 2, 1], [2, 1], []]
+
+
+def pictures() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        torch.randn(int(grid.prod()), 16, dtype=torch.float64, generator=generator)
+        for grid in GRIDS
+    ]
+
+
+def model_of(kind: str) -> Any:
+    if kind != "qwen3_5":
+        return build(kind)
+    torch.manual_seed(0)
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [1, 1, 2],
+        "partial_rotary_factor": 1.0,
+    }
+    heads = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
+    layers = {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 4,
+        "head_dim": 8,
+    }
+    eye = {
+        "hidden_size": 16,
+        "out_hidden_size": 32,
+        "intermediate_size": 24,
+        "num_position_embeddings": 16,
+    }
+    config = Qwen3_5Config(
+        text_config={
+            **TEXT,
+            **heads,
+            **layers,
+            "rope_parameters": {**rope, "mrope_interleaved": True},
+        },
+        vision_config={**VISION, **eye},
+        image_token_id=IMAGE,
+        vision_start_token_id=8,
+        vision_end_token_id=9,
+        video_token_id=6,
+    )
+    model = Qwen3_5ForConditionalGeneration(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model.double().train()
+
+
+def bound_of(kind: str, name: str) -> float:
+    if kind == "qwen3_5":
+        return DECAY_BOUND if "linear_attn" in name else 10 * LINEAR_BOUND
+    return VISION_BOUND if "visual." in name else BOUND
+
+
+def tokens(shown: list[int], words: int = 7) -> Tensor:
+    generator = torch.Generator().manual_seed(len(shown))
+    images = [token for one in shown for token in [8, *[IMAGE] * int(GRIDS[one].prod() // 4), 9]]
+    return torch.cat(
+        [torch.tensor(images).long(), torch.randint(10, VOCABULARY, (words,), generator=generator)]
+    )
+
+
+def logps(model: Any, ids_BT: Tensor, mask_BT: Tensor, **images: Any) -> Tensor:
+    """Of the last five tokens of each row."""
+    given = {"mm_token_type_ids": (ids_BT == IMAGE).long(), **images} if images else {}
+    scores = (
+        model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, **given)
+        .logits[:, :-1]
+        .log_softmax(-1)
+    )
+    found: Tensor = scores.gather(-1, ids_BT[:, 1:, None])[..., 0][:, -5:]
+    return found
+
+
+def alone(model: Any, rows: list[list[int]]) -> Tensor:
+    found = []
+    for shown in rows:
+        ids = tokens(shown)[None]
+        images = {}
+        if shown:
+            pixels = torch.cat([pictures()[one] for one in shown])
+            images = {"pixel_values": pixels, "image_grid_thw": GRIDS[shown]}
+        found.append(logps(model, ids, torch.ones_like(ids), **images))
+    return torch.cat(found)
+
+
+def together(model: Any, vision: SharedVision, rows: list[list[int]]) -> Tensor:
+    bank = vision.banks.new("train")
+    longest = max(len(tokens(shown)) for shown in rows)
+    ids_BT = torch.stack(
+        [torch.cat([torch.zeros(longest - len(t)).long(), t]) for t in map(tokens, rows)]
+    )
+    held = {one: bank.hold(str(one), pictures()[one], GRIDS[one]) for row in rows for one in row}
+    columns: dict[str, Any] = {}
+    if held:
+        columns["pixel_values"] = torch.cat([held[one] for row in rows for one in row])
+        columns["image_grid_thw"] = GRIDS[[one for row in rows for one in row]]
+    columns = with_image_columns(columns, ids_BT)
+    columns.pop("num_images", None)
+    return logps(model, ids_BT, (ids_BT > 0).long(), **columns)
+
+
+def gradients(model: Any, found: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    weights = torch.linspace(-1, 2, found.numel(), dtype=torch.float64).view_as(found)
+    (found.exp() * weights).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_pixels_meet_grids_on_their_own_device() -> None:
+    """A packed pass has its grids on the host, and its pixels on the device where the images are
+    not in the store.
+    """
+    model = model_of("qwen2_5_vl")
+    devices = []
+    model.model.get_image_features = lambda pixels, grids, **kwargs: devices.append(grids.device)
+    assert SharedVision(ImageBanks()).install(model)
+    model.model.get_image_features(torch.empty(24, 16, device="meta"), GRIDS[:1])
+    assert devices == [torch.device("meta")]
+
+
+def test_a_batch_of_any_mix_is_as_its_rows_alone(subtests):
+    for kind, frozen in product(SEEING, (False, True)):
+        with subtests.test(f"{kind} {'frozen' if frozen else 'trained'}"):
+            assert_as_alone(kind, frozen)
+
+
+def assert_as_alone(kind: str, frozen: bool) -> None:
+    model = model_of(kind)
+    vision = SharedVision(ImageBanks())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (frozen and "visual." in name))
+    expected = alone(model, ROWS)
+    reference = gradients(model, expected)
+    assert vision.install(model)
+    for share, seen in ((True, 3), (False, 11)):
+        vision.share = share
+        vision.seen = 0
+        found = together(model, vision, ROWS)
+        assert vision.seen == seen, "of eleven pictures three are distinct"
+        logps_bound = LINEAR_BOUND if kind == "qwen3_5" else BOUND
+        assert (found - expected).abs().max() <= logps_bound * expected.abs().max()
+        own = gradients(model, found)
+        assert (
+            own.keys() == reference.keys() and any("visual." in name for name in own) is not frozen
+        )
+        scale = max(tensor.norm() for tensor in reference.values())
+        for name, gradient in reference.items():
+            assert (own[name] - gradient).norm() <= bound_of(kind, name) * max(
+                gradient.norm(), 1e-3 * scale
+            ), name
+
+
+@pytest.fixture
+def one_of_many(monkeypatch):
+    """This process takes itself for one of two."""
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    # the other one has no more passes
+    monkeypatch.setattr(distributed, "all_reduce", lambda tensor, op: None)
+
+
+def test_rows_without_images_leave_the_tower_at_rest(subtests):
+    for kind in SEEING:
+        with subtests.test(kind):
+            model = model_of(kind)
+            vision = SharedVision(ImageBanks())
+            expected = alone(model, [[], []])
+            vision.install(model)
+            found = together(model, vision, [[], []])
+            assert (found - expected).abs().max() <= LINEAR_BOUND * expected.abs().max()
+            assert not any("visual." in name for name in gradients(model, found))
+
+
+def test_rows_without_images_among_processes_that_have_them(one_of_many, subtests):
+    """There the tower runs, and its gradients are there to be reduced, all zero."""
+    for kind in SEEING:
+        with subtests.test(kind):
+            model = model_of(kind)
+            vision = SharedVision(ImageBanks())
+            reference = gradients(model, alone(model, [[], []]))
+            vision.install(model)
+            own = gradients(model, together(model, vision, [[], []]))
+            assert own.keys() == {name for name, _ in model.named_parameters()}
+            for name, gradient in own.items():
+                right = reference.get(name, torch.zeros_like(gradient))
+                assert (gradient - right).norm() <= bound_of(kind, name) * gradient.norm()
+
+
+def one_of_two(rank: int, port: int) -> None:
+    """What a process of the test below does: its rows through torch's DistributedDataParallel,
+    against both alone.
+    """
+    rows: tuple[list[list[int]], ...] = ([[0], [2, 1, 1]], [[], []])
+    distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
+    )
+    for kind in IN_PARALLEL:
+        model = model_of(kind)
+        vision = SharedVision(ImageBanks())
+        each = [gradients(model, alone(model, of_rank)) for of_rank in rows]
+        vision.install(model)
+        # It raises in the next step, or waits for ever, if a parameter has no gradient on one
+        # process.
+        parallel = torch.nn.parallel.DistributedDataParallel(model)
+        for _ in range(2):
+            own = gradients(model, together(parallel, vision, rows[rank]))
+        scale = max(tensor.norm() for tensor in own.values())
+        for name, gradient in own.items():
+            right = torch.stack([one.get(name, torch.zeros_like(gradient)) for one in each]).mean(
+                dim=0
+            )
+            bound = bound_of(kind, name) * max(right.norm(), 1e-3 * scale)
+            assert (gradient - right).norm() <= bound, name
+        assert (
+            max(gradient.norm() for name, gradient in own.items() if "visual." in name)
+            > 1e-3 * scale
+        )
+        print(f"{kind} {len(own)}")
+
+
+IN_PARALLEL = ("qwen2_5_vl", "qwen3_vl")
+
+
+def test_two_processes_of_which_one_has_no_image_learn_what_one_does():
+    """Every gradient, of the vision tower too, is the mean of what the rows of both give alone."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    code = f"from tests.unit.packing.test_shared_vision import one_of_two; one_of_two(%d, {free_port()})"
+    pipes: dict[str, Any] = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "env": environment,
+    }
+    ranks = [subprocess.Popen([sys.executable, "-c", code % rank], **pipes) for rank in range(2)]
+    try:
+        said = [rank.communicate(timeout=200) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    counts = {kind: sum(1 for _ in model_of(kind).named_parameters()) for kind in IN_PARALLEL}
+    assert [out.splitlines() for out, _ in said] == [
+        [f"{kind} {count}" for kind, count in counts.items()]
+    ] * 2, said
+
+
+def passes_of(tower: Any) -> list[int]:
+    """A list that grows by one with each pass of the tower."""
+    calls: list[int] = []
+    tower.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def test_a_frozen_tower_runs_as_often_on_a_process_without_images(one_of_many, subtests):
+    """Once a generation, like on the others: it gathers weights."""
+    for kind in SEEING:
+        with subtests.test(kind):
+            model = model_of(kind)
+            vision = SharedVision(ImageBanks())
+            model.model.visual.requires_grad_(False)
+            calls = passes_of(model.model.visual)
+            vision.install(model)
+            generations: list[list[list[int]]] = [[[], []], [[], [0]]]
+            for rows in generations:
+                together(model, vision, rows)
+                assert len(calls) == 1
+                inner = model.model
+                bank = vision.banks.of_training()
+                assert bank is not None and not bank.features_due
+                none = torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long)
+                assert inner.get_image_features(*none).pooler_output[0].shape == (0, 32)
+                assert len(calls) == 1, "a later pass of the generation"
+                calls.clear()
+
+
+def test_images_are_divided_into_passes_by_their_patches():
+    assert in_passes([0, 7, 9, 30], [7, 2, 21, 4], 9) == [[0, 7], [9], [30]], (
+        "a larger one has a pass of its own"
+    )
+    assert in_passes([0, 7], [7, 2], 100) == [[0, 7]] and in_passes([], [], 9) == []
+
+
+def test_a_frozen_tower_in_several_passes_gives_the_same_features(monkeypatch, subtests):
+    """Each pass holds few images at a time, and none is seen twice."""
+    for kind in SEEING:
+        with subtests.test(kind):
+            rows = [[0], [1, 0], [], [2]]
+            found = []
+            for limit in (16_000, 1):
+                monkeypatch.setattr(adora_vl.packing.vision, "PATCHES_A_PASS", limit)
+                model = model_of(kind)
+                vision = SharedVision(ImageBanks())
+                model.model.visual.requires_grad_(False)
+                calls = passes_of(model.model.visual)
+                vision.install(model)
+                found.append(together(model, vision, rows))
+                assert len(calls) == (1 if limit > 1 else 3) and vision.seen == 3
+            assert (found[0] - found[1]).abs().max() <= LINEAR_BOUND * found[0].abs().max()
+
+
+def test_a_frozen_tower_makes_as_many_passes_as_on_the_process_with_the_most(
+    one_of_many, monkeypatch, subtests
+):
+    """The other process needs four; here are no images, one, and three in passes of their own."""
+    monkeypatch.setattr(adora_vl.packing.vision, "PATCHES_A_PASS", 1)
+    monkeypatch.setattr(distributed, "all_reduce", lambda most, op: most.fill_(max(4, int(most))))
+    shown: list[list[list[int]]] = [[[]], [[0]], [[0], [1, 2]]]
+    for rows in shown:
+        with subtests.test(str(rows)):
+            model = model_of("qwen2_5_vl")
+            vision = SharedVision(ImageBanks())
+            expected = alone(model, rows)
+            model.model.visual.requires_grad_(False)
+            calls = passes_of(model.model.visual)
+            vision.install(model)
+            found = together(model, vision, rows)
+            assert len(calls) == 4
+            assert (
+                found.shape == expected.shape
+                and (found - expected).abs().max() <= BOUND * expected.abs().max()
+            )
+
+
+class Reader(SimpleNamespace):
+    """A processor, as far as it reads texts."""
+
+    def __call__(self, text: list[str]) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[1] for _ in text]}
+
+
+def test_without_kept_images_a_frozen_tower_runs_in_every_pass(one_of_many, subtests):
+    """As on the processes that have images: only kept images are known again, so only their
+    features are.
+    """
+    for kept in (True, False):
+        with subtests.test(f"images kept: {kept}"):
+            model = model_of("qwen2_5_vl")
+            model.model.visual.requires_grad_(False)
+            calls = passes_of(model.model.visual)
+            switches: Any = AdoraKeys(adora_stock_step=[] if kept else ["cache_images"])
+            switches.chat_template_kwargs = None
+            processor: Any = Reader(image_processor=Qwen2VLImageProcessor())
+            rows: Any = [{"prompt": "a text"}]
+            images = DistinctImages([model], processor, torch.device("cpu"), switches)
+            none = torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long)
+            images.prompts(rows, "train", further=False)
+            for _ in range(3):
+                model.model.get_image_features(*none)
+            assert len(calls) == (1 if kept else 3)
+
+
+def test_scored_beside_a_generation_no_process_waits_for_another(one_of_many, monkeypatch):
+    """As one step ahead does for its drift: a process whose rows have an image, and one whose rows
+    have none, ask the others for the same while the features of a frozen tower are due.
+    """
+    asked: list[str] = []
+    monkeypatch.setattr(
+        distributed, "all_reduce", lambda tensor, op: asked.append("the most passes")
+    )
+    wanted = []
+    for shown in ([0], []):
+        model = model_of("qwen2_5_vl")
+        vision = SharedVision(ImageBanks())
+        model.model.visual.requires_grad_(False)
+        model.model.visual.register_forward_hook(lambda *_: asked.append("weights"))
+        vision.install(model)
+        vision.banks.new("train").hold("of the generation", pictures()[1], GRIDS[1])
+        pixels = torch.cat(
+            [torch.zeros(0, 16, dtype=torch.float64), *(pictures()[one] for one in shown)]
+        )
+        with vision.unshared():
+            model.model.get_image_features(pixels, GRIDS[shown])
+        wanted.append([*asked])
+        asked.clear()
+    assert wanted == [["weights"], ["weights"]]
+
+
+def tower() -> Any:
+    """Three blocks, the middle one of full attention, with the real windows of 112 pixels."""
+    config = Qwen2_5_VLVisionConfig(
+        depth=3,
+        hidden_size=32,
+        num_heads=2,
+        intermediate_size=24,
+        out_hidden_size=16,
+        window_size=112,
+        fullatt_block_indexes=[1],
+    )
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    return Qwen2_5_VisionTransformerPretrainedModel(config).double()
+
+
+def looked_at(eye: Any, pixels: Tensor, grids: Tensor) -> list[Tensor]:
+    """The features, and every gradient of a loss that no two features enter alike."""
+    given = pixels.clone().requires_grad_()
+    features = eye(given, grid_thw=grids).pooler_output
+    eye.zero_grad()
+    (
+        features
+        * torch.linspace(0.5, 1.5, features.numel(), dtype=features.dtype).view_as(features)
+    ).sum().backward()
+    return [features.detach(), given.grad, *(parameter.grad for parameter in eye.parameters())]
+
+
+SIDES = st.integers(1, 13).map(lambda tokens: 2 * tokens)  # patches; 8 make a whole window
+SIZES = st.lists(st.tuples(st.sampled_from([1, 1, 2]), SIDES, SIDES), min_size=1, max_size=4)
+
+
+@pytest.mark.slow
+@given(SIZES)
+@settings(max_examples=25)
+def test_features_and_gradients_are_those_of_the_loop(grids):
+    eye = tower()
+    sizes = torch.tensor(grids)
+    pixels = torch.randn(int(sizes.prod(dim=1).sum()), 1176, dtype=torch.float64)
+    assert eye.config._attn_implementation == "sdpa"
+    loop = looked_at(eye, pixels, sizes)
+    assert batch_windows(eye, True)
+    batched = looked_at(eye, pixels, sizes)
+    assert not batch_windows(eye, False) and eye.config._attn_implementation == "sdpa"
+    for one, other in zip(loop, batched, strict=True):
+        assert (one - other).norm() <= 1e-12 * max(one.norm(), 1e-3)
+
+
+@given(st.lists(st.sampled_from([64, 32, 16, 4]), min_size=1, max_size=30))
+def test_every_patch_has_its_place_and_its_way_back(lengths):
+    sizes, order, back = by_size(tuple(lengths), torch.device("cpu"))
+    assert sum(size * windows for size, windows in sizes) == sum(lengths) and len(sizes) == len(
+        set(lengths)
+    )
+    if order is not None and back is not None:
+        assert torch.equal(order[back], torch.arange(sum(lengths)))
+
+
+def test_one_call_per_size_and_block_whatever_the_number_of_windows(monkeypatch):
+    calls: list[int] = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(query: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        calls.append(len(query))
+        return attention(query, *arguments, **keywords)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    # 3 x 3 windows per image, 3 of them of 8 x 4
+    eye = tower()
+    grids = torch.tensor([[1, 24, 20], [1, 24, 20]])
+    pixels = torch.randn(2 * 480, 1176, dtype=torch.float64)
+    eye(pixels, grid_thw=grids)
+    assert calls == [1] * (18 + 2 + 18)
+    calls.clear()
+    batch_windows(eye, True)
+    eye(pixels, grid_thw=grids)
+    assert calls == [12, 6, 2, 12, 6]
+
+
+@given(SIZES)
+@settings(max_examples=10)
+def test_bounds_from_the_host_change_no_bit(grids):
+    eye = tower()
+    sizes = torch.tensor(grids)
+    pixels = torch.randn(int(sizes.prod(dim=1).sum()), 1176, dtype=torch.float64)
+    given = {
+        name.removeprefix("image_"): value for name, value in host_bounds(eye, sizes, "cpu").items()
+    }
+    for batched in (False, True):
+        batch_windows(eye, batched)
+        stock, ours = (eye(pixels, grid_thw=sizes, **own).pooler_output for own in ({}, given))
+        assert torch.equal(stock, ours)
+
+
+def test_a_tower_on_a_device_reads_nothing_back(subtests):
+    """The meta device has no values: whatever would wait for one raises an error there."""
+    for batched, trained in product((False, True), (False, True)):
+        with subtests.test(f"{batched=} {trained=}"):
+            model = build("qwen2_5_vl")
+            vision = SharedVision(ImageBanks())
+            model.to("meta").model.visual.requires_grad_(trained)
+            original = model.model.get_image_features
+            vision.install(model)
+            vision.batch_windows(batched)
+            bank = vision.banks.new("train")
+            starts = [
+                int(bank.hold(str(n), p.to("meta"), GRIDS[n])[0]) for n, p in enumerate(pictures())
+            ]
+            output = vision._pass(
+                bank, starts, partial(look, model.model.visual, original, {}, torch.device("meta"))
+            )
+            assert [len(own) for own in output.pooler_output] == [6, 2, 6]
+            with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+                original(torch.cat([p.to("meta") for p in pictures()]), GRIDS.to("meta"))
+
+
+def test_flash_attention_gets_its_bounds_on_the_device():
+    eye = tower()
+    eye.config._attn_implementation = "flash_attention_2"
+    given = host_bounds(eye, torch.tensor([[1, 24, 20], [1, 8, 10]]), "meta")
+    on_device = {
+        name for name, value in given.items() if isinstance(value, Tensor) and value.is_meta
+    }
+    bounds = {"image_cu_seqlens", "image_cu_window_seqlens"}
+    assert on_device == {*bounds, "image_window_index", "image_position_ids"}
+    assert (given["image_max_seqlen"], given["image_max_window_seqlen"]) == (480, 64)
+    eye.config._attn_implementation = "sdpa"
+    given = host_bounds(eye, torch.tensor([[1, 24, 20]]), "meta")
+    assert all(given[name].device.type == "cpu" for name in bounds)
+
+
+def test_an_order_made_without_gradients_serves_a_pass_with_them():
+    eye = tower()
+    grids = torch.tensor([[1, 14, 22]])
+    batch_windows(eye, True)
+    pixels = torch.randn(308, 1176, dtype=torch.float64)
+    with torch.inference_mode():
+        eye(pixels, grid_thw=grids)
+    assert looked_at(eye, pixels, grids)[1].abs().sum() > 0
+
+
+def test_another_tower_and_another_attention_stay_as_they_are(subtests):
+    config = Qwen2VLVisionConfig(depth=1, embed_dim=32, num_heads=2, hidden_size=16)
+    other = Qwen2VisionTransformerPretrainedModel(config)
+    for attention, eye in (("eager", tower()), ("flash_attention_2", tower()), ("sdpa", other)):
+        with subtests.test(attention):
+            eye.config._attn_implementation = attention
+            assert not batch_windows(eye, True) and eye.config._attn_implementation == attention
+
+
+def test_the_name_is_in_no_saved_model(tmp_path):
+    eye = tower()
+    batch_windows(eye, True)
+    Qwen2_5_VLConfig(vision_config=eye.config.to_dict()).save_pretrained(tmp_path)
+    eye.save_pretrained(tmp_path / "eye")
+    saved = [path.read_text() for path in tmp_path.rglob("config.json")]
+    assert len(saved) == 2 and not any(BATCHED in text for text in saved)
+
+
+def test_another_tower_can_be_built_from_its_configuration():
+    """With the implementation's name in it Transformers looks for a kernel of that name, and stops."""
+    eye = tower()
+    assert batch_windows(eye, True)
+    assert all(block.attn.config._attn_implementation == BATCHED for block in eye.blocks)
+    assert type(eye)(eye.config).config._attn_implementation == "sdpa"

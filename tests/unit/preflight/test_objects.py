@@ -1,0 +1,77 @@
+"""What Python gives as objects is known again by all of it."""
+
+from contextlib import nullcontext
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from adora_vl.models.shape import refuse_embedding_adapters
+from adora_vl.preflight.python_inputs import identity_of_model, rewards_given
+from adora_vl.utils.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def test_a_model_object_is_another_one_where_any_of_its_numbers_is(model):
+    """Else a run goes on upon another base model without a word."""
+    known = identity_of_model(model)
+    assert known == identity_of_model(deepcopy(model))
+    for name, parameter in model.named_parameters():
+        for place in (0, parameter.numel() // 3, parameter.numel() - 1):
+            changed = deepcopy(model)
+            with torch.no_grad():
+                changed.get_parameter(name).view(-1)[place] += 1.0
+            assert identity_of_model(changed) != known, (name, place)
+
+
+def test_a_model_object_is_another_one_with_another_dtype_config_or_adapter(model):
+    def with_adapter(alpha: int) -> Any:
+        adapter = LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"])
+        torch.manual_seed(0)
+        return get_peft_model(deepcopy(model), adapter)
+
+    half = deepcopy(model).to(torch.bfloat16)
+    other_config = deepcopy(model)
+    other_config.config.rope_theta = 5.0
+    models = [model, half, other_config, with_adapter(4), with_adapter(8)]
+    assert len({identity_of_model(one) for one in models}) == len(models)
+    assert identity_of_model(with_adapter(4)) == identity_of_model(with_adapter(4))
+
+
+def test_a_reward_model_is_known_by_its_weights_and_a_function_by_its_source(tmp_path):
+    def reward(**columns: Any) -> list[float]:
+        return [1.0]
+
+    judge = torch.nn.Linear(4, 1)
+    other = deepcopy(judge)
+    with torch.no_grad():
+        other.weight[0, 2] += 1.0
+    hashes = [rewards_given([one, reward], Path(tmp_path)).hashes for one in (judge, judge, other)]
+    assert hashes[0] == hashes[1]
+    assert [name for name in hashes[0] if hashes[0][name] != hashes[2][name]] == ["Linear"]
+
+
+def test_a_peft_model_with_an_adapter_on_its_head_is_refused(model):
+    """TRL computes log-probabilities from the head's weight alone, so it would never learn."""
+    untied = deepcopy(model)
+    untied.config.tie_word_embeddings = False
+    for target, refused in (("q_proj", False), ("lm_head", True)):
+        peft_model = get_peft_model(deepcopy(untied), LoraConfig(r=2, target_modules=[target]))
+        with pytest.raises(UserError, match="'lm_head' would never") if refused else nullcontext():
+            refuse_embedding_adapters(peft_model)

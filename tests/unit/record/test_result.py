@@ -1,0 +1,162 @@
+"""What came of a run, in the line with which the page begins and the run ends."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.evals.records import Graded, RowGrade
+from adora_vl.evals.scoring.score import aggregate, verdict
+from adora_vl.evals.scoring.statistics import welch
+from adora_vl.record.metrics import PASS, read_metrics
+from adora_vl.record.result import AFTER, BEFORE, is_noise, result_of, training_change
+from adora_vl.record.rollouts import Record
+from adora_vl.record.summary import summary_lines
+from adora_vl.report.run_view import load_run
+from tests.support.recorded_runs import SETTINGS
+
+Rates = list[list[float]]
+
+
+def write_run(folder: Path, rates: Rates) -> Path:
+    """A run whose step s has groups of two rollouts with these pass rates and rewards."""
+    record = Record(folder, 1, SETTINGS)
+    record.start(0)
+    lines: list[dict[str, Any]] = []
+    for step, groups in enumerate(rates, 1):
+        rows: dict[str, list[Any]] = {}
+        for rate in groups:
+            for _ in range(2):
+                row = {
+                    "step": step,
+                    "id": "p",
+                    "problem": "Find x.",
+                    "choices": None,
+                    "answer": "7",
+                    "images": [],
+                    "verdict": "correct",
+                    "extracted": "7",
+                    "completion": "7",
+                    "reason": "same_number",
+                    "reward": rate,
+                    "advantage_raw": 0.0,
+                    "advantage": 0.0,
+                    "weight": 1.0,
+                    "tds": False,
+                    "pass_rate": rate,
+                    "longest_right": None,
+                    "mean_wrong": None,
+                    "length": 10,
+                    "truncated": False,
+                    "drift": 0.0,
+                }
+                for name, value in row.items():
+                    rows.setdefault(name, []).append(value)
+        record.add(rows, 2)
+        record.flush(step)
+        mean = sum(groups) / len(groups)
+        lines.append({"step": step, "kind": "train", PASS: mean, "reward": mean})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def write_score(file: Path, right: str, **more: Any) -> None:
+    graded = [
+        Graded(f"mine/{number}", RowGrade(verdict(hit == "1"), None, "r"))
+        for number, hit in enumerate(right)
+    ]
+    items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
+    score = {**aggregate(graded), "benchmark": "problems", "rules": {}, "items": items, **more}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(score))
+
+
+NOISE: Rates = [[1.0, 0.0, 0.5, 1.0], *[[0.5, 0.5, 0.5, 0.5]] * 8, [0.0, 0.5, 1.0, 0.0]]
+GAIN: Rates = [[0.0, 0.25, 0.0, 0.25], *[[0.5, 0.5, 0.5, 0.5]] * 8, [1.0, 0.75, 1.0, 0.75]]
+
+
+@pytest.mark.parametrize(("rates", "noise"), [(NOISE, True), (GAIN, False)])
+def test_a_change_in_training_has_an_interval_over_groups(
+    tmp_path: Path, rates: Rates, noise: bool
+) -> None:
+    """On the page and at the end of the run alike."""
+    run = write_run(tmp_path / "run", rates)
+    log = read_metrics(run / "metrics.jsonl")
+    change = training_change(run, log, PASS)
+    first, last = rates[0] + rates[1], rates[-2] + rates[-1]
+    low, high = welch(first, last)
+    assert change is not None and change.over == "8 and 8 groups"
+    assert change.low == pytest.approx(low) and change.high == pytest.approx(high)
+    assert is_noise(change) is noise
+    result = result_of(run, log)
+    assert result is not None and ("within noise" in result) is noise
+    assert result.startswith("pass rate in training ") and "95 % [" in result
+    assert load_run(run, 100).result == result
+    config = AdoraGRPOConfig(output_dir=str(run), use_cpu=True, bf16=False)
+    lines = summary_lines(log, config, run, 1)
+    assert result in lines
+    row = next(line for line in lines if line.startswith("pass rate"))
+    assert "95 % [" in row and ("within noise" in row) is noise
+
+
+def test_a_run_without_a_record_has_an_interval_over_its_steps(tmp_path: Path) -> None:
+    log = [{"step": step, PASS: step % 2 / 2, "reward": 0.5} for step in range(20)]
+    change = training_change(tmp_path, log, PASS)
+    assert change is not None and change.over == "4 and 4 logged steps" and is_noise(change)
+    short = training_change(tmp_path, log[:2], PASS)
+    assert short is not None and short.low is None
+    assert result_of(tmp_path, log[:1]) == "pass rate in training 0 % (one logged step)"
+    assert result_of(tmp_path, []) is None
+
+
+def test_a_record_that_has_lost_its_beginning_does_not_speak_for_it(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", NOISE)
+    log = read_metrics(run / "metrics.jsonl")
+    for part in sorted((run / "rollouts").glob("*.parquet"))[:5]:
+        part.unlink()
+    change = training_change(run, log, PASS)
+    assert change is not None and change.over == "2 and 2 logged steps"
+
+
+def test_the_score_in_the_runs_folder_comes_first(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", NOISE)
+    accuracy = "eval_problems_accuracy"
+    log = [*read_metrics(run / "metrics.jsonl"), {"step": 9, accuracy: 0.5}]
+    coverage = {"answers": 40, "asked": 40, "in_data": 512}
+    write_score(run / AFTER, "01" * 20, coverage=coverage)
+    result = result_of(run, log)
+    assert result is not None
+    assert result.startswith("held-out accuracy, mine 50.0 % (95 %: 35.2 to 64.8) of 40 of 512 ")
+    write_score(run / BEFORE, "01" * 19 + "00")
+    result = result_of(run, log)
+    assert result is not None
+    assert "48 % → 50 %: +2.5 points, 95 % [+0.0, +7.5], within noise" in result
+    write_score(run / BEFORE, "0" * 40)
+    result = result_of(run, log)
+    assert result is not None and "0 % → 50 %: +50.0 points" in result
+    assert "within noise" not in result
+    assert load_run(run, 100).result == result
+    (run / AFTER).write_text("{")
+    result = result_of(run, log)
+    assert result is not None and result.startswith("held-out accuracy, problems 50 %")
+
+
+def test_evaluations_on_the_way_have_an_interval_where_the_log_has_theirs(tmp_path: Path) -> None:
+    key = "eval_problems_accuracy"
+
+    def evaluation(step: int, value: float, half: float) -> dict[str, Any]:
+        ends = {f"{key}_low": value - half, f"{key}_high": value + half}
+        return {"step": step, "kind": "eval", key: value, **ends}
+
+    result = result_of(tmp_path, [evaluation(0, 0.4, 0.03), evaluation(9, 0.5, 0.04)])
+    # Newcombe: the root of the sum of squares, 0.05 on both sides.
+    assert result == (
+        "held-out accuracy, problems 40 % → 50 %: +10.0 points, 95 % [+5.0, +15.0]"
+        " (first and last evaluation)"
+    )
+    result = result_of(tmp_path, [evaluation(0, 0.4, 0.06), evaluation(9, 0.45, 0.08)])
+    assert result is not None and "[-5.0, +15.0], within noise" in result
+    result = result_of(tmp_path, [{"step": 0, key: 0.1}, {"step": 9, key: 0.4}])
+    assert result == "held-out accuracy, problems 10 % → 40 % (first and last evaluation)"

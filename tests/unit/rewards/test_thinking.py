@@ -1,0 +1,209 @@
+"""A block of thinking is no answer, whoever opens it and whoever reads the response."""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.rewards import explain, grade, reward_functions
+from adora_vl.rewards.choose import choose_rewards
+from adora_vl.rewards.judge import score_in
+from adora_vl.rewards.knights import knights_verdict
+from adora_vl.rewards.thinking import final_part, is_blank, opens_thinking
+from adora_vl.rollout.rollouts import Rollout, Segment
+from adora_vl.training.batch_builder import BatchBuilder
+from adora_vl.training.scoring import RewardFunctions
+from adora_vl.utils.openai_client import EndpointError
+from tests.support.endpoint_server import completion
+
+DRAFTS = [  # a response, and whether its prompt ended in `<think>`
+    (r"<think>\boxed{35}</think> I do not know.", False),
+    (r"<think>\boxed{35}</think> The answer is 40.", False),
+    (r"<think>\boxed{35}</think> <answer>40</answer>", False),
+    (r"<think> \boxed{35} but", False),
+    (r"<thinking>\boxed{35}</thinking> It is 40.", False),
+    (r"◁think▷\boxed{35}◁/think▷ It is 40.", False),
+    (r"<THINK>\boxed{35}</THINK> It is 40.", False),
+    (r"\boxed{35}? Yes.</think> It is 40.", False),
+    (r"\boxed{35} <think> or is it", False),
+    (r"so \boxed{35} but", True),
+    (r"so <answer>\boxed{35}</answer> but", True),
+    (r"so \boxed{35}</think> It is 40.", True),
+]
+ANSWERS = [
+    (r"<think>\boxed{12}? no</think>\boxed{35}", False),
+    (r"12? no</think> \boxed{35}", True),
+    (r"<think>a</think><think>b</think>\boxed{35}", False),
+    (r"So \boxed{35}", False),
+]
+KINDS = ["adora", "easyr1", "accuracy", "format"]
+
+
+@pytest.mark.parametrize(("response", "thinking_opened"), DRAFTS)
+def test_a_draft_earns_nothing(response: str, thinking_opened: bool) -> None:
+    for answer_tags in (False, True):
+        found = grade(response, "35", answer_tags=answer_tags, thinking_opened=thinking_opened)
+        assert found.verdict != "correct"
+    for function in reward_functions(KINDS):
+        for text in (response, [{"role": "assistant", "content": response}]):
+            rewards = function(completions=[text], answer=["35"], thinking_opened=[thinking_opened])
+            assert rewards == [0.0]
+
+
+@pytest.mark.parametrize(("response", "thinking_opened"), ANSWERS)
+def test_the_answer_behind_the_thinking_is_paid(response: str, thinking_opened: bool) -> None:
+    for function in reward_functions(KINDS):
+        rewards = function(completions=[response], answer=["35"], thinking_opened=[thinking_opened])
+        assert rewards == [1.0]
+
+
+def test_the_final_part_of_a_final_part_is_itself() -> None:
+    for response, _ in [*DRAFTS, *ANSWERS]:
+        part = final_part(response)
+        assert final_part(part) == part
+    assert final_part("5 </think") == "5 </think"
+
+
+def test_reasoning_that_the_tokenizer_has_parsed_out_is_no_answer_and_counts_as_thinking() -> None:
+    message = {"role": "assistant", "reasoning_content": r"\boxed{12}", "content": r"\boxed{35}"}
+    accuracy, thought = reward_functions(["accuracy", "think_format"])
+    columns: dict[str, Any] = {"completions": [[message]], "answer": ["35"]}
+    assert accuracy(**columns) == thought(**columns) == [1.0]
+    assert accuracy(**{**columns, "answer": ["12"]}) == [0.0]
+
+
+FORMS = [  # a response, whether its prompt ended in `<think>`, think_format, think_answer_format
+    ("a</think>5", True, 1.0, 0.0),
+    ("\na\n</think>\n\n<answer>5</answer>", True, 0.0, 1.0),
+    ("<think>a</think>5", True, 1.0, 0.0),
+    ("a</think>5", False, 0.0, 0.0),
+    ("</think>5", True, 0.0, 0.0),
+    ("a", True, 0.0, 0.0),
+    ("a</think>b</think>5", True, 0.0, 0.0),
+    ("<think>\u200b</think>5", False, 0.0, 0.0),
+    ("<think>\u3164\u2800 \u00ad</think>5", False, 0.0, 0.0),
+    ("<think>a</think>\u200b", False, 0.0, 0.0),
+    ("<think>a</think><answer>\u200b</answer>", False, 0.0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("response", "thinking_opened", "think", "think_answer"), FORMS)
+def test_the_form_of_thinking_is_that_of_prompt_and_response(
+    response: str, thinking_opened: bool, think: float, think_answer: float
+) -> None:
+    functions = reward_functions(["think_format", "think_answer_format"])
+    rewards = [
+        function(completions=[response], thinking_opened=[thinking_opened])
+        for function in functions
+    ]
+    assert rewards == [[think], [think_answer]]
+
+
+@pytest.mark.parametrize(
+    "response", [r"\boxed{}", r"\boxed{ \text{} }", "\\boxed{\u200b}", "<answer></answer>"]
+)
+def test_an_empty_box_is_no_box(response: str) -> None:
+    for function in reward_functions(KINDS, answer_tags=True):
+        assert function(completions=[response], answer=["35"]) == [0.0]
+
+
+def test_what_shows_nothing_is_blank() -> None:
+    assert is_blank("") and is_blank(" \n\u200b\u2060\ufe0f\u115f")
+    assert not is_blank("\u200b.") and not is_blank("想")
+
+
+def test_puzzles_are_read_behind_the_thinking() -> None:
+    gold = "Ada is a knight"
+    assert knights_verdict(rf"<think>\boxed{{{gold}}}</think> Hm.", gold)[0] == "unparseable"
+    assert knights_verdict(rf"<think>so</think>\boxed{{{gold}}}", gold)[0] == "correct"
+    (form,) = reward_functions(["knights_logic_rl"])
+    opened = f"so</think><answer>{gold}</answer>"
+    assert form(completions=[opened], answer=[gold], thinking_opened=[True]) == [3.0]
+    assert form(completions=[opened], answer=[gold]) == [-3.0]
+
+
+def test_the_judge_reads_and_is_read_behind_the_thinking(tmp_path, serve) -> None:
+    server = serve(lambda body, call: completion("<think>0?</think><score>1</score>"))
+    options = {"judge": {"base_url": server.url, "model": "j", "concurrency": 1}}
+    (judge,) = choose_rewards([options], output_dir=tmp_path).functions
+    replies = ["<think>a draft</think>It is 5.", "a draft", "a draft", "<think>a draft"]
+    rewards = judge(
+        completions=replies,
+        problem=["2 + 3?"] * 4,
+        answer=["5"] * 4,
+        thinking_opened=[False, False, True, False],
+    )
+    assert rewards == [1.0, 1.0, 0.0, 0.0]
+    asked = [request["messages"][1]["content"] for request in server.requests]
+    assert len(asked) == 2 and "draft" not in asked[0] and "It is 5." in asked[0]
+    for reply in ("<think><score>1</score></think> I cannot say.", "<think><score>1</score>"):
+        with pytest.raises(EndpointError, match="no <score>"):
+            score_in(reply)
+
+
+def test_a_training_knows_which_prompts_open_the_block() -> None:
+    """By the end of each prompt, or of what a tool's answer puts before the last turn."""
+    tokenizer: Any = load_processor(str(PRETRAINED)).tokenizer
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+
+    def ids_of(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def sampled(*texts: str) -> Rollout:
+        """Turns of the policy, between them those of a tool."""
+        spans: list[Segment] = []
+        for number, text in enumerate(texts):
+            ids = ids_of(text)
+            spans.append(Segment(ids, None if number % 2 else (-0.5,) * len(ids), 0))
+        return Rollout(tuple(spans), "stop")
+
+    cases = [
+        ("Find x. <think> is a tag.", sampled("x"), "x", False),
+        ("Find x. <think>\n", sampled("x"), "x", True),
+        ("Find x. <think>\n\n</think>\n\n", sampled("x"), "x", False),
+        ("Find x. <think>\n", sampled("call", "tool says <think>\n", "x"), "x", True),
+        ("Find x. <think>\n", sampled("call", "tool says: ", "x"), "x", False),
+        # The tokenizer has parsed the block out of the message, so the text begins behind it.
+        ("Find x. <think>\n", sampled("a</think>x"), "x", False),
+        ("Find x. <think>\n", sampled("a</think>x"), "a</think>x", True),
+    ]
+    prompts: Any = SimpleNamespace(ids=[list(ids_of(prompt)) for prompt, *_ in cases])
+    judge = cast("BatchBuilder", SimpleNamespace(ends=SimpleNamespace(decode=decode)))
+    rollouts = [rollout for _, rollout, *_ in cases]
+    texts = [text for _, _, text, _ in cases]
+    assert BatchBuilder.thinking_opened(judge, prompts, rollouts, texts) == [
+        case[3] for case in cases
+    ]
+    assert not opens_thinking([], decode)
+
+
+def test_every_reward_function_is_given_which_prompts_open_the_block() -> None:
+    def own(completions: list[Any], thinking_opened: list[bool], **columns: Any) -> list[float]:
+        return [float(opened) for opened in thinking_opened]
+
+    def no_loop() -> Any:
+        raise AssertionError("no reward function is a coroutine")
+
+    functions = RewardFunctions([own], [None], {}, lambda value: value, no_loop)
+    rows: list[Any] = [{"prompt": "p"}, {"prompt": "p"}]
+    grades = functions(
+        rows,
+        ["p", "p"],
+        ["c", "c"],
+        [[0], [0]],
+        thinking_opened=[True, False],
+        state=None,
+    )
+    assert grades.rewards_BF.tolist() == [[1.0], [0.0]]
+
+
+def test_an_explanation_says_that_thinking_was_set_aside(capsys) -> None:
+    words = ["--gold", "35", "--response", r"so \boxed{35}"]
+    assert explain.main(words) == 0
+    assert "thinking" not in capsys.readouterr().out
+    assert explain.main([*words, "--thinking-opened", "--reward", "accuracy"]) == 0
+    printed = capsys.readouterr().out
+    assert "thinking   13 characters set aside" in printed and "(no complete box)" in printed
+    assert "adora 0," in printed and "reward     accuracy 0" in printed

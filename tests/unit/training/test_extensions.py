@@ -1,0 +1,184 @@
+"""Extensions from a file: what is refused, and that nothing compares engine and trainer where they
+saw different images.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoConfig
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+from adora_vl.config.checks import costs_of
+from adora_vl.config.schema import parse
+from adora_vl.models.load import PRETRAINED
+from adora_vl.packing.image_store import PASSING, ImageCache, effective_settings
+from adora_vl.rollout.importance import ImportanceRatio
+from adora_vl.rollout.rollouts import Rollout, SamplingRequest, SamplingResult
+from adora_vl.rollout.turns import append_result
+from adora_vl.training.extensions import (
+    check_extensions,
+    chosen_extensions,
+    extension_costs,
+    extension_hashes,
+)
+from adora_vl.training.generation import Generation
+from adora_vl.training.guards import DriftGuard
+from adora_vl.types import Batch, compared_mask
+from adora_vl.utils.errors import UserError
+from tests.support.step_context import step_context
+
+CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "x"]
+VLLM = ["--use_vllm", "true", "--vllm_mode", "colocate"]
+SOURCE = """
+from dataclasses import dataclass
+from typing import ClassVar
+from adora_vl.training.extensions import Extension
+
+@dataclass
+class Plain(Extension):
+    strength: float = 1.0
+    def check(self, keys):
+        if keys.beta:
+            raise ValueError("strength: it goes without a KL term")
+    def check_model(self, model_config):
+        if self.strength > 5:
+            raise ValueError(f"strength: {self.strength} is too much for {model_config.model_type}")
+    def costs(self, keys):
+        return "a second pass" if self.strength > 1 else ""
+
+@dataclass
+class Elsewhere(Extension):
+    changes_images: ClassVar[bool] = True
+
+def function(): pass
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "mine.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config(extensions: str, *words: str) -> Any:
+    return parse([*CPU, "--adora_extensions", extensions, *words])[1]
+
+
+def test_an_extension_comes_from_a_file_with_its_options_and_is_known_by_it(mine):
+    keys = config("{mine.py:Plain: {strength: 3}}")
+    chosen = chosen_extensions(keys)
+    assert [*chosen] == ["Plain"] and chosen["Plain"].strength == 3.0  # type: ignore[attr-defined]
+    check_extensions(chosen, AutoConfig.from_pretrained(PRETRAINED))
+    assert extension_costs(chosen, keys) == ["Plain: a second pass"]
+    before = extension_hashes(keys)
+    (mine / "mine.py").write_text(SOURCE + "# edited")
+    assert before.keys() == {"mine.py"} and extension_hashes(keys) != before
+    nothing = parse(CPU)[1]
+    assert chosen_extensions(nothing) == {} and extension_hashes(nothing) == {}
+    assert costs_of(nothing) == []
+
+
+def test_the_extension_of_the_page_is_one(mine):
+    """It leaves the longest answers out of what is learned from."""
+    page = (Path(__file__).parents[3] / "docs" / "methods.md").read_text()
+    _, code = page.split("```python\n# my_extensions.py\n")
+    (mine / "my_extensions.py").write_text(code.partition("```")[0])
+    keys = config("{my_extensions.py:NothingFromTheLongest: {share: 0.3}}")
+    (extension,) = chosen_extensions(keys).values()
+    log: dict[str, float] = {}
+    extension.start(step_context(log), None)
+    mask = torch.arange(9) < torch.tensor([2, 9, 4, 5])[:, None]
+    batch: Batch = {"completion_mask": mask, "advantages": torch.ones(4)}
+    extension.after_weighing(Generation([], "train", 0, "0/0", 0, 4, batch=batch))
+    assert batch["advantages"].tolist() == [1, 0, 1, 1] and log == {"longest/left_out": 0.25}
+
+
+WRONG: list[tuple[str, list[str], str]] = [
+    ("{noisy: {share: 1}}", [], "'noisy' names no extension; write FILE.py:EXTENSION"),
+    ("{mine.py:Plian: {}}", [], "no extension 'Plian' there; it has Plain, Elsewhere"),
+    ("{mine.py:function: {}}", [], "function is no extension"),
+    ("{mine.py:Plain: 3}", [], "^adora_extensions.Plain: 3 is not a mapping of its options"),
+    ("{mine.py:Plain: {strenth: 3}}", [], "^adora_extensions.Plain: unknown option 'strenth'"),
+    ("{mine.py:Plain: {strength: a}}", [], "^adora_extensions.Plain.strength: 'a' is not a number"),
+    ("{mine.py:Plain: {}}", ["--beta", "0.1"], "^adora_extensions.Plain.strength: it goes without"),
+    ("{mine.py:Elsewhere: {}}", [], "Elsewhere samples .* on other images, which needs use_vllm"),
+]
+
+
+def test_what_does_not_fit_is_named_in_one_line(mine):
+    wrong = {}
+    for extensions, words, expected in WRONG:
+        with pytest.raises(UserError) as refused:
+            chosen_extensions(config(extensions, *words))
+        if not refused.match(expected) or "\n" in str(refused.value):
+            wrong[extensions] = str(refused.value)
+    assert wrong == {}
+    assert chosen_extensions(config("{mine.py:Elsewhere: {}}", *VLLM))
+    with pytest.raises(UserError, match=r"Plain.strength: 9.0 is too much for qwen2_5_vl"):
+        model = AutoConfig.from_pretrained(PRETRAINED)
+        check_extensions(chosen_extensions(config("{mine.py:Plain: {strength: 9}}")), model)
+
+
+def test_a_rollout_that_saw_other_images_cannot_be_compared_at_any_token():
+    ask = SamplingRequest([1], [], 0, None, 3)
+    answer = SamplingResult([5, 6], [-0.1, -0.2])
+    for compared, logps, stale in ((True, [-0.1, -0.2], 0), (False, [None, None], 2)):
+        rollout = append_result(Rollout(), ask, answer, 9, None, None, step=4, compared=compared)
+        assert (rollout.logps, rollout.stale(4)) == (logps, stale)
+        assert rollout.own == [True, True], "the policy has sampled them all the same"
+
+
+def measured(others: list[bool]) -> tuple[torch.Tensor, dict[str, float]]:
+    """The drift and the ratio of two rollouts, the second of which is 3 nats off, as the step
+    measures them.
+    """
+    logged: dict[str, float] = {}
+    context = step_context(
+        logged,
+        adora_max_drift=5.0,
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_min=None,
+        vllm_importance_sampling_clip_max=3.0,
+    )
+    logps = torch.tensor([[-1.0, -2.0], [-1.0, -2.0]])
+    sampling = torch.tensor([[-1.1, -2.1], [-4.0, -5.0]])
+    sampling[torch.tensor(others)] = math.nan
+    micro: Batch = {
+        "completion_mask": torch.ones(2, 2),
+        "sampling_per_token_logps": sampling,
+        "stale_tokens": torch.tensor([2 * other for other in others]),
+    }
+    DriftGuard(context).check(logps, sampling, compared_mask(micro), 0)
+    figures = ImportanceRatio(context).complete(micro, logps)
+    return micro["importance_sampling_ratio"], {**logged, **figures}
+
+
+def test_neither_drift_nor_ratio_looks_at_rollouts_that_saw_other_images():
+    ratio, logged = measured([False, True])
+    assert ratio[1].tolist() == [1.0, 1.0]
+    assert ratio[0].tolist() == pytest.approx([math.exp(0.1)] * 2)
+    assert logged["adora/drift"] == pytest.approx(0.1, abs=1e-6)
+    for figure in ("mean", "min"):
+        name = f"sampling/importance_sampling_ratio/{figure}"
+        assert logged[name] == pytest.approx(math.exp(0.1))
+    assert measured([False, False])[1]["adora/drift"] == pytest.approx(1.55), "so it can fail"
+    # Without a mask an engine that scored nothing counts as infinitely far away, and stops the run.
+    assert "adora/drift" not in measured([True, True])[1]
+
+
+def test_the_cache_of_images_does_not_keep_what_is_seen_once():
+    processor = Qwen2VLImageProcessor(min_pixels=784, max_pixels=3136)
+    cache = ImageCache(2**20)
+    settings = effective_settings(processor, {})
+    image = Image.effect_noise((56, 28), 90).convert("RGB")
+    clean = cache.get(processor, image, settings)
+    held = cache.bytes_held
+    passing = image.rotate(180)
+    passing.info[PASSING] = True
+    assert not torch.equal(cache.get(processor, passing, settings).patches_RD, clean.patches_RD)
+    assert cache.bytes_held == held and cache.get(processor, image, settings) is clean

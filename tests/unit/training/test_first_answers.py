@@ -1,0 +1,45 @@
+"""What is said of a first generation in which nothing is right."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from adora_vl.training.first_answers import FirstAnswers
+from adora_vl.training.scoring import Rewards, Scores
+
+ROWS: list[Any] = [{"answer": "so B is right.Answer:B"}] * 2 + [{"answer": "50"}] * 2
+WRONG = ["wrong"] * 4
+
+
+def scores(verdicts: list[str]) -> Scores:
+    nothing_B = torch.zeros(4)
+    rewards = Rewards(torch.zeros(4, 1), torch.zeros(4, 1), (None,) * 4)
+    extra = {
+        "verdict": verdicts,
+        "extracted": ["B", "A", None, "49"],
+        "reason": ["letter_without_choice", "not_a_number", "no_box", "different_number"],
+    }
+    return Scores(rewards, nothing_B, nothing_B > 0, nothing_B, extra=extra)
+
+
+def test_reference_answers_stand_beside_what_was_read_where_nothing_is_right(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    FirstAnswers().look(ROWS, scores(WRONG))
+    printed = capsys.readouterr().err.splitlines()
+    assert "none of the first 4 rollouts is right" in printed[0]
+    assert "so B is right.Answer:B" in printed[1] and "letter_without_choice" in printed[1]
+    assert "50" in printed[2] and "no answer (no_box)" in printed[2]
+    assert len(printed) == 3, "each reference answer is shown once"
+
+
+def test_nothing_is_said_of_a_right_rollout_of_later_generations_or_without_a_verdict(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    FirstAnswers().look(ROWS, scores([*WRONG[1:], "correct"]))
+    later = FirstAnswers()
+    later.look(ROWS, scores([*WRONG[1:], "correct"]))
+    later.look(ROWS, scores(WRONG))
+    FirstAnswers().look(ROWS, scores([]))
+    assert capsys.readouterr().err == ""
