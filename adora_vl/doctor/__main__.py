@@ -132,7 +132,9 @@ def paper_checks(run: ResolvedRun) -> list[Check]:
     )
     rows = [without_images[number] for number in range(min(ROWS, len(run.dataset)))]
     checks = [check_golds(rows, rounding=rounds(script.adora_reward))]
-    if is_healthy(checks) and not run.rewards.own:  # those were tried, and may mean something else
+    if (
+        is_healthy(checks) and not run.rewards.user_functions
+    ):  # those were tried, and may mean something else
         checks.append(
             check_rewards(
                 rows,

@@ -37,15 +37,12 @@ from adora_vl.geometry.words import words_of
 from adora_vl.utils.errors import did_you_mean
 
 # "What appears to be tangent", where the question says that; and where nobody says it.
-# degrees from a right angle to the radius
-SAID_TANGENT = 22.0
+SAID_TANGENT = 22.0  # degrees from a right angle to the radius
 SEEN_TANGENT = 9.0
-# degrees
-_SEEN_RIGHT = 2.5
+_SEEN_RIGHT = 2.5  # degrees
 _SEEN_PARALLEL = 2.0
 _SEEN_ON_CHORD = 0.03  # share of a chord's length that the centre may lie beside it
-# shares of a polygon's size
-_AT_CENTRE = 0.07
+_AT_CENTRE = 0.07  # shares of a polygon's size
 _AT_MIDDLE = 0.05
 
 
@@ -520,8 +517,8 @@ def _isosceles(measures: Measures, term: Term) -> Iterator[Relation]:
         yield _same(measures, (b, c), (d, a))
     elif len(names) == 3 and not measures.drawing.equal_parts_said(names):
         apex = measures.drawing.apex(names)
-        first, last = (name for name in names if name != apex)
-        yield _same(measures, (apex, first), (apex, last))
+        feet = [name for name in names if name != apex]
+        yield _same(measures, (apex, feet[0]), (apex, feet[1]))
 
 
 def _inner(term: Term) -> Term:

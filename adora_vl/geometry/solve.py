@@ -35,9 +35,9 @@ _WIDE_STRETCHES = (1.0, 4.0, 2.0, 0.4, 1.0, 8.0)
 # them away.
 _PULLS = (1e-1, 1e-3)
 _PULLED_STEPS = 8
-_LETTER_STEPS = 25
+_LETTER_STEPS = 25  # with the points held
 _STEPS = 80
-_TRIALS = 7
+_TRIALS = 7  # of a damping, in one step
 _RANK = 1e-6  # singular values below this share of the largest count as none
 _FREE = 1e-4  # share of its gradient with which a goal may move while the facts hold
 _COLLAPSED = 10  # faults of a figure in which points fall together
@@ -80,7 +80,7 @@ class Solution:
     start: int
 
 
-class Problem:
+class FigureProblem:
     """The relations of a reading, as a system with starts from the picture, and the kind of figure
     that is meant.
     """
@@ -165,7 +165,7 @@ class Problem:
             if number == 0:
                 v[i] = 10.0
             elif number == 1:
-                v[i] = 5.0
+                v[i] = 1.0
             if name.startswith("angle "):
                 v[i] = 60.0
             circle = radii.get(name)

@@ -154,7 +154,10 @@ def rewards_given(given: Any, output_dir: Path) -> ChosenRewards:
         hashes[entries[-1]] = _identity_of_reward(one)
     tried = {entry for entry, one in zip(entries, functions, strict=True) if _can_be_tried(one)}
     return ChosenRewards(
-        entries=tuple(entries), functions=tuple(functions), hashes=hashes, given=frozenset(tried)
+        entries=tuple(entries),
+        functions=tuple(functions),
+        hashes=hashes,
+        from_python=frozenset(tried),
     )
 
 

@@ -149,7 +149,9 @@ def _graded_by(run: ResolvedRun, environments: Environments) -> None:
         run.config.reward_weights = [*weights, 1.0]
     entries = (*found.entries, name)
     functions = (*found.functions, environments.reward())
-    run.rewards = replace(found, entries=entries, functions=functions, given=found.given | {name})
+    run.rewards = replace(
+        found, entries=entries, functions=functions, from_python=found.from_python | {name}
+    )
 
 
 def model(run: ResolvedRun) -> None:
@@ -445,7 +447,7 @@ def tries(run: ResolvedRun) -> None:
     """
     rows = list[Any]()
     environments = run.tools.environments
-    if run.dataset is not None and (run.rewards.own or run.toolbox is not None):
+    if run.dataset is not None and (run.rewards.user_functions or run.toolbox is not None):
         if isinstance(run.dataset, Dataset):
             named = [name for name in run.dataset.column_names if name != "prompt"]
             run.rewards.check_columns([*named, "environments"] if environments else named)
@@ -466,7 +468,7 @@ def tries(run: ResolvedRun) -> None:
         rows=given,
         timeout=run.config.adora_reward_timeout,
         state=TrainerState(),
-        asks=run.where.here,
+        calls_judge=run.where.here,
     )
     if run.toolbox is not None:
         run.notes += _unsteady(run.toolbox, groups)

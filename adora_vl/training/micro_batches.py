@@ -339,7 +339,7 @@ class MicroBatcher:
     @property
     def _micro_batches(self) -> int:
         """Micro-batches of a generation over all ranks, with those that stay empty."""
-        return self.accelerator.num_processes * self.shape.steps
+        return int(self.accelerator.num_processes) * self.shape.steps
 
     def share_of_tokens(self, micro: Batch, tokens: Tensor) -> Tensor:
         """The tokens of a micro-batch over the mean tokens of its generation's, (), float64.

@@ -352,6 +352,6 @@ def test_nothing_slow_is_imported_before_a_wrong_key_or_value_is_named(tmp_path)
         lines = [
             line
             for words, line in EARLY.items()
-            if words.split()[0] != "--dry-run" or command == "train"
+            if words.split()[0] != "--dry-run" or module == "train"
         ]
         assert done.stderr.splitlines() == [f"error: {line}" for line in lines]
