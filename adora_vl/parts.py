@@ -1,4 +1,4 @@
-"""What a training step is made of: the objects of a trainer, and the callbacks in their order."""
+"""Makes the parts of a training step: the objects of a trainer, and its callbacks in their order."""
 
 from collections.abc import Callable
 from functools import partial
@@ -48,7 +48,7 @@ from adora_vl.types import Row, StepContext
 
 
 class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
-    """Makes the parts of a trainer, whose order of work is in `AdoraGRPOTrainer`."""
+    """Makes the parts of a trainer; `AdoraGRPOTrainer` has the order in which they work."""
 
     reward_funcs: list[Any]
     toolbox: Tools | None = None  # what the policy may call
@@ -56,7 +56,12 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
     clock: metrics.PhaseClock
 
     def _build_collaborators(self, args: AdoraGRPOConfig, models: list[Any]) -> None:
-        """The objects that a step is made of; each gets the context, never the trainer."""
+        """Make the objects of a training step.
+
+        Args:
+            args: of the run.
+            models: the policy, and the reference model where there is one.
+        """
         accelerator = self.accelerator
         log = self.log_figure
         pad_id = self._tokenizer.pad_token_id
@@ -71,15 +76,13 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         )
         self.context = context
         self.shape = BatchLayout.of(args)
-        dataset = self.train_dataset
-        draws = self.toolbox is not None
         self.images = DistinctImages(
             models=models,
             processor=self.processing_class,
             device=accelerator.device,
             config=args,
-            dataset=dataset,
-            draws=draws,
+            dataset=self.train_dataset,
+            draws=self.toolbox is not None,
         )
         self.methods = method_run(args)
         self.advantages = AdvantageComputer(
@@ -137,15 +140,15 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.ratio = ImportanceRatio(context)
         self.recorder = Recorder(context, decode if self.toolbox else None)
         notice = metrics.TieNotice(self.methods.judged_by, speaks=accelerator.is_main_process)
-        sent = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
-        noted = MetricsLogger(
+        bytes_sent = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
+        logger = MetricsLogger(
             context=context,
             recorder=self.recorder,
             figures=self._metrics,
             table=self._logs,
             functions=self.reward_func_names,
             notice=notice,
-            bytes_sent=sent,
+            bytes_sent=bytes_sent,
         )
         builder = BatchBuilder(
             context=context,
@@ -158,7 +161,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             score=self._score,
             advantages=self.advantages,
             drift_guard=self.drift_guard,
-            watcher=noted,
+            watcher=logger,
             phase=self.clock.phase,
             scored=self.sampler.scores,
             multiple=self.pad_to_multiple_of,
@@ -224,7 +227,10 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         )
 
     def _add_callbacks(self, context: StepContext, args: AdoraGRPOConfig) -> None:
-        """Ours, in the order in which they act at a step; Transformers' own output goes."""
+        """Add our callbacks, in the order in which they act at a step.
+
+        Transformers' own output goes.
+        """
         for noisy in (ProgressCallback, PrinterCallback):
             self.remove_callback(noisy)
         deepspeed = (lambda: self.model_wrapped) if self.is_deepspeed_enabled else None
