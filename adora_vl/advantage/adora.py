@@ -202,8 +202,8 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
     """The weights that multiply the group-normalised advantages of each prompt, and their reasons.
 
     Args:
-        groups: whole groups. A rollout is correct if its reward is above `groups.correct_above`; NaN
-            marks a rollout that was not scored.
+        groups: whole groups. A rollout is correct if its reward is above `groups.correct_above`;
+            NaN marks a rollout that was not scored.
         options: None is the reference's attenuation by length.
         step: the number of optimizer steps so far, for options that change during training.
 

@@ -132,14 +132,14 @@ class Groups:
 
     @property
     def mean_finished_wrong_P(self) -> Tensor:
-        """The mean length of the untruncated wrong rollouts, float32; NaN where a group has none."""
+        """The mean length of the untruncated wrong rollouts, float32; NaN without any."""
         lengths_PG = self.lengths_PG.to(torch.float32)
         total_P = torch.where(self.finished_wrong_PG, lengths_PG, 0.0).sum(dim=1)
         return total_P / self.finished_wrong_PG.sum(dim=1)
 
     @property
     def tied_P(self) -> Tensor:
-        """Whether the longest correct rollout is exactly as long as the mean untruncated wrong one."""
+        """Whether the longest correct rollout has exactly the mean untruncated wrong length."""
         return self.longest_correct_P == self.mean_finished_wrong_P
 
 
@@ -173,8 +173,8 @@ def unrewarded(rewards_BF: Tensor, lacks_BF: Tensor, weights_F: Tensor) -> Tenso
 def leaving(unrewarded_B: Tensor, generations: int) -> Tensor:
     """Which rollouts leave their group: bool, (B,).
 
-    These are the rollouts without a reward, and a single rollout that would remain, since a group of
-    one has no signal.
+    These are the rollouts without a reward, and a single rollout that would remain, since a group
+    of one has no signal.
     """
     remaining_P = (~unrewarded_B).view(-1, generations).sum(dim=1)
     dissolved_P = (remaining_P < 2) & (remaining_P < generations)

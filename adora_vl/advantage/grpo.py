@@ -43,9 +43,9 @@ def deviation(rewards: Tensor, mean: Tensor) -> Tensor:
 def group_advantages(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4) -> Tensor:
     """The advantages of GRPO, `(reward - mean of the group) / (std + eps)`: (P, G).
 
-    An unscored rollout gets 0. A group of equal rewards gets exactly 0: in float32 the mean of seven
-    times 0.1 is not 0.1, and dividing that rounding error by a tiny `eps` would invent advantages
-    near 1.
+    An unscored rollout gets 0. A group of equal rewards gets exactly 0: in float32 the mean of
+    seven times 0.1 is not 0.1, and dividing that rounding error by a tiny `eps` would invent
+    advantages near 1.
 
     Args:
         rewards: (P, G), NaN for a rollout that no reward function scored.
@@ -106,8 +106,8 @@ def stock_advantages(
 def overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
     """The penalty for length that DAPO adds to the reward (arXiv 2503.14476, equation 13).
 
-    It is 0 up to `max_length - cache` tokens and falls linearly from there to -1 at `max_length`. It
-    has the shape of `lengths`. Raises `ValueError` for a `cache` that is not above 0 and at most
+    It is 0 up to `max_length - cache` tokens and falls linearly from there to -1 at `max_length`.
+    It has the shape of `lengths`. Raises `ValueError` for a `cache` that is not above 0 and at most
     `max_length`.
     """
     if not 0 < cache <= max_length:
@@ -177,7 +177,8 @@ class Dapo(Method):
             tokens_PG = groups.loss_tokens_PG
             remaining = torch.where(silent_PG, 0.0, tokens_PG).sum()
             if bool(remaining > 0):
-                # TRL divides by all tokens of the loss; this makes it a mean over the remaining ones
+                # TRL divides by all tokens of the loss; this makes it a mean over the remaining
+                # ones
                 advantages_PG = advantages_PG * (tokens_PG.sum() / remaining)
         return advantages_PG
 

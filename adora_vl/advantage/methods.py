@@ -22,7 +22,7 @@ METHODS: Mapping[str, type[Method]] = {
 
 
 class AdvantagePipeline:
-    """Applies the methods of a run in order, and holds their state and the figures of the last batch."""
+    """Applies the methods of a run in order, with their state and the last figures."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class AdvantagePipeline:
             chosen: the methods by name, in order.
             scale: TRL's `scale_rewards`.
             max_length: TRL's `max_completion_length`.
-            sums_rewards: whether the advantages come from the sum of the rewards, so that a group of
-                equal sums gets 0.
+            sums_rewards: whether the advantages come from the sum of the rewards, so that a group
+                of equal sums gets 0.
             seed: that of the run, for methods that draw at random.
         """
         self.chosen = dict(chosen)
@@ -64,7 +64,7 @@ class AdvantagePipeline:
         return all(method.plain for method in self.chosen.values())
 
     def weigh(self, groups: Groups) -> AdoraWeighting:
-        """ADORA's weights and their reasons; the weights are 1 if ADORA is not among the methods."""
+        """ADORA's weights and their reasons; all weights are 1 without ADORA among the methods."""
         weighting = weigh_groups(groups, self.judged_by, groups.step)
         return self.judged_by.assigned(
             weighting, signal_P=self.signal(groups), seed=self.seed, step=groups.step
@@ -85,8 +85,8 @@ class AdvantagePipeline:
         """Turn TRL's advantages of whole groups into the advantages to learn from, both (P, G).
 
         Call it once in a generation, with exactly the groups that are learned from: some methods
-        weigh a group by the rest, and DARO learns. Afterwards `weighting` holds the weights that were
-        applied and their reasons, and `figures` the figures to log.
+        weigh a group by the rest, and DARO learns. Afterwards `weighting` holds the weights that
+        were applied and their reasons, and `figures` the figures to log.
         """
         self.weighting = self.weigh(groups)
         self.figures = {}
@@ -110,7 +110,7 @@ class AdvantagePipeline:
         return self._daro
 
     def state(self) -> dict[str, Any]:
-        """The state that a resumed run needs, as JSON can hold it; empty if no method has a state."""
+        """The state that a resumed run needs, as JSON can hold it; empty without any state."""
         state: dict[str, Any] = {}
         daro = self._daro.state() if self._daro is not None else self._saved
         if daro is not None:

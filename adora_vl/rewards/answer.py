@@ -236,7 +236,8 @@ def amount(answer: Answer) -> Answer:
 def in_radians_or_degrees(answer: Answer, dimension: str) -> Answer:
     r"""An angle converted to `dimension`, which is `radians` or `angle` (degrees).
 
-    An answer of `\frac{\pi}{3}` radians becomes 60 degrees. The answer must be in the opposite unit.
+    An answer of `\frac{\pi}{3}` radians becomes 60 degrees. The answer must be in the opposite
+    unit.
     """
     if answer.tree is None:
         return answer

@@ -16,7 +16,8 @@ from adora_vl.rewards.units import DEGREE, MEASURED, TEMPERATURE, upright
 
 _DIGITS = "0123456789."
 _DOLLAR = re.compile(r"(?<!\\)\$")
-# An honest answer has under 60 characters. Every regular expression below runs on at most this many.
+# An honest answer has under 60 characters. Every regular expression below runs on at most this
+# many.
 MAX_CHARS = 500
 
 _SYMBOLS = str.maketrans(
@@ -125,8 +126,9 @@ NAMED_VALUE = re.compile(
 )
 _BARE_COMMAND = re.compile(r"(?<![A-Za-z\\])(sqrt|pi)(?![A-Za-z])")
 # Fractions, roots and pi in one spelling: `\frac{1}{2}` for `\dfrac12`, `\sqrt{3}` for `sqrt3` and
-# `√3`. An argument of a fraction without braces has to be one digit, one letter or `\pi`. All digits
-# behind a root belong to it: TeX sets `\sqrt12` as a root of 1 beside a 2, which nobody means.
+# `√3`. An argument of a fraction without braces has to be one digit, one letter or `\pi`. All
+# digits behind a root belong to it: TeX sets `\sqrt12` as a root of 1 beside a 2, which nobody
+# means.
 _ONE = r"(\d|[A-Za-z](?![A-Za-z])|\\pi(?![A-Za-z]))"
 _LAST = rf"{_ONE}(?!\d|\.\d)"
 # Each with a word that stands in every text that it changes.
@@ -196,8 +198,8 @@ _MIXED = re.compile(r"([+-]?[0-9]+) ([0-9]{1,2})/([0-9]{1,2})")
 def canonical(text: str) -> tuple[str, str]:
     r"""The canonical form of an answer of one value, and its unit, empty without one.
 
-    `$2 \sqrt { 221 }\text{ cm}^2$.` gives `2\sqrt{221}` and `cm^2`. A name before the value is taken
-    off.
+    `$2 \sqrt { 221 }\text{ cm}^2$.` gives `2\sqrt{221}` and `cm^2`. A name before the value is
+    taken off.
 
     Raises `NotReadError` for text over `MAX_CHARS` and for control, bidirectional and zero-width
     characters, which can make an answer look like another one.
@@ -237,7 +239,7 @@ def whole(text: str) -> str:
 
 
 def _named(text: str) -> str:
-    r"""`text` with `\approx` for words such as `about`, and without `The area is` before a value."""
+    r"""`text` with `\approx` for words such as `about`, and without `The area is` at its start."""
     if "ppro" in text or "≈" in text or text[:1] in "aArR":
         text = _APPROXIMATELY.sub(r"\\approx ", text)
         near = _NEAR.fullmatch(text) if text.endswith(")") else None

@@ -87,8 +87,8 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
     """Raise `UserError` where a call with these columns of the data set cannot work.
 
     A function must not need a column that the data set lacks, must not take a required argument by
-    position, and must accept the columns that it does not name in `**kwargs`. Its bound options must
-    not have the name of a column.
+    position, and must accept the columns that it does not name in `**kwargs`. Its bound options
+    must not have the name of a column.
     """
     options = set(function.keywords) if isinstance(function, partial) else set()
     clashes = sorted(options & set(columns))

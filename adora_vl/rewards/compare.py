@@ -1,8 +1,8 @@
 """Decides whether an answer is the same as a reference answer.
 
 The kind of the reference answer selects the rule: there are rules for numbers, ratios, expressions,
-formulas, texts, lists, points and relations. Each rule gives a verdict and the name of the rule that
-decided, which `explain.RULES` puts in words.
+formulas, texts, lists, points and relations. Each rule gives a verdict and the name of the rule
+that decided, which `explain.RULES` puts in words.
 """
 
 import math
@@ -121,9 +121,9 @@ def _same_chain(chain: Sequence[tuple[str, Answer]], reference: Answer) -> Compa
 def _as_value(answer: Answer, reference: Answer) -> Answer:
     r"""The value that an answer gives with a name before it; without a name the answer itself.
 
-    It is `2x + 1` in `y = 2x + 1` and 5 in `|AB| = 5`. An approximation such as `x \approx 5` counts
-    for a reference answer in digits. For a numeric reference answer a decimal comma is read as a
-    point.
+    It is `2x + 1` in `y = 2x + 1` and 5 in `|AB| = 5`. An approximation such as `x \approx 5`
+    counts for a reference answer in digits. For a numeric reference answer a decimal comma is read
+    as a point.
     """
     value = answer
     label = answer.whole.partition("=")[0] if "=" in answer.raw else ""
@@ -161,7 +161,7 @@ def _measured(answer: Answer, opposite: Answer) -> Answer:
 
 
 def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
-    """The verdict on a single value: quantities in one unit, then texts, numbers and expressions."""
+    """The verdict on a single value: a quantity, text, percentage, number or expression."""
     unit = answer.unit
     if unit and reference.unit:
         dimension = reference.unit.dimension
@@ -257,6 +257,7 @@ def _formula_of(reference: Answer, answer: Answer) -> Tree | None:
 
 
 def _same_names(answer: Answer, reference: Answer) -> bool:
+    """Whether both sides have the same unknowns."""
     return unknowns(answer.tree or ()) == unknowns(reference.tree or ())
 
 
@@ -391,8 +392,8 @@ _OF_X = re.compile(r"[A-Za-z]\(([a-z])\)")
 def _as_function(answer: Answer, opposite: Answer) -> Answer:
     """The answer with its label adapted, where one side defines `y` and the other `f(x)`.
 
-    `y = 2x + 1` then becomes the value of `f(x)`, and `f(x) = 2x + 1` a value without a label, which
-    is compared with that of `y`. Any other answer is returned as it is.
+    `y = 2x + 1` then becomes the value of `f(x)`, and `f(x) = 2x + 1` a value without a label,
+    which is compared with that of `y`. Any other answer is returned as it is.
     """
     function = _OF_X.fullmatch(bare(answer.label))
     opposite_function = _OF_X.fullmatch(bare(opposite.label))

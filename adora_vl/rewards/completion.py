@@ -44,8 +44,8 @@ def last_boxed(response: str) -> str | None:
     peeled: `\boxed{\boxed{5}}` gives `5`. A response that was cut off as it began a box has no
     answer.
 
-    The response is read once with a stack, so the time is linear in its length, however deep or many
-    the boxes are. Only the last `MAX_CHARS` characters are read. Source: the grading policy,
+    The response is read once with a stack, so the time is linear in its length, however deep or
+    many the boxes are. Only the last `MAX_CHARS` characters are read. Source: the grading policy,
     point 1.
     """
     response = final_part(response)[-MAX_CHARS:]
@@ -134,8 +134,8 @@ def last_answer(response: str) -> str | None:
     """The answer of a response whose prompt asked for `<answer> </answer>`, None without an answer.
 
     It is the content of the last complete block, or of a box in the block or behind it, since that
-    is what the model gives as its answer. A box before the block does not count. Without a block the
-    function is `last_boxed`.
+    is what the model gives as its answer. A box before the block does not count. Without a block
+    the function is `last_boxed`.
     """
     block = answer_block(response)
     boxed = last_boxed(response if block is None else block)
@@ -255,8 +255,9 @@ def think_answer_format_reward(
 ) -> list[float]:
     """The reward `think_answer_format`: 1.0 for a block of thinking and one of answer, else 0.0.
 
-    Nothing may stand around the two blocks, and neither may be blank. `thinking_opened` says whether
-    the prompt of each completion has opened the block. It is a reward function in TRL's form.
+    Nothing may stand around the two blocks, and neither may be blank. `thinking_opened` says
+    whether the prompt of each completion has opened the block. It is a reward function in TRL's
+    form.
     """
     rewards: list[float] = []
     for text in response_texts(completions, thinking_opened):

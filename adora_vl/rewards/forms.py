@@ -418,8 +418,9 @@ def _chain(sides: Sequence[str]) -> Answer:
 def working(text: str) -> list[tuple[str, Answer]]:
     r"""The numbers in a chain such as `AB = 1.8 \cdot 9 / 1.5 \approx 10.8`, with their signs.
 
-    Each number comes with the sign before it, `=` or `~`. A chain begins with a name or number, ends
-    with a number, and says more than `9 = 9`; formulas may stand inside. Any other text gives [].
+    Each number comes with the sign before it, `=` or `~`. A chain begins with a name or number,
+    ends with a number, and says more than `9 = 9`; formulas may stand inside. Any other text gives
+    [].
     """
     try:
         sides, signs = _split(text, _SIGN)
@@ -478,8 +479,8 @@ def _equation(text: str, sides: Sequence[str]) -> Answer:
 def _inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> Answer:
     """An inequality, or a chain such as `1 < x < 3`.
 
-    In one unknown, and linear in it, it gets its solution. Any other keeps its relations alone, each
-    as `<`, `<=` or `!=` and the tree that it compares with 0. Raises `NotReadError`.
+    In one unknown, and linear in it, it gets its solution. Any other keeps its relations alone,
+    each as `<`, `<=` or `!=` and the tree that it compares with 0. Raises `NotReadError`.
     """
     if len(sides) > MAX_SIDES:
         raise NotReadError("too_large")
@@ -543,5 +544,5 @@ _OF_A_NAME = re.compile(r"^m(?=\\)|\\(?:overline|angle)(?![a-z])|[\s{}_]")
 
 
 def bare(label: str) -> str:
-    r"""A name in one spelling: `x1` for `x_{1}`, `AB` for `\overline{AB}`, and `A` for `m\angle A`."""
+    r"""A name in one spelling: `x1` for `x_{1}`, `AB` for `\overline{AB}`, `A` for `m\angle A`."""
     return label if label.isalnum() else _OF_A_NAME.sub("", label)

@@ -45,7 +45,7 @@ def narrow(text: str) -> str:
 
 
 def _compatible(match: re.Match[str]) -> str:
-    r"""The spelling of a sign in several characters: `cm^2` for `㎠`, `^\circ C` for `℃`, `IV` for `Ⅳ`."""
+    r"""A sign spelled in several characters: `cm^2` for `㎠`, `^\circ C` for `℃`, `IV` for `Ⅳ`."""
     text = unicodedata.normalize("NFKC", match[0])
     if text.startswith("°"):
         return rf"^\circ {text[1:]}"

@@ -1,7 +1,8 @@
 r"""Grades a response: `grade` decides every training reward and the Geometry3K evaluation.
 
 `grade_batch` grades many responses. Everything is decided in this process, by code whose cost is
-bounded by caps on length, nesting, digits, exponents and values (`canonical`, `grammar`, `numeric`).
+bounded by caps on length, nesting, digits, exponents and values (`canonical`, `grammar`,
+`numeric`).
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ class Grade:
     """The verdict on one response.
 
     `extracted` is what stands in the last complete box, or with `answer_tags` in an `<answer>`
-    block, cut to 200 characters; None if there is neither, or nothing in it. `reason` names the rule
-    that decided with a short stable string such as `same_number`, `enumeration` or `no_box`. `ms`
-    has the milliseconds that grading took; two grades that differ in it alone are equal.
+    block, cut to 200 characters; None if there is neither, or nothing in it. `reason` names the
+    rule that decided with a short stable string such as `same_number`, `enumeration` or `no_box`.
+    `ms` has the milliseconds that grading took; two grades that differ in it alone are equal.
     """
 
     verdict: Verdict
@@ -144,8 +145,8 @@ def grade_batch(
 def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
     """Why a reference answer cannot be used, or None if it can.
 
-    It can if it is correct in a box against itself, both as it is written and in canonical form. For
-    a spelling that no honest answer can meet, such as `$5`, the reason says what to write:
+    It can if it is correct in a box against itself, both as it is written and in canonical form.
+    For a spelling that no honest answer can meet, such as `$5`, the reason says what to write:
     `currency: write ...`.
     """
     stored = canonical_gold(gold)
@@ -208,8 +209,8 @@ def _by_value(
     """The verdict on an answer that names no choice but gives a value.
 
     Where another choice has the same value as the right one, as `2, 1` and `1, 2` in any order, the
-    answer must have the text of the right one. Where the reference answer is a letter (`right`), the
-    text of its choice is enough.
+    answer must have the text of the right one. Where the reference answer is a letter (`right`),
+    the text of its choice is enough.
     """
     compared = compare(answer, reference, rounding)
     if answer.text and unspaced(answer.whole.replace(", ", ",")) == unspaced(

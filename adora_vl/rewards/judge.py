@@ -233,8 +233,8 @@ class JudgeReward:
     def _cached_score(self, messages: Messages) -> float | None:
         """The score in the cache, None if there is none.
 
-        A cached text that is no score counts as none and is requested again, since the file may have
-        been edited or be damaged.
+        A cached text that is no score counts as none and is requested again, since the file may
+        have been edited or be damaged.
         """
         word = self.client.cached(messages)
         try:

@@ -1,6 +1,7 @@
 """The rewards of knights and knaves puzzles.
 
-An answer is right if it names every person with the right kind, in the last `<answer>` block or box.
+An answer is right if it names every person with the right kind, in the last `<answer>` block or
+box.
 """
 
 import re
@@ -20,8 +21,9 @@ from adora_vl.utils.errors import UserError
 RIGHT = 1.0
 COMPLETE = 0.1
 NOTHING = 0.0
-# The rewards of Logic-RL and of ADORA's code for language models (`verl/utils/reward_score/kk.py` of
-# its repository): 1 or -1 for the form, and 2 for the right answer, -1.5 for a wrong one, -2 for none.
+# The rewards of Logic-RL and of ADORA's code for language models (`verl/utils/reward_score/kk.py`
+# of its repository): 1 or -1 for the form, and 2 for the right answer, -1.5 for a wrong one, -2 for
+# none.
 LOGIC_RL = {"correct": 3.0, "wrong": -0.5, "unparseable": -1.0}
 WRONG_FORM = -3.0
 _TAGS = (*THINK_TAGS, *ANSWER_TAGS)
@@ -107,7 +109,7 @@ def _expected(reference: str) -> dict[str, str]:
 
 
 def knights_reward(completions: Sequence[Any] = (), **columns: Any) -> list[float]:
-    """The reward `knights`: 1.0 if all roles are right, 0.1 for a complete but wrong answer, else 0.
+    """The reward `knights`: 1 if all roles are right, 0.1 for a complete but wrong answer, else 0.
 
     It is a reward function in TRL's form.
     """
@@ -120,7 +122,8 @@ def knights_logic_rl_reward(completions: Sequence[Any] = (), **columns: Any) -> 
 
     It gives 3 for a right answer in the form that `has_logic_rl_form` checks, -0.5 for a wrong
     answer and -1 for no answer in that form, and -3 for any other form. Answers are read by
-    `logic_rl_roles`, which is stricter than `knights_reward`. It is a reward function in TRL's form.
+    `logic_rl_roles`, which is stricter than `knights_reward`. It is a reward function in TRL's
+    form.
     """
     verdicts = _verdicts(logic_rl_verdict, completions, **columns)
     return [

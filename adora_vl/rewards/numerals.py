@@ -1,4 +1,4 @@
-r"""Numbers in special spellings: recurring decimals, angles in degrees and minutes, English words."""
+r"""Numbers in special spellings: recurring decimals, degrees and minutes, and English words."""
 
 import re
 from fractions import Fraction

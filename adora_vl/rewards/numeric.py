@@ -233,8 +233,8 @@ def _step(tree: Tree, ball: Ball, at: Mapping[str, Fraction] | None) -> Value | 
 def same_number(answer: Ball, reference: Ball) -> bool | None:
     r"""Whether two values are equal, or one is a long decimal that stands for the other.
 
-    `0.3333333` stands for `\frac{1}{3}`, while 1000000.5 is not 1000000, and `\frac{355}{113}` is not
-    `\pi`. Such a decimal has to be the value rounded or cut at its last place, and within 1e-6
+    `0.3333333` stands for `\frac{1}{3}`, while 1000000.5 is not 1000000, and `\frac{355}{113}` is
+    not `\pi`. Such a decimal has to be the value rounded or cut at its last place, and within 1e-6
     relative. Two long decimals have to be equal.
 
     None where the errors leave the question open: `10^{60}\cdot10^{60}+\pi-10^{60}\cdot10^{60}` has
@@ -265,12 +265,12 @@ def same_number(answer: Ball, reference: Ball) -> bool | None:
 
 
 def same_function(answer: Tree, reference: Tree) -> Comparison:
-    """Compare two trees with the same unknowns by their values, complex ones included, at six points.
+    """Compare two trees with the same unknowns by their values at six points.
 
-    They are `different` where only one has a value. A point at which both are over the caps is
-    skipped. Where only one is, or every point is skipped, the result is `too_large`. Two trees
-    without a value anywhere are `undefined`, since nothing is known of them. The result is
-    `undecided` where the errors leave a point open.
+    Complex values count too. The trees are `different` where only one has a value. A point at which
+    both are over the caps is skipped. Where only one is, or every point is skipped, the result is
+    `too_large`. Two trees without a value anywhere are `undefined`, since nothing is known of them.
+    The result is `undecided` where the errors leave a point open.
     """
     compared = 0
     without_values: Comparison = "undefined"
@@ -491,6 +491,7 @@ def _fraction(value: Fraction) -> Ball:
 
 
 def _bits(value: Fraction) -> int:
+    """The size in bits of the larger one of numerator and denominator."""
     return max(value.numerator.bit_length(), value.denominator.bit_length())
 
 
@@ -511,14 +512,15 @@ def _computed(value: Value, error: float = 0.0) -> Ball:
 
 
 def _pi() -> Ball:
+    """The number pi."""
     return _computed(+_mp().pi)
 
 
 def _exp(ball: Ball) -> Ball:
     """The exponential function.
 
-    Raises `NotReadError("too_large")` where the result would be too large or too small, or where the
-    error of the exponent leaves little of it.
+    Raises `NotReadError("too_large")` where the result would be too large or too small, or where
+    the error of the exponent leaves little of it.
     """
     ball = ball.inexact()
     if abs(float(ball.value.real)) > MAX_BITS or ball.error > 1:

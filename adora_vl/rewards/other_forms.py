@@ -20,8 +20,8 @@ def in_trl_form(function: Callable[..., Any]) -> Callable[..., Any]:
 
     The form is recognised by the names of the arguments:
 
-    - EasyR1: `compute_score(reward_inputs)` takes a list of answers, or `reward_input` a single one,
-      with `response` and `ground_truth`. The score is `overall`.
+    - EasyR1: `compute_score(reward_inputs)` takes a list of answers, or `reward_input` a single
+      one, with `response` and `ground_truth`. The score is `overall`.
     - verl: `compute_score(data_source, solution_str, ground_truth, extra_info)`. The score is a
       number, or `score` of a mapping.
 

@@ -24,8 +24,8 @@ _References = list[tuple[str, tuple[str, ...] | None]]
 # Rewards for (a correct answer, a complete box that is not correct, no complete box).
 #   adora: the rewards of the paper; source: the grading policy, point 7.
 #   easyr1: 0.9 x accuracy + 0.1 x format, the weights of EasyR1's examples/reward_function/math.py.
-#     There the format is a <think> block and a box. Here it is a complete box, since our prompt asks
-#     for no block, so the preset equals `adora`.
+#     There the format is a <think> block and a box. Here it is a complete box, since our prompt
+#     asks for no block, so the preset equals `adora`.
 #   accuracy: the verdict alone.
 #   format: a complete box alone, to be weighed against another reward.
 PRESETS: Mapping[str, tuple[float, float, float]] = {
@@ -74,8 +74,8 @@ def reward_functions(
         answer_tags: whether an `<answer>` block is as good as a box, as in `grade`.
 
     Raises `UserError` for an unknown preset, no preset, or one that occurs twice. The functions
-    raise it for a missing or unusable reference answer, since a reward of zero for every answer to a
-    problem would never be noticed.
+    raise it for a missing or unusable reference answer, since a reward of zero for every answer to
+    a problem would never be noticed.
     """
     names = [*PRESETS, *OTHERS]
     listed = ", ".join(names)

@@ -15,7 +15,8 @@ _TAG = re.compile(r"<(/?)think>|<(/?)thinking>|◁(/?)think▷", re.IGNORECASE)
 # A template that opens the block ends the prompt with it, and with a line break behind it.
 _OPEN_AT_THE_END = re.compile(r"(?:<think>|<thinking>|◁think▷)\s*\Z", re.IGNORECASE)
 _TAIL_TOKENS = 16  # a tokenizer without a token for the tag needs some five
-# Characters that show nothing, though Unicode calls them letters or symbols: fillers, blank Braille.
+# Characters that show nothing, though Unicode calls them letters or symbols: fillers, blank
+# Braille.
 _BLANK_LETTERS = frozenset("\u115f\u1160\u2800\u3164\uffa0")
 _INVISIBLE = ("Z", "C", "M")  # first letters of categories: spaces, controls and formats, marks
 
@@ -40,7 +41,7 @@ def final_part(response: str, thinking_opened: bool = False) -> str:
 
 
 def _may_have_tags(response: str) -> bool:
-    """Whether it is worth to look for tags, which takes ten times as long in an answer of any length."""
+    """Whether a text may have a tag; searching for tags takes ten times as long as this check."""
     return ("<" in response or "◁" in response) and "think" in response.lower()
 
 
@@ -72,7 +73,7 @@ def opens_thinking(prompt_ids: Sequence[int], decode: Callable[[Sequence[int]], 
 
 
 def is_blank(text: str) -> bool:
-    """Whether a text shows nothing: it has no character but spaces, controls and zero-width ones."""
+    """Whether a text shows nothing: all its characters are spaces, controls or zero-width."""
     return all(
         character in _BLANK_LETTERS or unicodedata.category(character)[0] in _INVISIBLE
         for character in text

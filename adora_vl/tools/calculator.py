@@ -186,7 +186,7 @@ class _Reader:
         return inside
 
     def _inside(self) -> Tree:
-        """A sum between brackets; its nesting is bounded, as each level is a few calls of Python's."""
+        """A sum between brackets; the nesting is bounded, since each level costs Python calls."""
         self._nesting += 1
         if self._nesting > MAX_NESTING:
             raise NotReadError("too_large")
@@ -216,6 +216,7 @@ class _Reader:
         return ("sum", (-1, tree)) if negative else tree
 
     def _number_here(self) -> Tree:
+        """A literal. Raises `NotReadError` for any further token."""
         if not _is_number(self.next):
             raise NotReadError
         return self._number()
@@ -248,10 +249,12 @@ class _Reader:
 
 
 def _is_number(token: str) -> bool:
+    """Whether a token is a literal."""
     return token[:1].isdigit() or token[:1] == "."
 
 
 def _called(name: str, argument: Tree) -> Tree:
+    """The tree of a function of one argument."""
     if name in _BASES:
         return ("log", ("num", _BASES[name]), argument)
     if name == "sqrt":

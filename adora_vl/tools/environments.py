@@ -25,7 +25,7 @@ _OWN = ("reset", "get_reward")  # methods that no model is told of
 
 @dataclass
 class Environments:
-    """The environments of a run on one rank. As in TRL an instance is built once and reset often."""
+    """The environments of a run on one rank; as in TRL each is built once and reset often."""
 
     factory: Callable[[], Any]
     """What returns a new environment at each call, such as its class."""
@@ -65,7 +65,7 @@ class Environments:
             raise UserError(f"{KEY}: {self.name}.{later} is async; write a plain method")
 
     def reward(self) -> Callable[..., list[float | None]]:
-        """TRL's reward function for environments with `get_reward`, with the name of their class."""
+        """TRL's reward function for environments with `get_reward`, named after their class."""
 
         def get_reward(environments: Sequence[Any], **_: Any) -> list[float | None]:
             return [environment.get_reward() for environment in environments]
@@ -76,7 +76,7 @@ class Environments:
     def entered(
         self, groups: Sequence[RolloutGroup], run_seed: int, *, anew: bool
     ) -> list[RolloutGroup]:
-        """The groups with an environment for each rollout, and the texts of `reset` in their prompts.
+        """The groups with an environment for each rollout and the text of `reset` in their prompts.
 
         Args:
             groups: groups that begin.

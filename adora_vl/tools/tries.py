@@ -88,13 +88,16 @@ def _made_up(parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _same(first: ToolAnswer, second: ToolAnswer) -> bool:
+    """Whether two answers have the same texts and pictures."""
     return [_content(part) for part in first.parts] == [_content(part) for part in second.parts]
 
 
 def _content(part: str | Image.Image) -> object:
+    """What is compared of a part: a text, or the size and pixels of a picture."""
     return part if isinstance(part, str) else (part.size, part.tobytes())
 
 
 def _in_short(answer: ToolAnswer) -> str:
+    """The beginning of the text of an answer, on one line."""
     text = " ".join(answer.calls[0].text.split())
     return f"{text[:_SHOWN]!r}"
