@@ -155,6 +155,13 @@ class AdoraGRPOTrainer(TrainerParts):
                 optimizers=optimizers,
                 peft_config=peft_config,
             )
+        self._build_collaborators(args, self._prepared_models(run, args))
+
+    def _prepared_models(self, run: ResolvedRun, args: AdoraGRPOConfig) -> list[Any]:
+        """Prepare the loaded policy and its reference for training, and return them.
+
+        The adapter begins with its weights, buffers have their precision, and parts are frozen.
+        """
         if run.adapter is not None:
             begin_with(self.model, run.adapter)
         elif run.four_bit:
@@ -162,16 +169,16 @@ class AdoraGRPOTrainer(TrainerParts):
         models = [self.model]
         if self.ref_model is not None:
             models.append(self.ref_model)
-        for loaded_model in models:
-            restore_buffers(loaded_model)
+        for model in models:
+            restore_buffers(model)
         if is_peft_model(self.model):
-            # The first adapter is the trained one, where the run goes on with one.
+            # The first adapter is the trained one, where the run begins with one.
             merged_adapters = run.adapters if run.adapter is None else run.adapters[1:]
             name_base(self.model, merged_adapters)
             if not self._dist.is_fsdp and not run.four_bit:
                 refuse_unmergeable(self.model, self._dist.gather_params)
         freeze(self.model, args.adora_freeze)
-        self._build_collaborators(args, models)
+        return models
 
     @staticmethod
     def _reference_of(policy: str | PreTrainedModel) -> AbstractContextManager[None]:
@@ -459,7 +466,8 @@ class AdoraGRPOTrainer(TrainerParts):
         coefficient = self._entropy_coefficient
         corrects_ratio = self.use_vllm and self.vllm_importance_sampling_correction
 
-        def seen(logps_BC: Tensor, entropies_BC: Tensor | None) -> None:
+        def note_pass(logps_BC: Tensor, entropies_BC: Tensor | None) -> None:
+            """Keep what the policy's pass computed, and complete the ratio to the engine."""
             logps.append(logps_BC)
             if entropies_BC is not None:
                 entropies.append(entropies_BC)
@@ -472,7 +480,7 @@ class AdoraGRPOTrainer(TrainerParts):
         rank = self.accelerator.process_index
         seed = f"micro-batch/{self.args.seed}/{self._step_key}/{rank}"
         draws = drawn_at(seed) if model.training else nullcontext()
-        with self.policy_pass.watched(seen, micro), draws:
+        with self.policy_pass.watched(note_pass, micro), draws:
             loss = super()._compute_loss(model, micro)
         if model.training:
             loss = self.ratio_guard.loss(loss, logps[0] if logps else None, micro)
@@ -532,6 +540,7 @@ class AdoraGRPOTrainer(TrainerParts):
         facts = self.unfinished.rewind(self._step_began, self._facts())
 
         def save(folder: Path) -> dict[str, Any]:
+            """Write all parts into the folder; returns the facts for its manifest."""
             stock(model, trial)
             self.reference.save(folder)
             table = trackers.to_json(self._logs)
