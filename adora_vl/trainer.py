@@ -44,7 +44,7 @@ from adora_vl.packing.split_attention import plan_no_shapes
 from adora_vl.parts import TrainerParts
 from adora_vl.preflight.python_inputs import Datasets, config_of, model_keys, refuse_objects
 from adora_vl.preflight.resolved_run import ModelSource, ResolvedRun, RunRequest
-from adora_vl.preflight.run_checks import walk
+from adora_vl.preflight.run_checks import resolve_run
 from adora_vl.record import metrics, trackers
 from adora_vl.record.card import write_card
 from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
@@ -85,8 +85,8 @@ class AdoraGRPOTrainer(TrainerParts):
         run: ResolvedRun | None = None,
     ) -> None:
         """The parameters of stock TRL 1.16, which loads the weights first and builds its own
-        generation class. Ours makes every stop of `adora_vl/preflight/run_checks.py` before, unless `run` has
-        made them, and puts its class in place.
+        generation class. Ours runs every check of `adora_vl/preflight/run_checks.py` before that, unless
+        `run` has passed them already, and puts its own generation class in place.
 
         Raises `UserError` for what cannot work, in one line.
         """
@@ -106,7 +106,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 keys=keys, peft_config=peft_config, loaded=loaded, processor=processing_class
             )
             rows = Datasets(train_dataset, eval_dataset)
-            asked = RunRequest(
+            request = RunRequest(
                 config=args,
                 model=source,
                 rows=rows,
@@ -114,7 +114,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 tools=tools or (),
                 environment=environment_factory,
             )
-            run = walk(asked, RunContext.of_launch("leave"))
+            run = resolve_run(request, RunContext.of_launch("leave"))
             train_dataset = run.dataset
             eval_dataset = run.evaluated
         args = run.config
@@ -158,7 +158,7 @@ class AdoraGRPOTrainer(TrainerParts):
         for one in models:
             restore_buffers(one)
         if is_peft_model(self.model):
-            name_base(self.model, run.adapters[run.adapter is not None :])
+            name_base(self.model, run.merged_adapters)
             if not self._dist.is_fsdp and not run.four_bit:
                 refuse_unmergeable(self.model, self._dist.gather_params)
         freeze(self.model, args.adora_freeze)
@@ -194,7 +194,7 @@ class AdoraGRPOTrainer(TrainerParts):
         run = self.run
         output_dir = Path(self.args.output_dir)
         is_main = self.accelerator.is_main_process
-        from_python = run.asked.given is None
+        from_python = run.request.cli_args is None
         if from_python:
             run.take(resume_from_checkpoint)
         try:
