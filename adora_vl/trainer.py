@@ -44,6 +44,7 @@ from adora_vl.packing.split_attention import plan_no_shapes
 from adora_vl.parts import TrainerParts
 from adora_vl.preflight.python_inputs import Datasets, config_of, model_keys, refuse_objects
 from adora_vl.preflight.resolved_run import ModelSource, ResolvedRun, RunRequest
+from adora_vl.preflight.run_checks import resolve_run
 from adora_vl.record import metrics, trackers
 from adora_vl.record.card import write_card
 from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
