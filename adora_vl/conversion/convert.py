@@ -19,7 +19,7 @@ from adora_vl.conversion.columns import Columns, columns_from
 from adora_vl.conversion.hub import commit_of, open_hub
 from adora_vl.conversion.pictures import named_files
 from adora_vl.conversion.pipeline import Cleaning, SplitReads, prepare, recorded
-from adora_vl.conversion.records import asked_in, pictures_beside
+from adora_vl.conversion.records import pictures_beside, question_in
 from adora_vl.conversion.tables import DrawnTests, Opened, TablePart, open_local
 from adora_vl.data.dataset import Manifest, read_manifest
 from adora_vl.utils.errors import UserError
@@ -195,7 +195,7 @@ def source_files(location: str, columns: Columns) -> list[str]:
             if isinstance(record, Mapping):
                 held = (
                     pictures_beside(record, columns, texts_only=part.texts_only)
-                    + asked_in(record, columns)[1]
+                    + question_in(record, columns)[1]
                 )
                 found += (str(path) for value in held for path in named_files(value, part.files))
     return list(dict.fromkeys(found))

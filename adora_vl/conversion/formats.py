@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from adora_vl.conversion.columns import Columns, class_names, picked, require_columns
+from adora_vl.conversion.columns import Columns, class_names, pick_columns, require_columns
 from adora_vl.conversion.records import BadRecord
 from adora_vl.conversion.webdataset import samples
 from adora_vl.data.images import named_content
@@ -71,7 +71,7 @@ def open_table(path: Path, columns: Columns) -> tuple[str, Callable[[], Records]
             readers = {**dict.fromkeys(EXCEL, _workbook), ".csv": _csv, ".tsv": _csv}
             text = {**readers, WEBDATASET: _shard}.get(format_of(path), _json)
             present, said, begin = text(path, columns)
-        double = next((name for name in columns.wanted if present.count(name) > 1), None)
+        double = next((name for name in columns.table_names if present.count(name) > 1), None)
         if double is not None:
             raise UserError(
                 f"columns: {path.name!r} has {present.count(double)} columns {double!r}; rename "
@@ -84,7 +84,10 @@ def open_table(path: Path, columns: Columns) -> tuple[str, Callable[[], Records]
     def records() -> Records:
         with _readable(path):
             for place, record in begin():
-                yield place, picked(record, columns, names) if isinstance(record, dict) else record
+                yield (
+                    place,
+                    pick_columns(record, columns, names) if isinstance(record, dict) else record,
+                )
 
     return said, records
 
@@ -146,7 +149,7 @@ def _arrow(path: Path, columns: Columns) -> tuple[Table, Mapping[str, Any]]:
         from datasets import Features
 
         features = Features.from_arrow_schema(schema)
-    held = columns.held_by(schema.names)
+    held = columns.to_read(schema.names)
 
     def batches() -> Iterator[Any]:
         if format_of(path) != ".parquet":
@@ -193,7 +196,7 @@ def _csv(path: Path, columns: Columns) -> Table:
     headers = {
         sign: _header(start, sign) for sign in ([marked] if marked else [usual, *_DELIMITERS])
     }
-    found = {sign: (len(columns.held_by(names)), len(names)) for sign, names in headers.items()}
+    found = {sign: (len(columns.to_read(names)), len(names)) for sign, names in headers.items()}
     delimiter = max(found, key=lambda sign: found[sign])
     other = [f"with {_DELIMITERS[delimiter]} between the cells"] if delimiter != usual else []
     other += [
@@ -239,7 +242,7 @@ def _csv_rows(path: Path, encoding: str, delimiter: str, marked: bool, columns: 
         rows = _reader(file, delimiter)
         skipped = before
         header = [name.strip() for name in next(rows, [])]
-        held = {name: header.index(name) for name in columns.held_by(header)}
+        held = {name: header.index(name) for name in columns.to_read(header)}
         before = rows.line_num + skipped
         for row in rows:
             # a cell in quotes may have several lines
@@ -292,7 +295,7 @@ def _workbook(path: Path, columns: Columns) -> Table:
     ]
     if not filled:
         return [], "", lambda: iter(())
-    sheet, names = max(filled, key=lambda found: len(columns.held_by(found[1])))
+    sheet, names = max(filled, key=lambda found: len(columns.to_read(found[1])))
     said = f"{path.name}, the sheet {sheet.title!r} of {len(filled)}" if len(filled) > 1 else ""
     return names, said, partial(_sheet_rows, sheet, names)
 
@@ -444,7 +447,7 @@ def _in_object(path: Path, columns: Columns) -> Records:
         ) from error
     items: Iterable[tuple[object, Any]] = [(1, content)]
     under = ""
-    if isinstance(content, dict) and not columns.held_by(content):
+    if isinstance(content, dict) and not columns.to_read(content):
         lists = [name for name, value in content.items() if _holds_rows(value)]
         if len(lists) == 1:
             items = enumerate(content[lists[0]], 1)

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from adora_vl.conversion.columns import Columns, class_names, picked, require_columns
+from adora_vl.conversion.columns import Columns, class_names, pick_columns, require_columns
 from adora_vl.conversion.formats import Records
 from adora_vl.conversion.pictures import FileRoot
 from adora_vl.conversion.tables import SPLIT_OF, Opened, TablePart, open_local
@@ -38,7 +38,7 @@ def open_hub(
             if stream.column_names is None:
                 stream = stream._resolve_features()
             require_columns(columns, stream.column_names, f"split {theirs!r} of {name!r}")
-            kept = stream.select_columns(columns.held_by(stream.column_names))
+            kept = stream.select_columns(columns.to_read(stream.column_names))
             place = f"split {theirs} of {name}"
             parts[ours] = [TablePart(place, partial(_records, kept, columns, place), files)]
             known = (loaded[theirs].info.splits or {}).get(theirs)
@@ -123,7 +123,7 @@ def _records(stream: Any, columns: Columns, location: str) -> Records:
     try:
         names = class_names(columns, stream.features or {})
         for number, record in enumerate(stream, 1):
-            yield f"row {number}", picked(record, columns, names)
+            yield f"row {number}", pick_columns(record, columns, names)
     except Exception as error:
         why = in_one_line(error)
         raise UserError(

@@ -24,7 +24,13 @@ from adora_vl.conversion.formats import (
 from adora_vl.conversion.leakage import question_key
 from adora_vl.conversion.pictures import FileRoot, PictureError, picture_bytes
 from adora_vl.conversion.problem import Reads
-from adora_vl.conversion.records import BadRecord, Context, asked_in, pictures_beside, read_record
+from adora_vl.conversion.records import (
+    BadRecord,
+    Context,
+    pictures_beside,
+    question_in,
+    read_record,
+)
 from adora_vl.data.dataset import SPLITS
 from adora_vl.utils.errors import UserError
 
@@ -97,7 +103,7 @@ class DrawnTests:
     def _asked(self, number: int, record: Record | BadRecord, part: TablePart) -> bytes:
         if isinstance(record, BadRecord):
             return f"broken {number}".encode()
-        text, inside = asked_in(record, self._columns)
+        text, inside = question_in(record, self._columns)
         asked = [question_key(str(text)).encode("utf-8", "replace")]
         for image in pictures_beside(record, self._columns, texts_only=part.texts_only) + inside:
             try:
@@ -181,7 +187,7 @@ def reads(
             files=part.files,
             texts_only=part.texts_only,
             drop_instruction=drop_instruction,
-            said=part.said,
+            format_note=part.format_note,
         )
         for position, (place, record) in enumerate(part.begin()):
             if position == 0 and not isinstance(record, BadRecord):
@@ -247,14 +253,14 @@ def _part(file: Path, given: Path, root: Path, columns: Columns) -> TablePart:
                 "pictures"
             )
         files = FileRoot(folder.resolve(), folder.resolve(), by_tail=True)
-    said, begin = open_table(file, columns)
+    format_note, begin = open_table(file, columns)
     return TablePart(
         location=name,
         begin=begin,
         files=files,
         texts_only=format_of(file) in TEXT_TABLES,
         file=file,
-        said=said,
+        format_note=format_note,
     )
 
 
