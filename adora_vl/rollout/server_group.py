@@ -79,7 +79,12 @@ class ServerGroup:
     def shared(self, answers: list[Sampled], asks: int) -> list[SamplingResult]:
         """The part of this rank, which has `asks`, in the answers to all."""
         first = sum(gather_object([asks])[: self.accelerator.process_index])
-        return [SamplingResult(*one) for answer in answers for one in answer][first : first + asks]
+        results = [
+            SamplingResult(tokens=tokens, logps=[*logps])
+            for answer in answers
+            for tokens, logps in answer
+        ]
+        return results[first : first + asks]
 
     def first_rank(
         self, do: Callable[[ServerPool], Any], others: Callable[[], object] = lambda: None

@@ -289,7 +289,7 @@ class MicroBatcher:
     @property
     def _places(self) -> int:
         """Micro-batches of a generation over all ranks, with those that stay empty."""
-        return self.accelerator.num_processes * self.shape.steps
+        return int(self.accelerator.num_processes) * self.shape.steps
 
     def share_of_tokens(self, micro: Batch, tokens: Tensor) -> Tensor:
         """The tokens of a micro-batch over those of a micro-batch of its generation on average,

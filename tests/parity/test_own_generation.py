@@ -212,6 +212,7 @@ def test_a_generation_is_trls(tmp_path, case):
         for name, parameter in trainer.model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter.data, std=0.5)
+        trainer.state.global_step = 1  # as after an update: at the start these would be equal
 
     processor = trainer.processing_class
     trainer.processing_class = Flat(trainer.processing_class)
