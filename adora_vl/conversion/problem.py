@@ -45,7 +45,7 @@ class RowError(UserError):
         self.kind = kind
         self.originals = tuple(originals)
         self.record = record or {}
-        self.more: tuple[RowError, ...] = ()  # further faults of the row
+        self.further_faults: tuple[RowError, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.row_id}: {self.sentence}"
@@ -56,7 +56,7 @@ def several_faults() -> Iterator[Callable[..., Any]]:
     """Collect the faults of a row, so that a user sees all of them in one pass.
 
     The block is given a function that calls a part of the reading, and returns None where that part
-    raises `RowError`. At the end of the block the first error is raised, with the rest as `more`.
+    raises `RowError`. At the end of the block the first error is raised, with the rest as `further_faults`.
     """
     faults: list[RowError] = []
 
@@ -69,7 +69,7 @@ def several_faults() -> Iterator[Callable[..., Any]]:
 
     yield tried
     if faults:
-        faults[0].more = tuple(faults[1:])
+        faults[0].further_faults = tuple(faults[1:])
         raise faults[0]
 
 
@@ -87,8 +87,7 @@ class RawProblem:
     origin: str  # where a person finds and corrects the row
     images: tuple[bytes, ...]  # encoded
     problem: str  # without image placeholder, or with one for each image
-    # the letter of one of the choices, where there are any and it is no `value_answer`; else a
-    # value
+    # The letter of a choice where there are choices, unless `value_answer` says that it is a value.
     answer: str
     choices: tuple[str, ...] | None = None
     goal: str = ""

@@ -45,9 +45,9 @@ class Quarantine:
             "record": error.record,
             "files": [self._store(original) for original in error.originals],
         }
-        if error.more:
+        if error.further_faults:
             line["also"] = [
-                {"reason": fault.kind, "detail": fault.sentence} for fault in error.more
+                {"reason": fault.kind, "detail": fault.sentence} for fault in error.further_faults
             ]
         with (self._folder / QUARANTINE_NAME).open("a", encoding="utf-8") as stream:
             # In ASCII even half a surrogate pair can be written.
@@ -55,7 +55,7 @@ class Quarantine:
         self._rows += 1
         if error.kind != LEAK:
             self.broken += 1
-        for fault in {fault.kind: fault for fault in (*error.more, error)}.values():
+        for fault in {fault.kind: fault for fault in (*error.further_faults, error)}.values():
             self.kinds[fault.kind] += 1
             self._first_faults.setdefault(fault.kind, f"{error.row_id}: {fault.sentence}")
 
