@@ -120,8 +120,8 @@ class PackedForward:
         if not self._checked:
             alone = partial(separate, step, _of_first(step, inputs, host))
             mask = attention_mask[:step, -completion:]
-            if host.own is not None:
-                mask = mask * host.own[:step, :completion].to(mask.device)
+            if host.policy_mask is not None:
+                mask = mask * host.policy_mask[:step, :completion].to(mask.device)
             self._check(model, partial(packed, 1) if pays else alone, alone, mask, pays)
         if not pays or self.refused:
             return None

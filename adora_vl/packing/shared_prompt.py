@@ -190,7 +190,9 @@ def pack(
             counted = (following + torch.arange(tokens)).expand(*own.shape[:-1], -1)
             place.append(counted if behind is None else behind[..., row, :tokens])
             sampled = (
-                torch.arange(length) if host.own is None else host.own[row, :length].nonzero()[:, 0]
+                torch.arange(length)
+                if host.policy_mask is None
+                else host.policy_mask[row, :length].nonzero()[:, 0]
             )
             labels.append(begin + sampled)
             predicting += torch.tensor([last, *range(at, at + tokens)])[sampled].tolist()
@@ -207,8 +209,8 @@ def pack(
     )
     flat = input_ids.flatten()
     mask_BC = attention_mask[:, prompt:]
-    if host.own is not None:
-        mask_BC = mask_BC * host.own[:, :completion].to(mask_BC.device, non_blocking=True)
+    if host.policy_mask is not None:
+        mask_BC = mask_BC * host.policy_mask[:, :completion].to(mask_BC.device, non_blocking=True)
     return Packed(
         ids_NS=flat[ids][None],
         positions=places[..., None, :],

@@ -59,17 +59,17 @@ class Conversations:
         """One answer per request, in their order. Also of none: other ranks may have some."""
         chat = self.chat
         turns = self.turns
-        turn = turns.tokens if turns else None
+        turn = turns.turn_tokens if turns else None
         prompts = [chat.ids_of(request.messages, request.images) for request in requests]
         faults = [chat.overlong(ids, chat.context) for ids in prompts]
 
         def room(number: int, rollout: Rollout) -> int:
             left = min(self.longest, chat.context - len(prompts[number])) - len(rollout.tokens)
-            return min(left, turn - len(rollout.turn)) if turn else left
+            return min(left, turn - len(rollout.last_turn_tokens)) if turn else left
 
         def asked(number: int, rollout: Rollout) -> SamplingRequest:
             seed = requests[number].seed
-            spans = len(rollout.spans)
+            spans = len(rollout.segments)
             seed = (
                 rollout_seed(seed, position=f"segment-{spans}", group=0, member=0)
                 if spans
@@ -77,11 +77,11 @@ class Conversations:
             )
             images = [*requests[number].images, *(picture.image for picture in rollout.pictures)]
             return SamplingRequest(
-                ids=[*prompts[number], *rollout.tokens],
+                prompt_ids=[*prompts[number], *rollout.tokens],
                 images=images,
-                together=number,
+                group=number,
                 seed=seed,
-                limit=room(number, rollout),
+                max_tokens=room(number, rollout),
             )
 
         def ask(going: dict[int, Rollout]) -> dict[int, Rollout]:
@@ -89,11 +89,11 @@ class Conversations:
             return {
                 number: append_result(
                     rollout,
-                    ask=one,
-                    answer=answer,
-                    longest=self.longest,
-                    turn=turn,
-                    ended=self._ended,
+                    request=one,
+                    result=answer,
+                    max_length=self.longest,
+                    max_turn=turn,
+                    has_ended=self._ended,
                 )
                 for (number, rollout), one, answer in zip(
                     going.items(), asks, self.sample(asks), strict=True
@@ -105,7 +105,9 @@ class Conversations:
             length = len(prompts[number])
             seed = str(requests[number].seed)
             return (
-                turns(rollout, seen, prompt=length, longest=self.longest, step=0, seed=seed)
+                turns(
+                    rollout, seen, prompt_length=length, max_length=self.longest, step=0, seed=seed
+                )
                 if turns
                 else rollout
             )
@@ -113,9 +115,9 @@ class Conversations:
         begun = {number: Rollout() for number, fault in enumerate(faults) if fault is None}
         played = run_turns(
             begun,
-            ask=ask,
-            answered=answered,
-            may_go_on=lambda *one: room(*one) > 0,
+            sample=ask,
+            answer_calls=answered,
+            has_room=lambda *one: room(*one) > 0,
             any_rank=self._any_rank if turns else bool,
         )
         return [
@@ -128,11 +130,11 @@ class Conversations:
         by_calls = rollout.ended == "stop" or bool(rollout.calls and rollout.ended)
         names = ("name", "arguments", "text", "failed")
         calls = [{name: getattr(call, name) for name in names} for call in rollout.calls]
-        turn = rollout.turn
+        turn = rollout.last_turn_tokens
         before = rollout.tokens[: len(rollout.tokens) - len(turn)]
         return Reply(
             self.chat.decode(turn),
-            n_tokens=len(rollout.said),
+            n_tokens=len(rollout.policy_tokens),
             finish_reason=rollout.ended if by_calls else "length",
             n_prompt_tokens=len(prompt),
             calls=tuple(calls) if self.turns else None,
@@ -151,19 +153,16 @@ class _Local(Conversations):
         super().__init__(chat, sample, settings.max_tokens, settings.batch_size or batch_size)
         self.resolved = chat.resolved(settings.dtype)
         if toolbox := settings.toolbox:
-            most = settings.max_tool_calling_iterations
-            turn = toolbox.options.turn_tokens
-            room = chat.context
-            given = (
-                chat.processor,
-                settings.template,
-                chat.tokens_of,
-                most,
-                chat.decode,
-                turn,
-                room,
+            self.turns = ToolLoop(
+                tools=toolbox,
+                processor=chat.processor,
+                template=settings.template,
+                tokens_of=chat.tokens_of,
+                max_answers=settings.max_tool_calling_iterations,
+                decode=chat.decode,
+                turn_tokens=toolbox.options.turn_tokens,
+                context_length=chat.context,
             )
-            self.turns = ToolLoop(toolbox, *given)
 
 
 class VLLMEngine(_Local):
@@ -252,14 +251,14 @@ class TransformersEngine(_Local):
         if not asks:
             return []
         inputs = self.chat.inputs(
-            [ask.ids for ask in asks], [image for ask in asks for image in ask.images]
+            [ask.prompt_ids for ask in asks], [image for ask in asks for image in ask.images]
         )
         torch.manual_seed(asks[0].seed or 0)
         with torch.inference_mode():
-            longest = max(ask.limit or self.longest for ask in asks)
+            longest = max(ask.max_tokens or self.longest for ask in asks)
             sequences_BT = self._model.generate(**inputs.to(self._device), max_new_tokens=longest)
         made = sequences_BT[:, inputs["input_ids"].shape[1] :].tolist()
-        return [self._answer(ids[: ask.limit]) for ids, ask in zip(made, asks, strict=True)]
+        return [self._answer(ids[: ask.max_tokens]) for ids, ask in zip(made, asks, strict=True)]
 
     def _answer(self, ids: list[int]) -> SamplingResult:
         """Up to and with the first end token.
