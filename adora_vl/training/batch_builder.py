@@ -94,7 +94,7 @@ class BatchBuilder:
         mode = generation.mode
         rows = generation.rows = [group.row for group in groups for _ in group.rollouts]
         rollouts = generation.rollouts = [rollout for group in groups for rollout in group.rollouts]
-        prompts = prompts or self.images.prompts(rows, mode, further=generation.attempt > 0)
+        prompts = prompts or self.images.prompts(rows, mode, refill=generation.attempt > 0)
         completions = [rollout.said for rollout in rollouts]
         turns = [rollout.turn for rollout in rollouts]
         answers = said(self.processor, prompts, turns)  # the last turn is what is graded

@@ -469,7 +469,7 @@ class Pool:
         if not began:
             return {}, None
         rows = [groups[number].row for number, _ in began]
-        prompts = self.images.prompts(rows, generation.mode, further=generation.attempt > 0)
+        prompts = self.images.prompts(rows, generation.mode, refill=generation.attempt > 0)
         self._read = [groups[number].problem for number, _ in began], prompts
         extensions = self.extensions if generation.mode == "train" else ()
         images = prompts.images or [None] * len(rows)
