@@ -266,7 +266,9 @@ class TransformersEngine(_Local):
             longest = max(ask.max_tokens or self.longest for ask in asks)
             sequences_BT = self._model.generate(**inputs.to(self._device), max_new_tokens=longest)
         completions = sequences_BT[:, inputs["input_ids"].shape[1] :].tolist()
-        return [self._answer(ids[: ask.limit]) for ids, ask in zip(completions, asks, strict=True)]
+        return [
+            self._answer(ids[: ask.max_tokens]) for ids, ask in zip(completions, asks, strict=True)
+        ]
 
     def _answer(self, ids: list[int]) -> SamplingResult:
         """The tokens up to the first end token and with it.
