@@ -54,6 +54,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
     toolbox: Tools | None = None  # what the policy may call
     run: ResolvedRun
     clock: metrics.PhaseClock
+    _step: int  # TRL's count of micro-batches
 
     def _build_collaborators(self, args: AdoraGRPOConfig, models: list[Any]) -> None:
         """Make the objects of a training step.

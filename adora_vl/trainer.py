@@ -11,6 +11,7 @@ not enough.
 """
 
 import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,9 @@ from typing import Any, cast
 import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor
-from transformers import TrainerState
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel, ProcessorMixin, TrainerCallback, TrainerState
 from transformers import trainer as transformers_trainer
 from transformers.trainer_utils import TrainOutput
 from trl.models.utils import disable_gradient_checkpointing
@@ -67,20 +70,20 @@ class AdoraGRPOTrainer(TrainerParts):
 
     def __init__(
         self,
-        model: Any,
+        model: str | PreTrainedModel,
         reward_funcs: Any = None,
         args: AdoraGRPOConfig | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
-        processing_class: Any = None,
-        reward_processing_classes: Any = None,
-        callbacks: list[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        quantization_config: Any = None,
-        peft_config: Any = None,
-        tools: Any = None,
-        rollout_func: Any = None,
-        environment_factory: Any = None,
+        processing_class: ProcessorMixin | None = None,
+        reward_processing_classes: object = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+        quantization_config: object = None,
+        peft_config: object = None,
+        tools: Sequence[Any] | None = None,
+        rollout_func: object = None,
+        environment_factory: Callable[[], object] | None = None,
         *,
         run: ResolvedRun | None = None,
     ) -> None:
@@ -169,7 +172,7 @@ class AdoraGRPOTrainer(TrainerParts):
         self._build_collaborators(args, models)
 
     @staticmethod
-    def _reference_of(policy: Any) -> AbstractContextManager[None]:
+    def _reference_of(policy: str | PreTrainedModel) -> AbstractContextManager[None]:
         """Inside, the reference beside a model object is a copy of it.
 
         Stock TRL reads the folder that the object's config names, whatever has become of the
@@ -183,9 +186,9 @@ class AdoraGRPOTrainer(TrainerParts):
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: Any = None,
-    ) -> Any:
+        trial: object = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
         """Train, from the beginning or from a checkpoint.
 
         Stock TRL leaves this to Transformers, which takes any folder for its own, and goes on from
@@ -377,7 +380,8 @@ class AdoraGRPOTrainer(TrainerParts):
         )
         rows = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
 
-        def scored(model: Any) -> Tensor:
+        def scored(model: PreTrainedModel) -> Tensor:
+            """Log-probabilities of the batch's completions by a model, (B, C)."""
             return generation_logps(
                 batch, partial(self._get_per_token_logps_and_entropies, model), rows
             )
@@ -408,7 +412,7 @@ class AdoraGRPOTrainer(TrainerParts):
 
     # ----------------------------------------------------------------------------- 2. a micro-batch
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+    def training_step(self, model: PreTrainedModel, inputs: Any, num_items_in_batch: Any) -> Tensor:
         """One micro-batch forward and backward; returns its loss, ().
 
         Stock TRL runs every micro-batch, and counts them through all epochs. Ours skips those that
@@ -432,7 +436,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 self._step += self.shape.accumulated - begun
         return loss
 
-    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+    def _compute_loss(self, model: PreTrainedModel, inputs: Any) -> Tensor:
         """The loss of a micro-batch, (), with its weight among those of the step.
 
         Stock TRL takes the ratio to the engine from an earlier pass, averages the loss over the
@@ -515,7 +519,7 @@ class AdoraGRPOTrainer(TrainerParts):
 
     # ------------------------------------------------------------------------------ 3. a checkpoint
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: PreTrainedModel, trial: object) -> None:
         """Write the checkpoint of the present step.
 
         Stock TRL writes into `checkpoint-N` itself and deletes older ones on the way, so a crash
@@ -539,7 +543,7 @@ class AdoraGRPOTrainer(TrainerParts):
 
         self.checkpoints.write(self.state.global_step, save)
 
-    def _get_output_dir(self, trial: Any) -> str:
+    def _get_output_dir(self, trial: object) -> str:
         """The folder to write into: a checkpoint's staging folder while one is being written.
 
         Stock TRL returns `output_dir`, which ours returns otherwise.
@@ -547,7 +551,9 @@ class AdoraGRPOTrainer(TrainerParts):
         staging = self.checkpoints.staging
         return str(staging) if staging is not None else str(super()._get_output_dir(trial))
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: PreTrainedModel | None = None
+    ) -> None:
         """Load the weights of a checkpoint.
 
         Stock TRL leaves this to Transformers 5.17, which loads weights by their names in the
@@ -562,7 +568,7 @@ class AdoraGRPOTrainer(TrainerParts):
         else:
             restore_weights(model, folder)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Restore optimizer and scheduler, and what no library saves.
 
         Stock TRL restores these and the coefficient of the entropy. Ours also restores a moving
@@ -646,7 +652,10 @@ class AdoraGRPOTrainer(TrainerParts):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def create_model_card(
-        self, model_name: Any = None, dataset_name: Any = None, tags: Any = None
+        self,
+        model_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
+        tags: str | list[str] | None = None,
     ) -> None:
         """Write nothing: stock TRL's card, written at every save, would replace ours."""
 
