@@ -47,7 +47,7 @@ from adora_vl.packing.split_attention import plan_no_shapes
 from adora_vl.parts import TrainerParts
 from adora_vl.preflight.python_inputs import Datasets, config_of, model_keys, refuse_objects
 from adora_vl.preflight.resolved_run import ModelSource, ResolvedRun, RunRequest
-from adora_vl.preflight.run_checks import walk
+from adora_vl.preflight.run_checks import resolve_run
 from adora_vl.record import metrics, trackers
 from adora_vl.record.card import write_card
 from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
@@ -119,7 +119,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 tools=tools or (),
                 environment=environment_factory,
             )
-            run = walk(request, RunContext.of_launch("leave"))
+            run = resolve_run(request, RunContext.of_launch("leave"))
             train_dataset = run.dataset
             eval_dataset = run.evaluated
         args = run.config
@@ -172,9 +172,7 @@ class AdoraGRPOTrainer(TrainerParts):
         for model in models:
             restore_buffers(model)
         if is_peft_model(self.model):
-            # The first adapter is the trained one, where the run begins with one.
-            merged_adapters = run.adapters if run.adapter is None else run.adapters[1:]
-            name_base(self.model, merged_adapters)
+            name_base(self.model, run.merged_adapters)
             if not self._dist.is_fsdp and not run.four_bit:
                 refuse_unmergeable(self.model, self._dist.gather_params)
         freeze(self.model, args.adora_freeze)
@@ -212,7 +210,7 @@ class AdoraGRPOTrainer(TrainerParts):
         run = self.run
         output_dir = Path(self.args.output_dir)
         is_main = self.accelerator.is_main_process
-        from_python = run.asked.given is None
+        from_python = run.request.cli_args is None
         if from_python:
             run.take(resume_from_checkpoint)
         try:

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command(rest)
     try:
         with imports():
-            benchmark = named(name, others=tuple(_OTHERS))
+            benchmark = named(name, extra_names=tuple(_OTHERS))
             from eval.command import main as run
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

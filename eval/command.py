@@ -183,7 +183,7 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
             benchmark=benchmark,
             options=command.ask,
             settings=settings,
-            asked=questions(benchmark, command.ask),
+            selection=questions(benchmark, command.ask),
             processes=processes,
         )
         if command.score is not None and processes.rank == 0:

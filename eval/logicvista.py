@@ -73,7 +73,7 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
     return RowGrade(
         verdict=verdict(named == right),
         extracted=", ".join(named),
-        reason=read.how,
+        reason=read.method,
         groups={"skill": row["skill"]},
         extraction=read,
     )

@@ -251,7 +251,7 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
     answer = "" if extraction.text is None else str(extraction.text)
     same: Extraction | None = row.get("same")
     if same is not None:
-        judged = same if same.how == JUDGE_FAILED else extraction
+        judged = same if same.method == JUDGE_FAILED else extraction
         return RowGrade(
             verdict=verdict(same.text == "1"),
             extracted=answer,
@@ -348,7 +348,7 @@ def load(options: MathVerseDataOptions) -> LoadedProblems:
             check=check,
             split=split,
             prompt=itemgetter(f"query_{options.query}"),
-            kept=(*COLUMNS, *_MAY_HAVE),
+            stored_columns=(*COLUMNS, *_MAY_HAVE),
             id_column="sample_index",
             config=split,
         )

@@ -284,7 +284,7 @@ def grade(row: Prediction, options: MathVisionScoreOptions) -> RowGrade:
             == CORRECT
         )
     return RowGrade(
-        verdict=verdict(hit), extracted=answer, reason=read.how, groups=groups, extraction=read
+        verdict=verdict(hit), extracted=answer, reason=read.method, groups=groups, extraction=read
     )
 
 

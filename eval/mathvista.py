@@ -246,7 +246,7 @@ def grade(row: Prediction, options: MathVistaScoreOptions) -> RowGrade:
     return RowGrade(
         verdict=verdict(hit.correct),
         extracted=hit.prediction,
-        reason=extraction.how,
+        reason=extraction.method,
         groups=groups,
         extraction=extraction,
     )
@@ -291,7 +291,7 @@ load = partial(
     image_columns=("decoded_image", "image"),
     prompt=lambda row: row.get("query") or build_query(row),
     check=check,
-    kept=(
+    stored_columns=(
         "question",
         "question_type",
         "answer_type",

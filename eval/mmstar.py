@@ -207,7 +207,7 @@ def load(options: MMStarDataOptions) -> LoadedProblems:
         prompt=itemgetter("question"),
         check=check,
         id_column="index",
-        kept=("index", *COLUMNS, "meta_info"),
+        stored_columns=("index", *COLUMNS, "meta_info"),
         blind=options.no_image,
     )
 

@@ -117,7 +117,7 @@ def _run(given: Namespace, more: Sequence[str]) -> None:
     settings = check_options(tasks[0][1])
     asked = [questions(benchmark, options) for benchmark, options, _ in tasks]
     problems = [problem for each in asked for problem in each.problems]
-    told = settings.told(tasks[0][1].system_prompt)
+    told = settings.with_tool_prompt(tasks[0][1].system_prompt)
     # Built at the first call, for the longest text and the most images of all.
     engine = cache(lambda: build_engine(bounded(settings, problems, told)))
     processes = ranks()
@@ -126,7 +126,7 @@ def _run(given: Namespace, more: Sequence[str]) -> None:
             benchmark=benchmark,
             options=options,
             settings=settings,
-            asked=each,
+            selection=each,
             processes=replace(processes, run=benchmark.name),
             build=lambda _: engine(),
         )

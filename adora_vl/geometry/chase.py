@@ -31,8 +31,9 @@ from adora_vl.geometry.quantities import (
 )
 from adora_vl.geometry.shapes import dot
 
-_FIXED = 1e-7  # largest error of a goal that is fixed
-_FULFILLED = 1e-6  # largest error of equations that are fulfilled
+# largest errors of a goal that is fixed, and of equations that are fulfilled
+_FIXED = 1e-7
+_FULFILLED = 1e-6
 _NO_PLACE = 1e-9
 
 
@@ -144,9 +145,13 @@ class Chase:
         to 180.
         """
         turn = self._direction(corner, last).plus(self._direction(corner, first), -1.0)
-        start = math.degrees(phase(self.places[first] - self.places[corner]))
-        end = math.degrees(phase(self.places[last] - self.places[corner]))
-        seen = (end - start + 180) % 360 - 180
+        seen = (
+            math.degrees(
+                phase(self.places[last] - self.places[corner])
+                - phase(self.places[first] - self.places[corner])
+            )
+            + 180
+        ) % 360 - 180
         return turn, seen
 
     def _turned_to(self, turn: _Sum, seen: float) -> _Sum:
@@ -219,7 +224,9 @@ class Chase:
 
 
 def _lines_of(rows: list[list[str]]) -> dict[frozenset[str], str]:
-    """The name of the line that each pair of points is on; lines with two common points are one."""
+    """For each pair of points on one line the name of that line; lines with two common points are
+    one.
+    """
     lines: dict[frozenset[str], str] = {}
     renamed: dict[str, str] = {}
 

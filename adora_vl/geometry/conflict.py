@@ -141,9 +141,10 @@ def _involved(problem: FigureProblem, budget: Budget) -> list[int]:
             best = residuals
     if best is None or not len(best):
         return []
-    sources: dict[int, int | None] = {}
-    for relation, source in zip(problem.reading.relations, problem.reading.sources, strict=True):
-        sources[id(relation)] = source
+    sources = {
+        id(relation): source
+        for relation, source in zip(problem.reading.relations, problem.reading.sources, strict=True)
+    }
     misses: dict[int, float] = {}
     for residual, relation in zip(np.abs(best), problem.system.residual_relations, strict=True):
         source = sources.get(id(relation))

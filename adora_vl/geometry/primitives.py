@@ -37,12 +37,15 @@ from adora_vl.geometry.words import words_of
 from adora_vl.utils.errors import did_you_mean
 
 # "What appears to be tangent", where the question says that; and where nobody says it.
-SAID_TANGENT = 22.0  # degrees from a right angle to the radius
+# degrees from a right angle to the radius
+SAID_TANGENT = 22.0
 SEEN_TANGENT = 9.0
-_SEEN_RIGHT = 2.5  # degrees
+# degrees
+_SEEN_RIGHT = 2.5
 _SEEN_PARALLEL = 2.0
 _SEEN_ON_CHORD = 0.03  # share of a chord's length that the centre may lie beside it
-_AT_CENTRE = 0.07  # shares of a polygon's size
+# shares of a polygon's size
+_AT_CENTRE = 0.07
 _AT_MIDDLE = 0.05
 
 
@@ -517,8 +520,8 @@ def _isosceles(measures: Measures, term: Term) -> Iterator[Relation]:
         yield _same(measures, (b, c), (d, a))
     elif len(names) == 3 and not measures.drawing.equal_parts_said(names):
         apex = measures.drawing.apex(names)
-        feet = [name for name in names if name != apex]
-        yield _same(measures, (apex, feet[0]), (apex, feet[1]))
+        first, last = (name for name in names if name != apex)
+        yield _same(measures, (apex, first), (apex, last))
 
 
 def _inner(term: Term) -> Term:

@@ -273,8 +273,7 @@ class Drawing:
         """Whether an arc of three letters, by the point between, is the longer way round in the
         picture.
         """
-        rays = [phase(self.places[name] - self.places[centre]) for name in names]
-        first, middle, last = rays
+        first, middle, last = (phase(self.places[name] - self.places[centre]) for name in names)
         whole = (last - first) % math.tau
         through = (middle - first) % math.tau < whole
         return (whole if through else math.tau - whole) > math.pi
@@ -765,8 +764,7 @@ class Drawing:
         """How far a polygon of the picture is from its kind; 0 for one that has no kind to be like."""
         if len(names) != 4:
             return 0.0
-        places = [self.places[name] for name in names]
-        a, b, c, d = places
+        a, b, c, d = (self.places[name] for name in names)
         sides = [b - a, c - b, d - c, a - d]
         lengths = [abs(side) for side in sides]
         askew = [abs(sine(sides[0], sides[2])), abs(sine(sides[1], sides[3]))]
@@ -836,8 +834,7 @@ class Drawing:
                 return [*names[i:], *names[:i]]
         if not set(names) <= self.places.keys():
             return list(names)
-        places = [self.places[name] for name in names]
-        a, b, c, d = places
+        a, b, c, d = (self.places[name] for name in names)
         first_leans = abs(sine(b - a, c - d)) > abs(sine(c - b, d - a))
         return [*names[1:], names[0]] if first_leans else list(names)
 
@@ -877,8 +874,7 @@ class Drawing:
             return marked
         parts = [part for part in self.components if len(part) >= 3 and part <= self.places.keys()]
         if len(parts) == 2:
-            first = self.outline(parts[0])
-            second = self.outline(parts[1])
+            first, second = (self.outline(part) for part in parts)
             if first and len(first) == len(second):
                 return first, self._matched(first, second)[1]
         shapes = list(

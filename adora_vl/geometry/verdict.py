@@ -15,7 +15,7 @@ from adora_vl.geometry.choose import Outcome, Status, outcome
 from adora_vl.geometry.conflict import Conflict, conflict_of
 from adora_vl.geometry.exact import exact
 from adora_vl.geometry.figure import Verdict, figure_of
-from adora_vl.geometry.forms import Form, Term
+from adora_vl.geometry.forms import Form
 from adora_vl.geometry.primitives import Reading, read
 from adora_vl.geometry.shapes import UnreadError, terms_of
 from adora_vl.geometry.solve import Budget, FigureProblem
@@ -24,7 +24,7 @@ from adora_vl.geometry.words import words_of
 MAX_POINTS = 60
 MAX_FACTS = 120
 MAX_SEGMENTS = 200
-MAX_FACT_LENGTH = 400  # characters
+MAX_FACT_LENGTH = 400
 # Evaluations of all equations. Of Geometry3K no problem needs more than a fifth of the first.
 EVALUATIONS = 6000
 REPAIR_EVALUATIONS = 9000
@@ -79,10 +79,11 @@ def unread_of(form: Form, reading: Reading) -> Iterator[str]:
         for number, text in enumerate(texts, start=1):
             if text.strip() and not any(True for _ in terms_of([text])):
                 yield f"{name} {number}, {text!r:.60}: its brackets do not close"
-    places: dict[Term, str] = {}
-    for number, text in enumerate(form.facts, start=1):
-        for term in terms_of([text]):
-            places.setdefault(term, f"fact {number}")
+    places = {
+        term: f"fact {number}"
+        for number, text in reversed(list(enumerate(form.facts, start=1)))
+        for term in terms_of([text])
+    }
     for term, reason in reading.unread:
         yield f"{places.get(term, 'the question')}, {str(term)!r:.60}: {reason}"
 
@@ -295,9 +296,15 @@ def _no_figure(result: Outcome, clash: Conflict | None, reading: Reading) -> str
         return f"{kind}: {names[0]} contradicts the other facts"
     values = []
     for number in clash.facts:
-        without = [repair.outcome for repair in clash.repairs if repair.left_out == (number,)]
-        answers = [outcome.value for outcome in without if outcome.status == "answered"]
-        values.append(f"{answers[0]:.6g}" if answers and answers[0] is not None else "-")
+        value = next(
+            (
+                repair.outcome.value
+                for repair in clash.repairs
+                if repair.left_out == (number,) and repair.outcome.status == "answered"
+            ),
+            None,
+        )
+        values.append("-" if value is None else f"{value:.6g}")
     return (
         f"{kind}: {_listed(names)} exclude each other (leaving out one of them gives: "
         f"{', '.join(values)})"

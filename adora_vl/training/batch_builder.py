@@ -116,7 +116,7 @@ class BatchBuilder:
         generation.rows = rows
         generation.rollouts = rollouts
         if not prompts:
-            prompts = self.images.prompts(rows, mode, further=generation.attempt > 0)
+            prompts = self.images.prompts(rows, mode, refill=generation.attempt > 0)
         completions = [rollout.policy_tokens for rollout in rollouts]
         # What is graded is the last turn.
         answers = answers_of(

@@ -612,7 +612,7 @@ class Pool:
         if not unfinished:
             return {}, None
         rows = [groups[number].row for number, _ in unfinished]
-        prompts = self.images.prompts(rows, generation.mode, further=generation.attempt > 0)
+        prompts = self.images.prompts(rows, generation.mode, refill=generation.attempt > 0)
         self._last_read = [groups[number].problem for number, _ in unfinished], prompts
         extensions = self.extensions if generation.mode == "train" else ()
         images = prompts.images or [None] * len(rows)

@@ -1,6 +1,4 @@
-"""The parts of the engine: values as they are written, exact forms, derivatives, angles alone,
-pictures' shapes.
-"""
+"""The parts of the engine: values as they are written, exact forms, derivatives, angles alone, pictures' shapes."""
 
 import math
 import random
@@ -136,8 +134,7 @@ def test_derivatives_are_those_of_the_residuals(start: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_angles_alone_follow_from_parallels_and_triangles(seed: int) -> None:
     random.seed(seed)
-    tilt = random.uniform(0, 360)
-    angle = random.randint(25, 65)
+    tilt, angle = random.uniform(0, 360), random.randint(25, 65)
     turn = np.exp(1j * math.radians(tilt))
     at = {
         name: complex(place * turn)
