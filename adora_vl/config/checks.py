@@ -389,13 +389,14 @@ def sampling_needs(config: AdoraGRPOConfig) -> list[str]:
 def schedule_of(config: AdoraGRPOConfig, updates: int) -> LRScheduler:
     """Build the schedule of a run with `updates` optimizer steps, on a single parameter."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
-    return get_scheduler(
+    schedule: LRScheduler = get_scheduler(
         config.lr_scheduler_type,
         optimizer,
         num_warmup_steps=config.get_warmup_steps(updates),
         num_training_steps=updates,
         scheduler_specific_kwargs=dict(config.lr_scheduler_kwargs or {}),
     )
+    return schedule
 
 
 def is_curve(schedule: LRScheduler) -> TypeGuard[LambdaLR]:
