@@ -135,7 +135,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
             return None
         if limit is None:
             # as the reference implementation of ADORA does: 4094 of 4096
-            return self.max_completion_length - 2
+            return int(self.max_completion_length) - 2
         return limit
 
 

@@ -408,7 +408,8 @@ def _or_mapping(key: str, word: Any) -> list[Any]:
     if isinstance(value, Mapping):
         return [{name: options} for name, options in value.items()]
     entries: list[Any] = []
-    for item in value if isinstance(value, list) else [value]:
+    items = value if isinstance(value, list) else [value]
+    for item in items:
         if isinstance(item, Mapping):
             entries += _or_mapping(key, item)
         else:
