@@ -87,9 +87,9 @@ _REMOVED = (
 def official_answer(response: str) -> str:
     """The answer that the official score reads out of a response.
 
-    The faults of its code (evaluation/evaluate.py in mathllm/MATH-V) are kept. `is` anywhere before a number counts as a statement; a choice is known as
-    such only where the response ends with ` (B).` or begins with a line `(B)`; of a long answer
-    without a box all of it is the answer.
+    The faults of its code (evaluation/evaluate.py in mathllm/MATH-V) are kept. `is` anywhere before
+    a number counts as a statement; a choice is known as such only where the response ends with
+    ` (B).` or begins with a line `(B)`; of a long answer without a box all of it is the answer.
     """
     answer = response.strip()
     for letter in _LETTERS:
