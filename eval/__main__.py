@@ -19,13 +19,14 @@ _USAGE = f"usage: adora-vl-eval {{{','.join((*NAMES, *_OTHERS))},FILE.py:NAME}} 
 
 
 def _of(benchmark: str) -> str:
-    """The description of a benchmark in the first line of its module.
+    """The description of a benchmark in the first sentence of its module.
 
     The file is parsed and not imported, since importing all of them takes long.
     """
     source = Path(__file__).with_name(f"{benchmark}.py").read_bytes()
     docstring = ast.get_docstring(ast.parse(source)) or ""
-    return docstring.partition("\n")[0].partition(": ")[2]
+    sentence = docstring.partition("\n\n")[0].replace("\n", " ")
+    return sentence.partition(": ")[2]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
