@@ -1,5 +1,6 @@
-"""What a training step is made of: the objects of a trainer, and the callbacks in their order."""
+"""Makes the parts of a training step: the objects of a trainer, and its callbacks in their order."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,19 +44,25 @@ from adora_vl.training.pool import Pool
 from adora_vl.training.pool_ahead import PoolAhead
 from adora_vl.training.scoring import Grader, RewardFunctions, StopCriteria
 from adora_vl.training.unfinished import UnfinishedGeneration
-from adora_vl.types import StepContext
+from adora_vl.types import Row, StepContext
 
 
 class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
-    """Makes the parts of a trainer, whose order of work is in `AdoraGRPOTrainer`."""
+    """Makes the parts of a trainer; `AdoraGRPOTrainer` has the order in which they work."""
 
     reward_funcs: list[Any]
     toolbox: Tools | None = None  # what the policy may call
     run: ResolvedRun
     clock: metrics.PhaseClock
+    _step: int  # TRL's count of micro-batches
 
     def _build_collaborators(self, args: AdoraGRPOConfig, models: list[Any]) -> None:
-        """The objects that a step is made of; each gets the context, never the trainer."""
+        """Make the objects of a training step.
+
+        Args:
+            args: of the run.
+            models: the policy, and the reference model where there is one.
+        """
         accelerator = self.accelerator
         log = self.log_figure
         pad_id = self._tokenizer.pad_token_id
@@ -70,15 +77,13 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         )
         self.context = context
         self.shape = BatchLayout.of(args)
-        dataset = self.train_dataset
-        draws = self.toolbox is not None
         self.images = DistinctImages(
             models=models,
             processor=self.processing_class,
             device=accelerator.device,
             config=args,
-            dataset=dataset,
-            draws=draws,
+            dataset=self.train_dataset,
+            draws=self.toolbox is not None,
         )
         self.methods = method_run(args)
         self.advantages = AdvantageComputer(
@@ -131,24 +136,22 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             extension.start(context, self.images)
         self.sampler: Sampler = TransformersSampler(self._turn)
         if self.use_vllm:
-            who = AsyncServerSampler if args.adora_rollouts.ahead else VLLMSampler
-            self.sampler = who(context, self.images, self.vllm_generation)
-        self.ratio, self.recorder = (
-            ImportanceRatio(context),
-            Recorder(context, decode if self.toolbox else None),
-        )
+            sampler_class = AsyncServerSampler if args.adora_rollouts.ahead else VLLMSampler
+            self.sampler = sampler_class(context, self.images, self.vllm_generation)
+        self.ratio = ImportanceRatio(context)
+        self.recorder = Recorder(context, decode if self.toolbox else None)
         notice = metrics.TieNotice(self.methods.judged_by, speaks=accelerator.is_main_process)
-        sent = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
-        noted = MetricsLogger(
+        bytes_sent = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
+        logger = MetricsLogger(
             context=context,
             recorder=self.recorder,
             figures=self._metrics,
             table=self._logs,
             functions=self.reward_func_names,
             notice=notice,
-            bytes_sent=sent,
+            bytes_sent=bytes_sent,
         )
-        judge = BatchBuilder(
+        builder = BatchBuilder(
             context=context,
             images=self.images,
             processor=self.processing_class,
@@ -159,33 +162,14 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             score=self._score,
             advantages=self.advantages,
             drift_guard=self.drift_guard,
-            watcher=noted,
+            watcher=logger,
             phase=self.clock.phase,
             scored=self.sampler.scores,
             multiple=self.pad_to_multiple_of,
             tools=self.toolbox is not None,
             other_images=any(extension.changes_images for extension in self.extensions),
         )
-        drift = partial(drift_measured, self, self.drift_guard.check)
-        ahead = partial(
-            PoolAhead,
-            drift=drift,  # the loader's order is there once the training has begun
-            next_rows=lambda numbers, far: self._distinct_rows.rows_after(
-                numbers, self._row_order, far
-            ),
-        )
-        self.pool = (ahead if args.adora_rollouts.ahead else Pool)(
-            context,
-            self.images,
-            self.sampler,
-            judge,
-            GenerationGuard(context, control_tokens(self.processing_class)),
-            self.extensions,
-            self.clock.phase,
-            self.train_dataset,
-            self._turns(),
-            self.run.tools.environments,
-        )
+        self.pool = self._pool(context, builder)
         self._generation: Generation | None = None  # the one that is being learned from
         self._collecting: Generation | None = None  # the one that is being sampled and graded
         self.log_multimodal = trackers.logs_images(args)
@@ -195,8 +179,38 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             )
         self._add_callbacks(context, args)
 
-    def _turns(self) -> ToolLoop | None:
-        """How calls are answered; None without tools."""
+    def _pool(self, context: StepContext, builder: BatchBuilder) -> Pool:
+        """The pool that fills generations, with servers that sample ahead where the run asks."""
+        pool_class: Callable[..., Pool] = Pool
+        if self.args.adora_rollouts.ahead:
+            pool_class = partial(
+                PoolAhead,
+                next_rows=self._rows_after,
+                request_drift=partial(drift_measured, self, self.drift_guard.check),
+            )
+        return pool_class(
+            context=context,
+            images=self.images,
+            sampler=self.sampler,
+            builder=builder,
+            guard=GenerationGuard(context, control_tokens(self.processing_class)),
+            extensions=self.extensions,
+            phase=self.clock.phase,
+            dataset=self.train_dataset,
+            tool_loop=self._tool_loop(),
+            environments=self.run.tools.environments,
+        )
+
+    def _rows_after(self, row_numbers: list[int], distance: int) -> list[Row]:
+        """The rows of the generation `distance` after the one whose rows have these numbers.
+
+        The loader's order exists once the training has begun.
+        """
+        rows: list[Row] = self._distinct_rows.rows_after(row_numbers, self._row_order, distance)
+        return rows
+
+    def _tool_loop(self) -> ToolLoop | None:
+        """What answers the policy's calls; None without tools."""
         options = self.args.adora_tool_options
         toolbox = self.toolbox
         if toolbox is None:
@@ -207,14 +221,17 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             processor=self.processing_class,
             template=self.args.chat_template_kwargs or {},
             tokens_of=self.images.tokens_of,
-            most=self.args.max_tool_calling_iterations,
+            max_answers=self.args.max_tool_calling_iterations,
             decode=decode,
-            tokens=options.turn_tokens,
-            room=self.args.vllm_max_model_length,
+            turn_tokens=options.turn_tokens,
+            context_length=self.args.vllm_max_model_length,
         )
 
     def _add_callbacks(self, context: StepContext, args: AdoraGRPOConfig) -> None:
-        """Ours, in the order in which they act at a step; Transformers' own output goes."""
+        """Add our callbacks, in the order in which they act at a step.
+
+        Transformers' own output goes.
+        """
         for noisy in (ProgressCallback, PrinterCallback):
             self.remove_callback(noisy)
         deepspeed = (lambda: self.model_wrapped) if self.is_deepspeed_enabled else None

@@ -52,7 +52,7 @@ def build_trainer(run: ResolvedRun) -> AdoraGRPOTrainer:
         reward_funcs=list(run.rewards.functions),
         args=config,
         train_dataset=run.dataset,
-        peft_config=run.asked.model.peft_config,
+        peft_config=run.request.model.peft_config,
         run=run,
     )
 
@@ -63,10 +63,10 @@ def load(run: ResolvedRun, log: Path) -> AdoraGRPOTrainer:
     Raises `UserError` for `model_init_kwargs`, else `RunError`.
     """
     given = dict(run.config.model_init_kwargs or {})
-    if run.first:
+    if run.is_main_process:
         print(f"Loading model and engine; what the libraries say is in {log}", flush=True)
     try:
-        with StartupLog(log, first=run.first):
+        with StartupLog(log, first=run.is_main_process):
             return build_trainer(run)
     except (UserError, RunError, RolloutError):
         raise
@@ -176,7 +176,7 @@ def train(given: CliArgs) -> int:
     run = prepare(given)
     output_dir = Path(run.config.output_dir)
     if run.finished:
-        if run.first:
+        if run.is_main_process:
             copy_finished(run.finished, output_dir)
         return 0
     trainer = load(run, output_dir / STARTUP_LOG)

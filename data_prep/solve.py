@@ -187,12 +187,12 @@ def solved(
 ) -> Iterator[Solved]:
     """Solve forms one by one. `looks` and `repair`: what needs these counts as answered too."""
     for name, form in forms.items():
-        found = verdict(form)
-        is_seen = found.how == "looks" and looks
-        is_repaired = found.how in ("without a fact", "rounded") and repair
-        if found.value is not None and (is_seen or is_repaired):
-            found = replace(found, status="answered")
-        yield Solved(id=name, verdict=found, gold=golds.get(name))
+        result = verdict(form)
+        is_seen = result.how == "looks" and looks
+        is_repaired = result.how in ("without a fact", "rounded") and repair
+        if result.value is not None and (is_seen or is_repaired):
+            result = replace(result, status="answered")
+        yield Solved(id=name, verdict=result, gold=golds.get(name))
 
 
 def table_of(problems: Sequence[Solved], *, labelled: bool) -> str:
@@ -345,26 +345,26 @@ def _said(problem: Solved, form: Form) -> str:
     from adora_vl.geometry.shapes import terms_of
     from adora_vl.geometry.words import words_of
 
-    found = problem.verdict
+    result = problem.verdict
     asked = next(
         (words_of(term.arguments[0]) for term in terms_of(form.question) if term.head == "Find"),
         "the goal",
     )
-    if found.value is None:
-        return f"{found.status}: {found.why}"
-    value = f"{found.value:.10g}"
-    short = f"{found.answer}" if found.answer is not None else f"{value} (no short form)"
-    if found.answer is not None and found.answer != value:
-        short = f"{found.answer} = {value}"
+    if result.value is None:
+        return f"{result.status}: {result.why}"
+    value = f"{result.value:.10g}"
+    short = f"{result.answer}" if result.answer is not None else f"{value} (no short form)"
+    if result.answer is not None and result.answer != value:
+        short = f"{result.answer} = {value}"
     return (
         f"{asked} = {short}   "
-        f"{'' if found.status == 'answered' else f'{found.status}: '}{found.why}"
+        f"{'' if result.status == 'answered' else f'{result.status}: '}{result.why}"
     )
 
 
-def _draw(found: Verdict, arguments: argparse.Namespace) -> None:
+def _draw(result: Verdict, arguments: argparse.Namespace) -> None:
     """Write the figure beside the text, or to `--picture`; say so where there is none."""
-    if found.figure is None:
+    if result.figure is None:
         if arguments.picture is not None:
             print("no picture: there is no figure with places")
         return
@@ -374,8 +374,8 @@ def _draw(found: Verdict, arguments: argparse.Namespace) -> None:
     from data_prep.redraw import can_be_drawn, drawn
 
     place = arguments.picture or arguments.facts.with_suffix(".png")
-    points = {name: (x, -y) for name, (x, y) in found.figure.at.items()}
-    form = replace(found.figure.form, points=points)
+    points = {name: (x, -y) for name, (x, y) in result.figure.at.items()}
+    form = replace(result.figure.form, points=points)
     if not can_be_drawn(form):
         print("no picture: not all points of the facts have a place")
         return

@@ -38,7 +38,7 @@ from adora_vl.geometry.forms import Form, Term
 from adora_vl.geometry.measures import unit_of
 from adora_vl.geometry.primitives import read
 from adora_vl.geometry.shapes import UnreadError, terms_of
-from adora_vl.geometry.solve import Budget, Problem
+from adora_vl.geometry.solve import Budget, FigureProblem
 from adora_vl.geometry.verdict import EVALUATIONS, answer_of
 from adora_vl.utils.cli import MAX_SEED, optional, path, whole
 from adora_vl.utils.errors import UserError
@@ -176,7 +176,7 @@ def _variant(
     solved = solved_alike(form)
     if problem is None or solved is None or not shows_what_is_asked(form):
         return None
-    found, at = solved
+    result, at = solved
     turn = _turn_upright(figure, at)
     turned = {name: turn * complex(x, y) for name, (x, y) in at.items()}
     drawn_form = replace(
@@ -187,13 +187,13 @@ def _variant(
     picture = drawn_legibly(drawn_form)
     if picture is None:
         return None
-    problem, answer = with_rounding(problem, found)
-    assert found.figure is not None, "it is solved by its facts"
+    problem, answer = with_rounding(problem, result)
+    assert result.figure is not None, "it is solved by its facts"
     places = {
         name: (round(place.real, _DIGITS), round(place.imag, _DIGITS))
         for name, place in turned.items()
     }
-    stored = replace(found.figure, at=places, form=drawn_form)
+    stored = replace(result.figure, at=places, form=drawn_form)
     return RawProblem(
         id=row_id,
         split=split,
@@ -271,15 +271,20 @@ def solved_alike(form: Form) -> tuple[Verdict, Mapping[str, tuple[float, float]]
         return None
     if reading.goal is None or reading.assumed or reading.unread:
         return None
-    problem = Problem(reading)
-    found = outcome(problem, Budget(EVALUATIONS), starts=4)
-    if found.status != "answered" or found.solution is None or found.value is None or found.doubled:
+    problem = FigureProblem(reading)
+    result = outcome(problem, Budget(EVALUATIONS), starts=4)
+    if (
+        result.status != "answered"
+        or result.solution is None
+        or result.value is None
+        or result.doubled
+    ):
         return None
-    if found.solution.faults or found.value <= 0:
+    if result.solution.faults or result.value <= 0:
         return None
-    figure = figure_of(problem, found.solution, form)
-    value = float(f"{found.value:.10g}")
-    answer = answer_of(found.value, reading)
+    figure = figure_of(problem, result.solution, form)
+    value = float(f"{result.value:.10g}")
+    answer = answer_of(result.value, reading)
     solved = Verdict(status="answered", value=value, answer=answer, how="facts", figure=figure)
     return solved, figure.at
 

@@ -60,13 +60,7 @@ def picture_bytes(value: Any, files: FileRoot) -> bytes:
 
     Raises `PictureError`.
     """
-    if isinstance(value, dict):
-        inner = picture_of(value)
-        value = value.get("bytes") if value.get("bytes") is not None else inner
-        if isinstance(value, dict) and value.get("bytes") is not None:
-            value = value["bytes"]
-        elif isinstance(value, dict):
-            value = value.get("path")
+    value = _held(value)
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if not isinstance(value, str) or not value.strip():
@@ -96,6 +90,14 @@ def picture_bytes(value: Any, files: FileRoot) -> bytes:
         if is_picture(found := _of_base64(text, "")):
             return found
     return _of_file(text, files)
+
+
+def _held(value: Any) -> Any:
+    """The bytes, path or address in a struct, also one inside of another; else the value itself."""
+    for _ in range(2):
+        if isinstance(value, dict):
+            value = value["bytes"] if value.get("bytes") is not None else picture_of(value)
+    return value
 
 
 def listed_pictures(value: Any) -> list[Any]:

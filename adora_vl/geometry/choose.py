@@ -8,7 +8,15 @@ from typing import Literal
 
 import numpy as np
 
-from adora_vl.geometry.solve import TIGHT, Budget, Problem, Solution, is_collapsed, is_free, is_same
+from adora_vl.geometry.solve import (
+    TIGHT,
+    Budget,
+    FigureProblem,
+    Solution,
+    is_collapsed,
+    is_free,
+    is_same,
+)
 
 Status = Literal["answered", "open", "ambiguous", "conflict", "collapsed", "unread"]
 _ROUNDED = 0.01  # largest residual of a figure whose facts were rounded
@@ -40,20 +48,22 @@ class Outcome:
 
 
 def outcome(
-    problem: Problem, budget: Budget, *, starts: int | None = None, rounded: bool = False
+    problem: FigureProblem, budget: Budget, *, starts: int | None = None, rounded: bool = False
 ) -> Outcome:
     """Solve a problem. `rounded`: facts may be off by as much as a book rounds them."""
-    found = _outcome(problem, budget=budget, starts=starts, rounded=rounded)
-    if found.solution is None or found.status in ("conflict", "collapsed"):
-        return found
-    disordered = tuple(dict.fromkeys(problem.disordered(found.solution.v)))
+    result = _outcome(problem, budget=budget, starts=starts, rounded=rounded)
+    if result.solution is None or result.status in ("conflict", "collapsed"):
+        return result
+    disordered = tuple(dict.fromkeys(problem.disordered(result.solution.v)))
     if not disordered:
-        return found
-    value = found.value if found.status == "answered" else None
-    return replace(found, status="conflict", value=value, disordered=disordered)
+        return result
+    value = result.value if result.status == "answered" else None
+    return replace(result, status="conflict", value=value, disordered=disordered)
 
 
-def _outcome(problem: Problem, budget: Budget, *, starts: int | None, rounded: bool) -> Outcome:
+def _outcome(
+    problem: FigureProblem, budget: Budget, *, starts: int | None, rounded: bool
+) -> Outcome:
     loose = _ROUNDED if rounded else TIGHT
     solutions = problem.solutions(budget, starts, loose)
     if not solutions:
@@ -101,7 +111,7 @@ def _is_rival(solution: Solution, best: Solution, share: float) -> bool:
     return _unlikeness(solution)[0] < _NEARER * _unlikeness(best)[0] + _NEAR
 
 
-def _without_places(problem: Problem, alike: Sequence[Solution], budget: Budget) -> Outcome:
+def _without_places(problem: FigureProblem, alike: Sequence[Solution], budget: Budget) -> Outcome:
     """Where there is no picture to choose by, all figures have to agree."""
     best = min(alike, key=lambda solution: (solution.faults, solution.residual, solution.start))
     others = sorted(
@@ -126,7 +136,7 @@ def _without_places(problem: Problem, alike: Sequence[Solution], budget: Budget)
 
 
 def _at_free(
-    problem: Problem, best: Solution, alike: Sequence[Solution], budget: Budget
+    problem: FigureProblem, best: Solution, alike: Sequence[Solution], budget: Budget
 ) -> Outcome:
     """Where the goal seems free: open, but at a double root, where pushing the figure does not move
     the goal.

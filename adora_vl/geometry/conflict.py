@@ -12,7 +12,7 @@ from adora_vl.geometry.choose import Outcome, outcome
 from adora_vl.geometry.forms import Form, Term
 from adora_vl.geometry.measures import unit_of
 from adora_vl.geometry.primitives import Reading, read
-from adora_vl.geometry.solve import Budget, Problem, is_same
+from adora_vl.geometry.solve import Budget, FigureProblem, is_same
 
 _MOST_TRIED = 14  # facts of one kind that are left out one by one
 _STARTS = 4
@@ -26,7 +26,7 @@ class Repair:
 
     left_out: tuple[int, ...]
     outcome: Outcome
-    problem: Problem
+    problem: FigureProblem
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
         number for number in sorted(used - set(values)) if number < len(reading.drawing.facts)
     ]
     asked = [number for number in sorted(used) if number >= len(reading.drawing.facts)]
-    involved = _involved(Problem(reading), budget)
+    involved = _involved(FigureProblem(reading), budget)
     groups: list[list[tuple[int, ...]]] = [_other_kind(reading, values)]
     for numbers in (given, others, asked):
         likely = [number for number in numbers if number in involved]
@@ -78,7 +78,9 @@ def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
             assert first is not None
             agree = all(is_same(first, repair.outcome.value or 0.0, 1e-4) for repair in answered)
             chosen = answered[0] if agree else None
-    single = tuple(repair.left_out[0] for repair in repairs if len(repair.left_out) == 1)
+    single = tuple(
+        dict.fromkeys(repair.left_out[0] for repair in repairs if len(repair.left_out) == 1)
+    )
     named = single or tuple(number for number in involved if number < len(terms))
     return Conflict(facts=named[:_MOST_NAMED], repairs=tuple(repairs), repair=chosen)
 
@@ -120,14 +122,14 @@ def _repaired(form: Form, left_out: Iterable[int], budget: Budget) -> Repair | N
     reading = read(form, without=numbers)
     if reading.goal is None:
         return None
-    problem = Problem(reading)
-    found = outcome(problem, budget, starts=_STARTS)
-    if found.solution is None or found.solution.faults:
+    problem = FigureProblem(reading)
+    result = outcome(problem, budget, starts=_STARTS)
+    if result.solution is None or result.solution.faults:
         return None
-    return Repair(left_out=numbers, outcome=found, problem=problem)
+    return Repair(left_out=numbers, outcome=result, problem=problem)
 
 
-def _involved(problem: Problem, budget: Budget) -> list[int]:
+def _involved(problem: FigureProblem, budget: Budget) -> list[int]:
     """The facts that a figure misses which misses all of them together as little as it can; the
     worst missed first.
     """

@@ -11,7 +11,7 @@ from typing import Literal
 from adora_vl.geometry.choose import Status
 from adora_vl.geometry.forms import Form, Point, form_of, record_of
 from adora_vl.geometry.primitives import read
-from adora_vl.geometry.solve import Problem, Solution
+from adora_vl.geometry.solve import FigureProblem, Solution
 
 How = Literal["facts", "angles", "looks", "without a fact", "rounded", ""]
 _DIGITS = 9  # of the figure's size, that a stored place has
@@ -62,7 +62,7 @@ class Verdict:
 
 
 def figure_of(
-    problem: Problem,
+    problem: FigureProblem,
     solution: Solution,
     form: Form,
     assumed: tuple[str, ...] = (),
@@ -86,7 +86,7 @@ def figure_of(
     return Figure(at=at, values=rounded, form=form, assumed=assumed, left_out=left_out)
 
 
-def _turn_to_picture(problem: Problem, places: Mapping[str, complex]) -> complex:
+def _turn_to_picture(problem: FigureProblem, places: Mapping[str, complex]) -> complex:
     """The turn that lays the figure as the picture lies."""
     names = [name for name in problem.places if name in places]
     if len(names) < 2:
@@ -140,7 +140,7 @@ def residual_of(figure: Figure) -> float:
     radians.
     """
     reading = read(figure.form, without_words=figure.left_out)
-    problem = Problem(reading)
+    problem = FigureProblem(reading)
     v = problem.start(0)
     for name, (x, y) in figure.at.items():
         if name in problem.system.position:

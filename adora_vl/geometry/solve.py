@@ -80,7 +80,7 @@ class Solution:
     start: int
 
 
-class Problem:
+class FigureProblem:
     """The relations of a reading, as a system with starts from the picture, and the kind of figure
     that is meant.
     """
@@ -165,7 +165,7 @@ class Problem:
             if number == 0:
                 v[i] = 10.0
             elif number == 1:
-                v[i] = 5.0
+                v[i] = 1.0
             if name.startswith("angle "):
                 v[i] = 60.0
             circle = radii.get(name)

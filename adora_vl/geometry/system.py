@@ -251,7 +251,9 @@ class System:
                 slope[2 * corner] += factor * (y[behind] - y[before])
                 slope[2 * corner + 1] += factor * (x[before] - x[behind])
             return factor * doubled, slope
-        point, start, end = (self.position[name] for name in (atom.point, atom.start, atom.end))
+        point = self.position[atom.point]
+        start = self.position[atom.start]
+        end = self.position[atom.end]
         way = places[end] - places[start]
         to_point = places[point] - places[start]
         length = math.sqrt(float(way @ way) + _TINY)

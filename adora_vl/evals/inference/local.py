@@ -67,26 +67,26 @@ class Conversations:
         """
         chat = self.chat
         turns = self.turns
-        turn = turns.tokens if turns else None
+        turn = turns.turn_tokens if turns else None
         prompts = [chat.ids_of(request.messages, request.images) for request in requests]
         faults = [chat.overlong(ids, chat.context) for ids in prompts]
 
         def room(number: int, rollout: Rollout) -> int:
             remaining = min(self.longest, chat.context - len(prompts[number])) - len(rollout.tokens)
-            return min(remaining, turn - len(rollout.turn)) if turn else remaining
+            return min(remaining, turn - len(rollout.last_turn_tokens)) if turn else remaining
 
         def request_for(number: int, rollout: Rollout) -> SamplingRequest:
             seed = requests[number].seed
-            spans = len(rollout.spans)
+            spans = len(rollout.segments)
             if spans:  # a turn after the first has a seed of its own
                 seed = rollout_seed(seed, position=f"segment-{spans}", group=0, member=0)
             images = [*requests[number].images, *(picture.image for picture in rollout.pictures)]
             return SamplingRequest(
-                ids=[*prompts[number], *rollout.tokens],
+                prompt_ids=[*prompts[number], *rollout.tokens],
                 images=images,
-                together=number,
+                group=number,
                 seed=seed,
-                limit=room(number, rollout),
+                max_tokens=room(number, rollout),
             )
 
         def ask(going: dict[int, Rollout]) -> dict[int, Rollout]:
@@ -94,11 +94,11 @@ class Conversations:
             return {
                 number: append_result(
                     rollout,
-                    ask=request,
-                    answer=answer,
-                    longest=self.longest,
-                    turn=turn,
-                    ended=self._ended,
+                    request=request,
+                    result=answer,
+                    max_length=self.longest,
+                    max_turn=turn,
+                    has_ended=self._ended,
                 )
                 for (number, rollout), request, answer in zip(
                     going.items(), asks, self.sample(asks), strict=True
@@ -111,14 +111,16 @@ class Conversations:
             seed = str(requests[number].seed)
             if turns is None:
                 return rollout
-            return turns(rollout, images, prompt=length, longest=self.longest, step=0, seed=seed)
+            return turns(
+                rollout, images, prompt_length=length, max_length=self.longest, step=0, seed=seed
+            )
 
         begun = {number: Rollout() for number, fault in enumerate(faults) if fault is None}
         conversations = run_turns(
             begun,
-            ask=ask,
-            answered=answered,
-            may_go_on=lambda number, rollout: room(number, rollout) > 0,
+            sample=ask,
+            answer_calls=answered,
+            has_room=lambda number, rollout: room(number, rollout) > 0,
             any_rank=self._any_rank if turns else bool,
         )
         return [
@@ -131,11 +133,11 @@ class Conversations:
         by_calls = rollout.ended == "stop" or bool(rollout.calls and rollout.ended)
         names = ("name", "arguments", "text", "failed")
         calls = [{name: getattr(call, name) for name in names} for call in rollout.calls]
-        turn = rollout.turn
+        turn = rollout.last_turn_tokens
         before = rollout.tokens[: len(rollout.tokens) - len(turn)]
         return Reply(
             self.chat.decode(turn),
-            n_tokens=len(rollout.said),
+            n_tokens=len(rollout.policy_tokens),
             finish_reason=rollout.ended if by_calls else "length",
             n_prompt_tokens=len(prompt),
             calls=tuple(calls) if self.turns else None,
@@ -257,14 +259,16 @@ class TransformersEngine(_Local):
         if not asks:
             return []
         inputs = self.chat.inputs(
-            [ask.ids for ask in asks], [image for ask in asks for image in ask.images]
+            [ask.prompt_ids for ask in asks], [image for ask in asks for image in ask.images]
         )
         torch.manual_seed(asks[0].seed or 0)
         with torch.inference_mode():
-            longest = max(ask.limit or self.longest for ask in asks)
+            longest = max(ask.max_tokens or self.longest for ask in asks)
             sequences_BT = self._model.generate(**inputs.to(self._device), max_new_tokens=longest)
         completions = sequences_BT[:, inputs["input_ids"].shape[1] :].tolist()
-        return [self._answer(ids[: ask.limit]) for ids, ask in zip(completions, asks, strict=True)]
+        return [
+            self._answer(ids[: ask.max_tokens]) for ids, ask in zip(completions, asks, strict=True)
+        ]
 
     def _answer(self, ids: list[int]) -> SamplingResult:
         """The tokens up to the first end token and with it.
