@@ -45,10 +45,10 @@ class GraderOptions(ScoreOptions):
 
 
 def answer_form(answer: str, choices: Sequence[str] | None = None) -> str:
-    r"""How the reference answer is written: `letter`, `radical`, `pi`, `fraction`, `integer`,
-    `decimal` or `other`.
+    r"""The form in which a reference answer is written.
 
-    One with several of them counts as the first in this order: `2 \sqrt { 3 } \pi` is a radical.
+    It is `letter`, `radical`, `pi`, `fraction`, `integer`, `decimal` or `other`. An answer with
+    several of them has the first in this order: `2 \sqrt { 3 } \pi` is a radical.
     """
     text = "".join(answer.split())
     if choices and re.fullmatch(r"\(?[A-Z]\)?", text):
@@ -56,7 +56,8 @@ def answer_form(answer: str, choices: Sequence[str] | None = None) -> str:
     return next((name for name, pattern in _FORMS if pattern.search(text)), "other")
 
 
-# of `meta`; what the warm start of the tiny model learns from
+# The fields of `meta` from which the warm start of the tiny model learns; a prediction leaves them
+# out.
 _TRAINING_TEXTS = (
     "solution",
     "slip",

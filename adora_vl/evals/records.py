@@ -42,6 +42,7 @@ class Problem:
 
     @property
     def pid(self) -> str:
+        """The id of the problem, unique in its benchmark."""
         return str(self.fields["pid"])
 
 

@@ -195,7 +195,9 @@ class HasRules(Protocol):
     """Options that name a set of rules."""
 
     @property
-    def rules(self) -> str: ...
+    def rules(self) -> str:
+        """The name of the set."""
+        ...
 
 
 def rule_set(options: HasRules) -> dict[str, Any]:
@@ -416,9 +418,9 @@ def by_problem(items: Iterable[Graded]) -> dict[str, list[bool]]:
 
 
 def _samples(graded: Sequence[Graded]) -> dict[str, Any]:
-    """avg@k, and pass@j for j in 1, 2, 4 ... k, with intervals over problems.
+    """The figures avg@k, and pass@j for j in 1, 2, 4 ... k, with intervals over problems.
 
-    Nothing if each has one answer.
+    There are none if each problem has one answer.
     """
     problems = list(by_problem(graded).values())
     k = max(map(len, problems))
