@@ -128,9 +128,9 @@ class Deduplicator:
     It remembers hashes and not rows, so that memory does not grow with the pictures.
     """
 
-    def __init__(self, quarantine: Quarantine, seen: SeenRows, *, keep_leaks: bool) -> None:
+    def __init__(self, quarantine: Quarantine, seen_rows: SeenRows, *, keep_leaks: bool) -> None:
         self.quarantine = quarantine
-        self.seen = seen
+        self.seen_rows = seen_rows
         self._keep_leaks = keep_leaks
         self._index = LeakIndex()
         # The record of leaks in the manifest.
@@ -157,7 +157,7 @@ class Deduplicator:
             for name, example in result.notes.items():
                 self._note(name, example)
             answered = Answered(row["id"], row["answer"], result.origin)
-            if self.seen.add(
+            if self.seen_rows.add(
                 split, result.fingerprint.question, result.fingerprint.pictures, answered
             ):
                 self._note("repeats", row["id"])
@@ -169,7 +169,7 @@ class Deduplicator:
         A row is dropped where an earlier row has its id, and a training row where it is a leak. A
         leak between two held-out splits is counted alone.
         """
-        if not self.seen.is_new(cleaned.row["id"]):
+        if not self.seen_rows.is_new(cleaned.row["id"]):
             return cleaned.refuse(
                 "duplicate_id", "another row has this id", "give every row an id of its own"
             )
@@ -336,9 +336,9 @@ def prepare(
     description, splits = begin()
     work = partial(clean_one, limits=limits, near=len(splits) > 1)
     output_folder = complete_or_absent(output, description, overwrite=overwrite)
-    with output_folder as folder, SeenRows(folder / "seen.sqlite") as seen:
+    with output_folder as folder, SeenRows(folder / "seen.sqlite") as seen_rows:
         quarantine = Quarantine(folder)
-        deduplicator = Deduplicator(quarantine, seen, keep_leaks=options.keep_leaks)
+        deduplicator = Deduplicator(quarantine, seen_rows, keep_leaks=options.keep_leaks)
         with ordered_map(workers) as mapped:
             counts = {}
             for split in sorted(splits, key=lambda split: split not in HELD_OUT):
@@ -348,7 +348,7 @@ def prepare(
                 ) as bar:
                     rows = deduplicator.rows_to_store(split, bar)
                     counts[split] = write_split(rows, folder=folder, split=split, features=features)
-                contradicting = seen.contradicting(split)
+                contradicting = seen_rows.contradicting(split)
                 if contradicting:
                     counts[split] = leave_out(
                         folder,
@@ -369,10 +369,10 @@ def prepare(
         except UserError:
             _write_report(report, quarantine, description)
             raise
-        sharing, example = seen.shared_pictures()
+        sharing, example = seen_rows.shared_pictures()
         if sharing:
             deduplicator.notes["one_picture"] = {"rows": sharing, "example": example}
-        seen.close()
+        seen_rows.close()
         manifest = write_manifest(
             folder,
             description,

@@ -161,13 +161,13 @@ def _check_table(file: Path, source: Path, root: Path) -> None:
     """
     ending = file.suffix.lower()
     if ending not in ENDINGS:
-        known = ", ".join(ENDINGS)
+        endings = ", ".join(ENDINGS)
         remedy = ""
         if ending in (".xls", ".xlsb", ".ods"):
             remedy = "; save it as .xlsx or CSV UTF-8"
         raise UserError(
             f"input: {str(source)!r} is none of the known tables; give a file with one of "
-            f"{known}{remedy}"
+            f"{endings}{remedy}"
         )
     if source.is_dir() and not file.resolve().is_relative_to(root):
         raise UserError(
@@ -321,9 +321,9 @@ def _tables(folder: Path) -> dict[str, list[Path]]:
                 f"input: {names} are both the split {split!r} in {str(folder)!r}; keep one of them"
             )
     if not tables:
-        known = ", ".join(ENDINGS)
+        endings = ", ".join(ENDINGS)
         raise UserError(
-            f"input: {str(folder)!r} has no table ({known}), such as metadata.csv; put one into it"
+            f"input: {str(folder)!r} has no table ({endings}), such as metadata.csv; put one into it"
         )
     return tables
 
