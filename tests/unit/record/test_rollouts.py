@@ -71,7 +71,7 @@ def test_rewards_and_drift_of_a_rollout_by_hand():
 
 
 def test_the_text_of_a_message_in_every_form():
-    parts_of = [{"type": "image"}, {"type": "text", "text": "b"}]
+    parts_of: Any = [{"type": "image"}, {"type": "text", "text": "b"}]
     forms: list[Any] = [
         "a",
         [{"role": "user", "content": "a"}],
