@@ -205,7 +205,7 @@ class SamplerEngine(Conversations):
             ended=lambda ids: not ids or ids[-1] in trainer.eos_token_ids,
             any_rank=trainer.pool.on_any_rank,
         )
-        self.turns = trainer.pool.turns
+        self.turns = trainer.pool.tool_loop
 
 
 class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy

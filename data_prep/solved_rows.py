@@ -71,27 +71,27 @@ def solved_problems(
     ordered = sorted(chosen.items(), key=lambda item: (len(item[0]), item[0]))
     for name, form in tqdm(ordered, desc="solve", unit="form", disable=None):
         text = texts[name] if texts is not None else _text_of(name, form)
-        found = verdict(form, looks=False, repair=False)
-        if found.status != "answered":
-            left_out[f"are {found.status}"] += 1
+        result = verdict(form, looks=False, repair=False)
+        if result.status != "answered":
+            left_out[f"are {result.status}"] += 1
             continue
-        if text is None or not can_be_drawn(drawable(form, found)):
+        if text is None or not can_be_drawn(drawable(form, result)):
             left_out["cannot be put into words or drawn"] += 1
             continue
         if not shows_what_is_asked(form):
             left_out["ask for a point that the picture does not have"] += 1
             continue
-        reads.setdefault(text.split, []).append(partial(_row, name, form, text, found))
+        reads.setdefault(text.split, []).append(partial(_row, name, form, text, result))
     for reason, count in sorted(left_out.items()):
         print(f"{amount(count, 'problem')} left out: they {reason}")
     return {split: SplitReads(partial(iter, rows), len(rows)) for split, rows in reads.items()}
 
 
-def drawable(form: Form, found: Verdict) -> Form:
+def drawable(form: Form, result: Verdict) -> Form:
     """The form with its own places; with those of its figure where some point of it has none."""
-    if can_be_drawn(form) or found.figure is None:
+    if can_be_drawn(form) or result.figure is None:
         return form
-    return replace(form, points={name: (x, -y) for name, (x, y) in found.figure.at.items()})
+    return replace(form, points={name: (x, -y) for name, (x, y) in result.figure.at.items()})
 
 
 def shows_what_is_asked(form: Form) -> bool:
@@ -100,8 +100,8 @@ def shows_what_is_asked(form: Form) -> bool:
     drawn_points |= {
         name for (centre, _), points in form.rounds.items() for name in (centre, *points)
     }
-    asked = {name for term in terms_of(form.question) for name in points_of(term)}
-    return asked <= drawn_points
+    question_points = {name for term in terms_of(form.question) for name in points_of(term)}
+    return question_points <= drawn_points
 
 
 def _text_of(name: str, form: Form) -> Text | None:
@@ -112,13 +112,13 @@ def _text_of(name: str, form: Form) -> Text | None:
     return Text(split="test" if is_test else "train", problem=problem, answer="")
 
 
-def _row(name: str, form: Form, text: Text, found: Verdict) -> RawProblem:
+def _row(name: str, form: Form, text: Text, result: Verdict) -> RawProblem:
     """One row, with the picture redrawn.
 
     Raises `RowError` where its label is another than the facts give.
     """
-    assert found.value is not None, "it is answered"
-    problem, answer = with_rounding(text.problem, found)
+    assert result.value is not None, "it is answered"
+    problem, answer = with_rounding(text.problem, result)
     row_id = f"geometry3k/{text.split}/{name}"
     facts = facts_in_words(form, problem)
     raw = RawProblem(
@@ -126,27 +126,27 @@ def _row(name: str, form: Form, text: Text, found: Verdict) -> RawProblem:
         split=text.split,
         source=SOLVED,
         origin=f"problem {name}",
-        images=(png_bytes(drawn(drawable(form, found))),),
+        images=(png_bytes(drawn(drawable(form, result))),),
         problem=problem,
         answer=answer if not text.answer else text.answer,
         extras={
             "facts": facts,
-            "figure": written(found.figure) if found.figure is not None else None,
+            "figure": written(result.figure) if result.figure is not None else None,
         },
         notes={} if facts else {"no_facts": row_id},
     )
     label = number_of(text.answer) if text.answer else None
-    if label is not None and abs(label - found.value) > max(_ROUNDED, _ROUNDED_SHARE * abs(label)):
+    if label is not None and abs(label - result.value) > max(_ROUNDED, _ROUNDED_SHARE * abs(label)):
         wrong = f"the label is {text.answer!r:.60}, and the facts of its diagram give {answer}"
         raise raw.refuse("other_answer", wrong, "correct the label or the facts of")
     return raw
 
 
-def with_rounding(problem: str, found: Verdict) -> tuple[str, str]:
+def with_rounding(problem: str, result: Verdict) -> tuple[str, str]:
     """The problem and its answer; one without a short form is rounded, and the problem says so."""
-    assert found.value is not None, "it is answered"
-    if found.answer is not None:
-        return problem, found.answer
+    assert result.value is not None, "it is answered"
+    if result.answer is not None:
+        return problem, result.answer
     return (problem if "ound to the nearest" in problem else f"{problem} {ROUND}"), rounded(
-        found.value, 2
+        result.value, 2
     )

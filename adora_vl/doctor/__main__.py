@@ -134,7 +134,7 @@ def paper_checks(run: ResolvedRun) -> list[Check]:
     rows = [without_images[number] for number in range(min(ROWS, len(run.dataset)))]
     checks = [check_golds(rows, rounding=rounds(script.adora_reward))]
     # Functions of the user's were tried already, and their sums may mean something else.
-    if is_healthy(checks) and not run.rewards.own:
+    if is_healthy(checks) and not run.rewards.user_functions:
         checks.append(
             check_rewards(
                 rows,

@@ -18,7 +18,7 @@ from adora_vl.geometry.figure import Verdict, figure_of
 from adora_vl.geometry.forms import Form
 from adora_vl.geometry.primitives import Reading, read
 from adora_vl.geometry.shapes import UnreadError, terms_of
-from adora_vl.geometry.solve import Budget, Problem
+from adora_vl.geometry.solve import Budget, FigureProblem
 from adora_vl.geometry.words import words_of
 
 MAX_POINTS = 60
@@ -46,10 +46,10 @@ def verdict(form: Form, *, looks: bool = True, repair: bool = True) -> Verdict:
         return Verdict(status="unread", why=fault)
     # far from a figure numbers overflow, and such steps are not taken
     with np.errstate(all="ignore"):
-        found = _verdict(form, looks=looks, repair=repair)
-    if not found.unread:
-        return found
-    return replace(found, why=f"{found.why}; not read: {found.unread[0]}")
+        result = _verdict(form, looks=looks, repair=repair)
+    if not result.unread:
+        return result
+    return replace(result, why=f"{result.why}; not read: {result.unread[0]}")
 
 
 def _verdict(form: Form, *, looks: bool, repair: bool) -> Verdict:
@@ -90,28 +90,28 @@ def unread_of(form: Form, reading: Reading) -> Iterator[str]:
 
 def _solved(form: Form, reading: Reading, *, looks: bool, repair: bool) -> Verdict:
     budget = Budget(EVALUATIONS)
-    problem = Problem(reading)
-    found = outcome(problem, budget)
-    if found.status == "answered" and not reading.assumed:
-        return _answered(form, problem, found)
+    problem = FigureProblem(reading)
+    result = outcome(problem, budget)
+    if result.status == "answered" and not reading.assumed:
+        return _answered(form, problem, result)
     by_angles = _by_angles(reading)
-    if by_angles is not None and found.status in ("open", "conflict", "collapsed", "ambiguous"):
+    if by_angles is not None and result.status in ("open", "conflict", "collapsed", "ambiguous"):
         return by_angles
-    if found.status == "answered":
-        return _seen(form, problem, found)
-    if found.status == "open":
+    if result.status == "answered":
+        return _seen(form, problem, result)
+    if result.status == "open":
         return (
-            _with_looks(form, problem=problem, found=found, budget=budget)
+            _with_looks(form, problem=problem, result=result, budget=budget)
             if looks
-            else _open(form, problem, found)
+            else _open(form, problem, result)
         )
-    if found.status == "ambiguous":
-        return _ambiguous(form, problem, found)
-    if found.disordered:
-        return _out_of_order(problem, found)
+    if result.status == "ambiguous":
+        return _ambiguous(form, problem, result)
+    if result.disordered:
+        return _out_of_order(problem, result)
     if not repair:
-        return Verdict(status=found.status, why=_no_figure(found, None, reading))
-    return _repaired(form, problem, found, budget)
+        return Verdict(status=result.status, why=_no_figure(result, None, reading))
+    return _repaired(form, problem, result, budget)
 
 
 def too_large(form: Form) -> str:
@@ -145,13 +145,13 @@ def _plain(value: float) -> float:
     return float(f"{value:.10g}")
 
 
-def _answered(form: Form, problem: Problem, found: Outcome) -> Verdict:
-    assert found.value is not None and found.solution is not None, "an answer has a figure"
-    value = _plain(found.value)
-    answer = answer_of(found.value, problem.reading)
-    is_doubled = found.doubled or found.solution.flattest < _FLAT
+def _answered(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
+    assert result.value is not None and result.solution is not None, "an answer has a figure"
+    value = _plain(result.value)
+    answer = answer_of(result.value, problem.reading)
+    is_doubled = result.doubled or result.solution.flattest < _FLAT
     if answer is None and is_doubled:
-        answer = answer_of(found.value, problem.reading, share=_DOUBLE_ROOT)
+        answer = answer_of(result.value, problem.reading, share=_DOUBLE_ROOT)
     if is_doubled and answer is not None and re.fullmatch(r"-?\d+", answer):
         value = float(answer)
     return Verdict(
@@ -159,7 +159,7 @@ def _answered(form: Form, problem: Problem, found: Outcome) -> Verdict:
         value=value,
         answer=answer,
         how="facts",
-        figure=figure_of(problem, found.solution, form),
+        figure=figure_of(problem, result.solution, form),
         why="determined by the facts",
     )
 
@@ -180,22 +180,22 @@ def _by_angles(reading: Reading) -> Verdict | None:
     )
 
 
-def _seen(form: Form, problem: Problem, found: Outcome) -> Verdict:
+def _seen(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
     """An answer that needs what only the picture shows."""
-    assert found.value is not None and found.solution is not None, "an answer has a figure"
+    assert result.value is not None and result.solution is not None, "an answer has a figure"
     assumed = tuple(dict.fromkeys(problem.reading.assumed))
     return Verdict(
         status="open",
-        value=_plain(found.value),
-        answer=answer_of(found.value, problem.reading),
+        value=_plain(result.value),
+        answer=answer_of(result.value, problem.reading),
         how="looks",
-        figure=figure_of(problem, solution=found.solution, form=form, assumed=assumed),
+        figure=figure_of(problem, solution=result.solution, form=form, assumed=assumed),
         assumed=assumed,
         why=f"not determined by the facts; as the picture looks, {_listed(assumed)}",
     )
 
 
-def _with_looks(form: Form, problem: Problem, found: Outcome, budget: Budget) -> Verdict:
+def _with_looks(form: Form, problem: FigureProblem, result: Outcome, budget: Budget) -> Verdict:
     """Where the facts leave the goal open: what the picture shows beside them, first tangents, then
     everything.
     """
@@ -203,15 +203,19 @@ def _with_looks(form: Form, problem: Problem, found: Outcome, budget: Budget) ->
         reading = read(form, looks=level)
         if reading.goal is None or len(reading.assumed) == len(problem.reading.assumed):
             continue
-        trial = Problem(reading)
-        seen = outcome(trial, budget)
-        if seen.status == "answered" and seen.solution is not None and seen.solution.faults == 0:
-            return _seen(form, trial, seen)
-    return _open(form, problem, found)
+        trial = FigureProblem(reading)
+        trial_outcome = outcome(trial, budget)
+        if (
+            trial_outcome.status == "answered"
+            and trial_outcome.solution is not None
+            and trial_outcome.solution.faults == 0
+        ):
+            return _seen(form, trial, trial_outcome)
+    return _open(form, problem, result)
 
 
-def _open(form: Form, problem: Problem, found: Outcome) -> Verdict:
-    values = [value for value in (found.value, *found.others) if value is not None]
+def _open(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
+    values = [value for value in (result.value, *result.rival_values) if value is not None]
     examples = " or ".join(f"{value:.4g}" for value in values[:2])
     return Verdict(
         status="open",
@@ -219,8 +223,8 @@ def _open(form: Form, problem: Problem, found: Outcome) -> Verdict:
     )
 
 
-def _ambiguous(form: Form, problem: Problem, found: Outcome) -> Verdict:
-    values = [value for value in (found.value, *found.others) if value is not None]
+def _ambiguous(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
+    values = [value for value in (result.value, *result.rival_values) if value is not None]
     examples = " and ".join(f"{value:.6g}" for value in values[:2])
     if len(values) < 2:
         why = (
@@ -231,29 +235,29 @@ def _ambiguous(form: Form, problem: Problem, found: Outcome) -> Verdict:
     return Verdict(status="ambiguous", why=f"two figures fit, with {examples}")
 
 
-def _out_of_order(problem: Problem, found: Outcome) -> Verdict:
+def _out_of_order(problem: FigureProblem, result: Outcome) -> Verdict:
     """Where figures fit only with the points of a line in another order than facts or picture have
     them.
     """
-    lines = tuple(f"{line} in this order" for line in found.disordered)
+    lines = tuple(f"{line} in this order" for line in result.disordered)
     why = f"no figure: the other facts contradict {_listed(lines)} on one line"
-    if found.value is None:
+    if result.value is None:
         return Verdict(status="conflict", why=why)
     return Verdict(
         status="conflict",
-        value=_plain(found.value),
-        answer=answer_of(found.value, problem.reading),
+        value=_plain(result.value),
+        answer=answer_of(result.value, problem.reading),
         how="without a fact",
         left_out=lines,
-        why=f"{why}; in another order {_goal_words(problem.reading)} is {found.value:.6g}",
+        why=f"{why}; in another order {_goal_words(problem.reading)} is {result.value:.6g}",
     )
 
 
-def _repaired(form: Form, problem: Problem, found: Outcome, budget: Budget) -> Verdict:
+def _repaired(form: Form, problem: FigureProblem, result: Outcome, budget: Budget) -> Verdict:
     reading = problem.reading
     clash = conflict_of(form, reading, Budget(REPAIR_EVALUATIONS))
-    why = _no_figure(found, clash, reading)
-    status: Status = "conflict" if found.status == "conflict" or clash.repairs else "collapsed"
+    why = _no_figure(result, clash, reading)
+    status: Status = "conflict" if result.status == "conflict" or clash.repairs else "collapsed"
     terms = reading.drawing.terms
     if clash.repair is not None:
         repair = clash.repair
@@ -282,9 +286,11 @@ def _repaired(form: Form, problem: Problem, found: Outcome, budget: Budget) -> V
     return Verdict(status=status, why=why)
 
 
-def _no_figure(found: Outcome, clash: Conflict | None, reading: Reading) -> str:
+def _no_figure(result: Outcome, clash: Conflict | None, reading: Reading) -> str:
     kind = (
-        "no figure" if found.status == "conflict" else "no figure without points that fall together"
+        "no figure"
+        if result.status == "conflict"
+        else "no figure without points that fall together"
     )
     if clash is None or not clash.facts:
         return f"{kind} fulfils all facts"

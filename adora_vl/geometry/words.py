@@ -38,6 +38,8 @@ def words_of(term: Term) -> str:
     """A term in words; what has no words of its own stands as it is written."""
     if not term.arguments:
         return term.head
+    if term.head == "Find":
+        return "what the question says of its shape"
     parts = [words_of(argument) for argument in term.arguments]
     joined = "".join(name for name in term.names if not name.startswith("radius"))
     if term.head in ("Line", "Point"):

@@ -185,7 +185,10 @@ def rewards_from_python(reward_funcs: object, output_dir: Path) -> ChosenRewards
     pairs = zip(entries, functions, strict=True)
     tried = {entry for entry, function in pairs if _can_be_tried(function)}
     return ChosenRewards(
-        entries=tuple(entries), functions=tuple(functions), hashes=hashes, given=frozenset(tried)
+        entries=tuple(entries),
+        functions=tuple(functions),
+        hashes=hashes,
+        from_python=frozenset(tried),
     )
 
 

@@ -47,7 +47,7 @@ from adora_vl.rewards import try_rewards
 from adora_vl.rewards.choose import check_sums, choose_rewards
 from adora_vl.rollout.engine_settings import refuse_on_cpu
 from adora_vl.rollout.prompt_tokens import refuse_prefill
-from adora_vl.rollout.rollouts import RolloutGroup, graded, groups_of
+from adora_vl.rollout.rollouts import RolloutGroup, groups_of, row_for_rewards
 from adora_vl.tools.environments import Environments, environments_of
 from adora_vl.tools.room import Room, refuse_no_room
 from adora_vl.tools.run import Toolbox, choose_tools, view_of
@@ -156,7 +156,7 @@ def _add_environment_reward(run: ResolvedRun, environments: Environments) -> Non
         chosen,
         entries=(*chosen.entries, name),
         functions=(*chosen.functions, environments.reward()),
-        given=chosen.given | {name},
+        from_python=chosen.from_python | {name},
     )
 
 
@@ -490,13 +490,15 @@ def tries(run: ResolvedRun) -> None:
     groups = groups_of(repeated_rows, "try/0/0", 0, 0, group_size)
     if environments is not None:
         groups = environments.entered(groups, run.config.seed, anew=True)
-    graded_rows = [graded(group.row, rollout) for group in groups for rollout in group.rollouts]
+    graded_rows = [
+        row_for_rewards(group.row, rollout) for group in groups for rollout in group.rollouts
+    ]
     try_rewards(
         run.rewards,
         rows=graded_rows,
         timeout=run.config.adora_reward_timeout,
         state=TrainerState(),
-        asks=run.context.local,
+        calls_judge=run.context.local,
     )
     if run.toolbox is not None:
         run.notes += _unsteady(run.toolbox, groups)
@@ -506,7 +508,7 @@ def _first_rows(run: ResolvedRun) -> list[dict[str, Any]]:
     """The first two rows, where rewards or tools of the user's are tried; else none."""
     rows: list[dict[str, Any]] = []
     environments = run.tools.environments
-    if run.dataset is not None and (run.rewards.own or run.toolbox is not None):
+    if run.dataset is not None and (run.rewards.user_functions or run.toolbox is not None):
         if isinstance(run.dataset, Dataset):
             columns = [name for name in run.dataset.column_names if name != "prompt"]
             if environments:

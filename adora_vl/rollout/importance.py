@@ -121,14 +121,19 @@ _FIGURES: dict[str, Callable[[Sequence[float]], float]] = {
 
 
 def ratio_figures(ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor) -> Tensor:
-    """This rank's values of `_FIGURES`, (5,), over the tokens that have a log-probability of the
-    engine, or the rows all of whose tokens have one; 0 where there are none.
+    """This rank's values of `_FIGURES`, (5,); 0 where there is nothing to count.
+
+    Counted are the rows that have a log-probability of the engine for at least one token, with
+    all of their tokens; a token without one has the ratio 1, as in TRL.
 
     No mask is used as an index, for which the host would wait.
     """
-    scored_BC = ~sampling_BC.isnan()
-    counted_BC = mask_BC.bool() & scored_BC
-    counted_rows_B1 = (scored_BC | ~mask_BC.bool()).all(dim=1, keepdim=True)
+    answered_BC = mask_BC.bool()
+    scored_B1 = (answered_BC & ~sampling_BC.isnan()).any(dim=1, keepdim=True)
+    # The engine was asked for no token of an answer to other images than the policy's. A row
+    # without any token to learn from has the ratio 1 and counts, as in TRL.
+    counted_rows_B1 = scored_B1 | ~answered_BC.any(dim=1, keepdim=True)
+    counted_BC = answered_BC & counted_rows_B1
     gaps_BC = torch.where(counted_BC, (logps_BC - sampling_BC).abs(), torch.nan)
     seen = torch.where(counted_BC if ratio.size(1) > 1 else counted_rows_B1, ratio, torch.nan)
     least = seen.nan_to_num(nan=torch.inf, posinf=torch.inf).amin()

@@ -25,7 +25,7 @@ from adora_vl.data.images import KeptImage
 from adora_vl.models.four_bit import FrozenBase
 from adora_vl.rollout.engine_logps import engine_logp
 from adora_vl.rollout.prompt_tokens import collapse_image_runs
-from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult, plan_requests
+from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult, merge_requests
 from adora_vl.utils import compat
 from adora_vl.utils.errors import UserError, in_one_line
 
@@ -135,7 +135,12 @@ def answer_of(rollout: Any, ask: SamplingRequest, read: Sequence[int], room: int
         logps = [engine_logp(by_token[token].logprob) for by_token, token in scored]
     full = len(read) + len(tokens) >= room
     reason = "stop" if rollout.finish_reason != "length" else "room" if full else "length"
-    return SamplingResult(tokens=tokens, logps=logps, reason=reason, read=list(read))  # type: ignore[arg-type]
+    return SamplingResult(
+        tokens=tokens,
+        logps=logps,
+        finish_reason=reason,  # type: ignore[arg-type]
+        prompt_ids_read=list(read),
+    )
 
 
 class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
@@ -197,17 +202,19 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         """
         given = dict(settings)
         # vLLM's greedy ones are alone
-        requests = plan_requests(asks) if given["temperature"] else [[ask] for ask in asks]
+        requests = merge_requests(asks) if given["temperature"] else [[ask] for ask in asks]
         if isinstance(given.get("structured_outputs"), dict):
             given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
         prompts, parameters = [], []
         for ask, *more in requests:
             ids = (
-                ask.ids if image_token_id is None else collapse_image_runs(ask.ids, image_token_id)
+                ask.prompt_ids
+                if image_token_id is None
+                else collapse_image_runs(ask.prompt_ids, image_token_id)
             )
             shown = {"multi_modal_data": {"image": ask.images}} if ask.images else {}
             prompts.append(with_known_images({"prompt_token_ids": ids, **shown}))
-            own = {"seed": ask.seed, "max_tokens": ask.limit}
+            own = {"seed": ask.seed, "max_tokens": ask.max_tokens}
             own = {name: value for name, value in own.items() if value is not None}
             parameters.append(SamplingParams(**{**given, **own, "n": 1 + len(more)}))
         room = self.model_config.max_model_len

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
-from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult, plan_requests
+from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult, merge_requests
 from adora_vl.rollout.servers import GroupRequest, PlaceFeatures, Sampled, ServerPool
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.utils.errors import (
@@ -57,12 +57,12 @@ class ServerGroup:
         if not self.accelerator.is_main_process:
             return []
         requests = []
-        for ask, *more in plan_requests(everyone):
-            own = {"seed": ask.seed, "max_tokens": ask.limit}
+        for ask, *more in merge_requests(everyone):
+            own = {"seed": ask.seed, "max_tokens": ask.max_tokens}
             own = {name: value for name, value in own.items() if value is not None}
             requests.append(
                 GroupRequest(
-                    prompt_ids=ask.ids,
+                    prompt_ids=ask.prompt_ids,
                     images=ask.images,
                     rollouts=1 + len(more),
                     settings={**settings, **own},
@@ -79,7 +79,12 @@ class ServerGroup:
     def shared(self, answers: list[Sampled], asks: int) -> list[SamplingResult]:
         """The part of this rank, which has `asks`, in the answers to all."""
         first = sum(gather_object([asks])[: self.accelerator.process_index])
-        return [SamplingResult(*one) for answer in answers for one in answer][first : first + asks]
+        results = [
+            SamplingResult(tokens=tokens, logps=[*logps])
+            for answer in answers
+            for tokens, logps in answer
+        ]
+        return results[first : first + asks]
 
     def first_rank(
         self, do: Callable[[ServerPool], Any], others: Callable[[], object] = lambda: None

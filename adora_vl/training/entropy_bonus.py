@@ -37,4 +37,5 @@ class EntropyBonus:
         mean = (entropies_BC * mask_BC).sum() / tokens.clamp(min=1)
         share = self._batcher.share_of_tokens(micro, tokens) / self._share
         lacking = share - self._batcher.weight(micro)
-        return -coefficient / accumulated * lacking * mean
+        missing: Tensor = -coefficient / accumulated * lacking * mean
+        return missing

@@ -40,7 +40,7 @@ def drawn_at(place: str) -> Iterator[None]:
     seed = number_at(place) >> 1
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
-        torch.random.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         if devices:
             torch.cuda.manual_seed(seed)
         yield

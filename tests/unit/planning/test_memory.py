@@ -252,7 +252,7 @@ def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
     predicted = checkpoint_bytes(shape, Sharding(1), mixed=False)
     assert written <= predicted <= written + 3 * 2**20
     assert run_bytes(predicted, 10, checkpoints=2) == 3 * predicted + 10
-    config = SimpleNamespace(bf16=False, fp16=False, sync_ref_model=False)
+    config: Any = SimpleNamespace(bf16=False, fp16=False, sync_ref_model=False)
     assert checkpoint_of(config, shape, Sharding(1)) == predicted
     MovingReference(model, moves=True, is_main=True, zero3=False).save(tmp_path)
     moved = sum(path.stat().st_size for path in (tmp_path / "reference").iterdir())

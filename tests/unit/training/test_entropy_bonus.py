@@ -133,7 +133,7 @@ def generation(rows: int) -> Batch:
     }
 
 
-def as_trl_divides(batch: Batch, rows: int) -> list[Batch]:
+def as_trl_divides(batch: Any, rows: int) -> list[Any]:
     """Micro-batches of equally many rows, as where no key regroups them."""
     parts = range(0, len(batch["completion_ids"]), rows)
     return [
@@ -220,9 +220,9 @@ def test_it_is_the_same_where_trl_divides_the_rows(loss):
 @pytest.mark.parametrize("loss", ["dapo", "grpo"])
 def test_the_loss_beside_the_bonus_is_divided_as_without_one(loss):
     """The bonus is added to what the loss would be, to the last digit of float64."""
-    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-    whole = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-    keys = {"loss_type": loss, "num_generations": 2}
+    sizes: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    whole: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    keys: dict[str, Any] = {"loss_type": loss, "num_generations": 2}
     found = gradient(COEFFICIENT, ROWS, **keys, **sizes)
     assert (found - gradient(COEFFICIENT, ROWS, **keys, **whole)).abs().max() < 1e-12
 

@@ -1,0 +1,245 @@
+"""`data_prep solve`, rows of solved problems and their variants: what is printed, written and refused."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adora_vl.data.dataset import stored_rows
+from adora_vl.geometry.figure import figure_from, residual_of
+from adora_vl.geometry.verdict import verdict
+from data_prep.cli import main
+from data_prep.question_words import question_in_words
+from tests.unit.geometry.geometry_support import form
+
+SIDES = ["AB", "BC", "CA"]
+PLACES = {"A": [0.0, 200.0], "B": [300.0, 200.0], "C": [0.0, 10.0]}
+
+
+def _form(facts: list[str], *question: str, **changed: Any) -> dict[str, Any]:
+    record = {
+        "points": PLACES,
+        "lines": SIDES,
+        "circles": [],
+        "facts": facts,
+        "question": list(question),
+    }
+    return record | changed
+
+
+RIGHT = [
+    "Equals(LengthOf(Line(A, B)), 12)",
+    "Equals(LengthOf(Line(A, C)), 5)",
+    "Perpendicular(Line(A, B), Line(A, C))",
+]
+FORMS = {
+    "1": _form(RIGHT, "Find(LengthOf(Line(B, C)))"),
+    "2": _form(RIGHT, "Find(AreaOf(Triangle($)))"),
+    "3": _form(RIGHT[:1], "Find(LengthOf(Line(B, C)))"),
+    "4": _form([*RIGHT, "Equals(LengthOf(Line(B, C)), 20)"], "Find(LengthOf(Line(B, C)))"),
+    "2500": _form(
+        [*RIGHT[1:], "Equals(MeasureOf(Angle(A, B, C)), 23)"], "Find(LengthOf(Line(A, B)))"
+    ),
+}
+
+
+def _written(folder: Path, forms: Mapping[str, Any] = FORMS) -> Path:
+    place = folder / "forms.json"
+    place.write_text(json.dumps(forms))
+    return place
+
+
+def test_labels_that_the_facts_contradict_are_listed_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    golds = {"1": "13", "2": "31", "3": "9", "4": "13", "2500": "11.8"}
+    table = tmp_path / "golds.jsonl"
+    table.write_text(
+        "".join(json.dumps({"id": f"some/test/{n}", "answer": a}) + "\n" for n, a in golds.items())
+    )
+    output = tmp_path / "faults.jsonl"
+    arguments = ["solve", str(_written(tmp_path)), "--golds", str(table), "--output", str(output)]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "answered: 3 of 5 (60.0%)" in printed
+    assert printed.index("another answer than the label: 1") < printed.index(
+        "facts that exclude each other: 1"
+    )
+    assert "2: label 31, value 30, determined by the facts" in printed
+    rows = {row["id"]: row for row in map(json.loads, output.read_text().splitlines())}
+    fields = [
+        "id",
+        "status",
+        "value",
+        "answer",
+        "how",
+        "assumed",
+        "left_out",
+        "gold",
+        "agrees",
+        "why",
+    ]
+    assert list(rows["1"]) == fields
+    assert (rows["1"]["answer"], rows["1"]["agrees"], rows["2"]["agrees"]) == ("13", True, False)
+    assert rows["3"]["status"] == "open" and rows["4"]["status"] == "conflict"
+    assert rows["2500"]["answer"] is None and rows["2500"]["agrees"] is True
+
+
+def test_what_the_picture_shows_counts_where_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = {"1": _form(RIGHT[:2], "Find(LengthOf(Line(B, C)))")}
+    for more, answered in (([], 0), (["--looks"], 1)):
+        assert main(["solve", str(_written(tmp_path, seen)), *more]) == 0
+        assert f"answered: {answered} of 1" in capsys.readouterr().out
+
+
+def test_a_text_is_answered_with_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = tmp_path / "facts.txt"
+    facts.write_text("triangle ABC\nAB = 3, BC = 4, right angle ABC\nfind AC\n")
+    assert main(["solve", str(facts)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("AC = 5   determined by the facts")
+    assert (tmp_path / "facts.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("facts.txt", "AB paralel CD, find AB", "did you mean 'parallel'?"),
+        ("forms.json", "{", "is not JSON"),
+        ("forms.json", "[]", "has no logic forms"),
+        ("forms.json", json.dumps({"7": {**FORMS["1"], "lines": 3}}), "problem '7'"),
+        ("forms.json", json.dumps({"7": {"points": {}}}), "'lines' is missing"),
+        ("forms.json", json.dumps({"7": {**FORMS["1"], "points": {"A": [1]}}}), "not two numbers"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, said: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert main(["solve", str(tmp_path / name), "--output", str(tmp_path / "out.jsonl")]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name]
+
+
+def test_solved_problems_become_rows_with_their_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "geo"
+    arguments = [
+        "geometry3k",
+        "--source",
+        "facts",
+        "--input",
+        str(_written(tmp_path)),
+        "--output",
+        str(output),
+    ]
+    assert main([*arguments, "--workers", "1", "--keep-leaks"]) == 0
+    assert "1 problem left out: they are open" in capsys.readouterr().out
+    rows = {row["id"]: row for split in ("train", "test") for row in stored_rows(output, split)}
+    assert set(rows) == {"geometry3k/train/1", "geometry3k/train/2", "geometry3k/test/2500"}
+    assert (
+        rows["geometry3k/train/1"]["problem"] == "Find BC."
+        and rows["geometry3k/train/1"]["answer"] == "13"
+    )
+    rounded = rows["geometry3k/test/2500"]
+    assert (
+        rounded["problem"] == "Find AB. Round to the nearest hundredth."
+        and rounded["answer"] == "11.78"
+    )
+    for row in rows.values():
+        assert residual_of(figure_from(row["figure"])) < 1e-6
+        assert row["figure"] not in row["problem"] and "figure" not in row["problem"]
+
+
+def test_a_stored_figure_that_misses_its_facts_is_refused() -> None:
+    found = verdict(
+        form({"A": 0j, "B": 300 + 0j, "C": 190j}, SIDES, RIGHT, "Find(LengthOf(Line(B, C)))")
+    )
+    assert found.figure is not None
+    from adora_vl.geometry.figure import written
+
+    assert figure_from(written(found.figure)) == found.figure
+    moved = replace(found.figure, at={**found.figure.at, "C": (9.0, 9.0)})
+    with pytest.raises(ValueError, match="does not fulfil its facts"):
+        figure_from(written(moved))
+
+
+def test_variants_are_decided_by_seed_and_number_and_solved_by_their_own_facts(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "geo"
+    source = [
+        "geometry3k",
+        "--source",
+        "facts",
+        "--input",
+        str(_written(tmp_path)),
+        "--output",
+        str(folder),
+    ]
+    assert main([*source, "--workers", "1", "--keep-leaks"]) == 0
+    made = {}
+    for name, more in (("all", []), ("some", ["--limit", "3"]), ("two", ["--workers", "2"])):
+        output = tmp_path / name
+        arguments = ["variants", str(folder), "--output", str(output), "--per", "4", "--seed", "5"]
+        assert main([*arguments, *(["--workers", "1"] if name != "two" else []), *more]) == 0
+        made[name] = list(stored_rows(output, "train"))
+    assert made["all"] == made["two"] and made["all"][:3] == made["some"]
+    assert len(made["all"]) >= 6
+    for row in made["all"]:
+        original, _, number = row["id"].partition("~")
+        assert (
+            row["meta"]["family"] == "variant"
+            and row["meta"]["kind"] == original
+            and number.isdecimal()
+        )
+        figure = figure_from(row["figure"])
+        again = verdict(figure.form, looks=False)
+        assert again.status == "answered"
+        assert float(again.value) == pytest.approx(float(verdict(figure.form).value))
+        if again.answer is not None:
+            assert row["answer"] == again.answer
+        assert figure.form.facts != tuple(RIGHT)
+    assert (
+        main(
+            [
+                "variants",
+                str(folder),
+                "--output",
+                str(tmp_path / "x"),
+                "--per",
+                "1",
+                "--for-evaluation",
+            ]
+        )
+        == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("question", "words"),
+    [
+        (("Find(AreaOf(Shaded(Sector($))))",), "Find the area of the shaded sector."),
+        (("Circle(R)", "Find(MeasureOf(Arc(A,B)))"), "Find the measure of arc AB."),
+        (("Equals(a,4)", "Find(TanOf(Angle(A)))"), "a = 4. Find tan A."),
+        (
+            ("Tangent(Line($),Circle($))", "Find(x)"),
+            "Segments that appear to be tangent are tangent. Find x.",
+        ),
+        (("Isosceles(Triangle(A,B,C))", "Find(y)"), "Triangle ABC is isosceles. Find y."),
+        (("Equals(MeasureOf(Angle(A,B,C)),40)", "Find(x)"), "Angle ABC = 40 degrees. Find x."),
+        (("Beauty(A,B)", "Find(x)"), None),
+        (("Circle(R)",), None),
+    ],
+)
+def test_questions_in_words(question: tuple[str, ...], words: str | None) -> None:
+    assert question_in_words(form({"A": 0j}, [], [], question)) == words

@@ -1,0 +1,109 @@
+"""Geometry3K's annotations beside the checkout: stored verdicts, and broken forms, which raise nothing."""
+
+import copy
+import gzip
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from adora_vl.geometry.forms import form_of
+from adora_vl.geometry.verdict import verdict
+from tests.conftest import SHARED
+
+STORED = json.loads(Path(__file__).with_name("stored_verdicts.json").read_text())
+BROKEN = 1000
+
+
+@pytest.fixture(scope="module")
+def records() -> dict:
+    place = SHARED / "data" / "geometry3k_logic_forms.json.gz"
+    if not place.is_file():
+        pytest.skip(
+            f"the logic forms of Geometry3K are not beside this checkout ({place.name} in ../shared/data)"
+        )
+    return json.loads(gzip.decompress(place.read_bytes()))
+
+
+def _same(name: str, records: dict) -> None:
+    status, how, value = STORED[name]
+    found = verdict(form_of(records[name]))
+    assert (found.status, found.how) == (status, how), (name, found.why)
+    if value is None:
+        assert found.value is None, name
+    elif how != "rounded":
+        assert found.value == pytest.approx(value, rel=1e-6, abs=1e-6), name
+
+
+def test_some_verdicts_are_the_stored_ones(records: dict) -> None:
+    for name in list(STORED)[::30]:
+        _same(name, records)
+
+
+@pytest.mark.slow
+def test_all_verdicts_are_the_stored_ones(records: dict) -> None:
+    for name in STORED:
+        _same(name, records)
+
+
+def _broken(record: dict, rng: random.Random) -> dict:
+    """An annotation with facts lost, doubled, swapped, cut or of another kind, and places that are none."""
+    record = copy.deepcopy(record)
+    facts = record["facts"]
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        number = rng.randrange(len(facts)) if facts else None
+        way = rng.randrange(7)
+        if way == 0 and record["points"]:
+            name = rng.choice(list(record["points"]))
+            record["points"][name] = [rng.choice((-1, 0, 500)), rng.choice((-1, 0, 500))]
+        elif number is None or way == 1:
+            facts.append(rng.choice(facts) if facts else "Equals(LengthOf(Line(A, A)), 0)")
+            record["lines"].append(rng.choice(("AA", "AB", "ZZ")))
+        elif way == 2:
+            facts.pop(number)
+        elif way == 3:
+            new = rng.choice(
+                (
+                    "0",
+                    "1",
+                    "7",
+                    "90",
+                    "200",
+                    "1000000000",
+                    "x^{x^x}",
+                    "1/0",
+                    "(x",
+                    "-5",
+                    r"\sqrt{-1}",
+                )
+            )
+            facts[number] = re.sub(r"\d+", new.replace("\\", r"\\"), facts[number], count=1)
+        elif way == 4:
+            facts[number] = facts[number].replace(rng.choice("ABCDE"), rng.choice("ABCDEQ"))
+        elif way == 5:
+            facts[number] = facts[number][: rng.randrange(len(facts[number]) + 1)]
+        else:
+            head = rng.choice(
+                (
+                    "Perpendicular",
+                    "Tangent",
+                    "Similar",
+                    "IsMedianOf",
+                    "BisectsAngle",
+                    "Foo",
+                    "AreaOf",
+                )
+            )
+            facts[number] = re.sub(r"^\w+", head, facts[number])
+    return record
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(BROKEN, marks=pytest.mark.slow)])
+def test_no_broken_form_raises(records: dict, count: int) -> None:
+    rng = random.Random(11)
+    for _ in range(count):
+        name = rng.choice(sorted(records))
+        found = verdict(form_of(_broken(records[name], rng)))
+        assert found.why and "\n" not in found.why

@@ -1,0 +1,185 @@
+"""The parts of the engine: values as they are written, exact forms, derivatives, angles alone, pictures' shapes."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from adora_vl.geometry.chase import Chase
+from adora_vl.geometry.exact import exact, rounded
+from adora_vl.geometry.expressions import ExpressionError, letters_of, number_of, parsed, value_of
+from adora_vl.geometry.forms import MAX_DEPTH, form_of, record_of, term_of
+from adora_vl.geometry.primitives import read
+from adora_vl.geometry.shapes import Drawing
+from adora_vl.geometry.solve import FigureProblem
+from tests.unit.geometry.geometry_support import form, on_circle
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (r"\frac{3}{4}", 0.75),
+        (r"6\sqrt{2}", 6 * math.sqrt(2)),
+        (r"\sqrt[3]{8}", 2.0),
+        (r"\frac { 5 } { 3 } \pi", 5 * math.pi / 3),
+        ("2^3", 8.0),
+        ("-8", -8.0),
+        ("3(4+1)", 15.0),
+        ("1,234.5", 1234.5),
+        (r"40^\circ", 40.0),
+        ("7 - 2 - 1", 4.0),
+        (".5", 0.5),
+    ],
+)
+def test_values_are_read_as_written(text: str, value: float) -> None:
+    assert number_of(text) == pytest.approx(value)
+
+
+def test_a_value_with_letters_is_a_tree() -> None:
+    tree = parsed("3(2x - y)^2")
+    assert letters_of(tree) == {"x", "y"}
+    assert value_of(tree, {"x": 4.0, "y": 3.0}) == 75.0
+    with pytest.raises(ExpressionError, match="has no value"):
+        value_of(tree, {"x": 1.0})
+
+
+@pytest.mark.parametrize(
+    "text", ["", "2x+", "(2", "2)", "9^99", "10000000000", "(" * 40 + "1" + ")" * 40, "#"]
+)
+def test_what_is_no_value_is_refused(text: str) -> None:
+    with pytest.raises(ExpressionError):
+        parsed(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (12.0, "12"),
+        (7.5, "7.5"),
+        (5 / 3, r"\frac{5}{3}"),
+        (6 * math.sqrt(2), r"6\sqrt{2}"),
+        (5 * math.sqrt(3) / 2, r"\frac{5\sqrt{3}}{2}"),
+        (18 * math.pi, r"18\pi"),
+        (math.pi / 2, r"\frac{\pi}{2}"),
+        (-math.sqrt(2), r"-\sqrt{2}"),
+        (12.3456, None),
+        (math.inf, None),
+    ],
+)
+def test_exact_forms(value: float, written: str | None) -> None:
+    assert exact(value) == written
+
+
+def test_rounding_is_that_of_schools() -> None:
+    assert [rounded(value, 2) for value in (2.005, 1.0, -0.001, 2.675)] == [
+        "2.01",
+        "1.00",
+        "0.00",
+        "2.68",
+    ]
+    assert rounded(2.5, 0) == "3"
+
+
+def test_brackets_close_and_are_bounded() -> None:
+    assert term_of("Equals(LengthOf(Line(A, B)), 5") is None
+    assert term_of("A" * 3 + "(" * 3) is None
+    assert term_of("Line(" * (MAX_DEPTH + 2) + "A" + ")" * (MAX_DEPTH + 2)) is None
+    term = term_of("Equals(LengthOf(Line(A, B)), 2x+1)")
+    assert term is not None and term_of(str(term)) == term
+
+
+def test_a_form_is_read_back() -> None:
+    asked = form({"A": 1 + 2j, "B": 0j}, ["AB"], ["Equals(LengthOf(Line(A, B)), 5)"], "Find(x)")
+    assert form_of(record_of(asked)) == asked
+
+
+FACTS = [
+    *on_circle("O", "A", "B", "C"),
+    "PointLiesOnLine(E, Line(A, B))",
+    "Equals(LengthOf(Line(A, B)), x^2+1)",
+    "Equals(MeasureOf(Angle(A, B, C)), 2y)",
+    "Equals(MeasureOf(Arc(A, C, B)), 3y)",
+    "Equals(MeasureOf(Angle(1)), MeasureOf(Angle(B, C, A)))",
+    "Equals(AreaOf(Triangle(A, B, C)), \\frac{x}{y})",
+    "Equals(SinOf(Angle(C, A, B)), 0.5)",
+    "Perpendicular(Line(C, E), Line(A, B))",
+    "Parallel(Line(C, E), Line(O, A))",
+    "IsMidpointOf(Point(E), Line(A, B))",
+    "Tangent(Line(C, E), Circle(O))",
+    "Similar(Triangle(A, E, C), Triangle(B, E, C))",
+    "Equals(RatioOf(Line(A,E),Line(B,E)),RatioOf(Line(C,E),Line(A,C)))",
+]
+
+
+@pytest.mark.parametrize("start", range(4))
+def test_derivatives_are_those_of_the_residuals(start: int) -> None:
+    at = {"A": 0j, "B": 100 + 5j, "C": 40 + 70j, "E": 55 + 2j, "O": 48 + 20j}
+    reading = read(form(at, ["AB", "BC", "CA", "CE"], FACTS, "Find(x)", ["O"]))
+    assert not reading.unread
+    problem = FigureProblem(reading)
+    v = problem.start(start) + np.random.default_rng(start).normal(0, 0.01, problem.system.count)
+    _, slopes = problem.system.residuals(v)
+    for number in range(len(v)):
+        step = 1e-6 * max(1.0, abs(v[number]))
+        ahead, behind = v.copy(), v.copy()
+        ahead[number] += step
+        behind[number] -= step
+        measured = (problem.system.residuals(ahead)[0] - problem.system.residuals(behind)[0]) / (
+            2 * step
+        )
+        assert slopes[:, number] == pytest.approx(measured, abs=1e-6, rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_angles_alone_follow_from_parallels_and_triangles(seed: int) -> None:
+    random.seed(seed)
+    tilt, angle = random.uniform(0, 360), random.randint(25, 65)
+    turn = np.exp(1j * math.radians(tilt))
+    at = {
+        name: complex(place * turn)
+        for name, place in {"A": 0j, "B": 9 + 0j, "C": 2 + 6j, "D": 12 + 6j}.items()
+    }
+    facts = [
+        "Parallel(Line(A, B), Line(C, D))",
+        f"Equals(MeasureOf(Angle(B, A, C)), {angle})",
+        "Equals(MeasureOf(Angle(A, C, B)), 2x)",
+        "Equals(MeasureOf(Angle(C, B, A)), x+9)",
+    ]
+    for asked, wanted in (
+        ("Find(x)", (171 - angle) / 3),
+        ("Find(MeasureOf(Angle(A, C, D)))", 180 - angle),
+    ):
+        reading = read(form(at, ["AB", "CD", "AC", "BC"], facts, asked))
+        assert Chase(reading).value() == pytest.approx(wanted)
+
+
+def test_shapes_without_names_are_found_in_the_picture() -> None:
+    at = {"A": 0j, "B": 90 + 0j, "C": 120 + 50j, "D": 30 + 50j, "E": 30 + 0j}
+    drawing = Drawing(
+        form(
+            at,
+            ["AB", "BC", "CD", "DA", "DE"],
+            ["PointLiesOnLine(E, Line(A, B))"],
+            "Find(AreaOf(Parallelogram($)))",
+        )
+    )
+    shape = drawing.shape(term_of("Parallelogram($)"))
+    assert sorted(shape) == ["A", "B", "C", "D"]
+    assert drawing.in_drawing_order(["A", "B", "D", "C"]) in (
+        ["A", "B", "C", "D"],
+        ["D", "A", "B", "C"],
+    )
+    assert sorted(map(sorted, drawing.faces)) == [["A", "D", "E"], ["B", "C", "D", "E"]]
+
+
+def test_a_circle_that_the_picture_calls_otherwise_is_its_only_one() -> None:
+    at = {"A": 0j, "P": 50 + 0j, "M": 50 + 70j}
+    facts = [
+        *on_circle("A", "P"),
+        "Equals(LengthOf(Line(M, P)), 16)",
+        "Equals(LengthOf(Line(A, P)), x)",
+    ]
+    asked = ["Tangent(Line(M,P),Circle(O))", "Equals(LengthOf(Line(M,O)),20)", "Find(x)"]
+    reading = read(form(at, ["AP", "MP", "AM"], facts, asked, ["A"]))
+    assert reading.drawing.aliases == {"O": "A"} and not reading.unread
