@@ -256,8 +256,8 @@ def report_stop(error: Exception, cause: BaseException | None = None) -> None:
         print(masked_text("".join(traceback.format_exception(cause))), end="", file=sys.stderr)
     if not is_of_this_rank and rank != "0":
         return
-    place = f" (rank {rank} of {ranks})" if is_of_this_rank and ranks != "1" else ""
-    print(f"error{place}: {error}", file=sys.stderr, flush=True)
+    rank_note = f" (rank {rank} of {ranks})" if is_of_this_rank and ranks != "1" else ""
+    print(f"error{rank_note}: {error}", file=sys.stderr, flush=True)
 
 
 def report_mistake(error: UserError) -> None:
@@ -267,13 +267,13 @@ def report_mistake(error: UserError) -> None:
     launcher ends the others. A rank that has not been ended after some seconds has found its
     mistake alone, and reports it itself.
     """
-    place = ""
+    rank_note = ""
     if isinstance(error, errors.SharedUserError) and os.environ.get("RANK", "0") != "0":
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(_ALONE_S)
-        place = f" (rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')})"
-    print(f"error{place}: {error}", file=sys.stderr, flush=True)
+        rank_note = f" (rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')})"
+    print(f"error{rank_note}: {error}", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adora_vl.checkpoint.store import MANIFEST, facts_of
 from adora_vl.utils.errors import RunError, UserError
@@ -24,13 +24,14 @@ _LOSSES = "losses"  # the key in the manifest
 
 
 def save_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write named tensors, which are copied one by one, into files of `_FILE_BYTES` and a little
-    more.
+    """Write named tensors into files that are a little larger than `_FILE_BYTES`.
+
+    The tensors are copied one by one, so that no more than one file of them is in host memory.
     """
     files: list[dict[str, Tensor]] = [{}]
     for name, tensor in tensors:
         files[-1][name] = tensor.detach().to("cpu", copy=True).contiguous()
-        if sum(one.nbytes for one in files[-1].values()) >= _FILE_BYTES:
+        if sum(saved.nbytes for saved in files[-1].values()) >= _FILE_BYTES:
             save_file(files[-1], folder / f"model-{len(files):05}.safetensors")
             files[-1:] = [{}, {}]
     if files[-1]:
@@ -38,15 +39,17 @@ def save_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
 
 
 class MovingReference:
-    """The reference model of `sync_ref_model`, which TRL saves nowhere.
+    """The reference model of `sync_ref_model`, which TRL moves towards the policy but never saves.
 
-    All ranks call every method together.
+    Collective: all ranks call every method together.
     """
 
     def __init__(self, model: Any, *, moves: bool, is_main: bool, zero3: bool) -> None:
-        """`model`: TRL's, unwrapped, or None.
+        """Hold TRL's reference model.
 
-        `moves`: whether it is synced; one that does not is the base model.
+        `model`: unwrapped, or None. `moves`: whether it is synced; one that is not is the base
+        model, and needs no saving. `is_main`: whether this is rank 0. `zero3`: whether its weights
+        are divided over the ranks.
         """
         self.model = model
         self.moves = moves and model is not None
@@ -61,6 +64,7 @@ class MovingReference:
         return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if changes else None)  # type: ignore[no-any-return]
 
     def save(self, checkpoint: Path) -> None:
+        """Write the reference model into a checkpoint, if it moves."""
         if not self.moves:
             return
 
@@ -76,8 +80,9 @@ class MovingReference:
         save_tensors(tensors(), checkpoint / REFERENCE)
 
     def load(self, checkpoint: Path) -> None:
-        """Raises `UserError` for a checkpoint without the reference, `RunError` for one of another
-        model.
+        """Load the reference model from a checkpoint.
+
+        Raises `UserError` for a checkpoint without one, `RunError` for one of another model.
         """
         files = sorted((checkpoint / REFERENCE).glob("*.safetensors"))
         lacks = (
@@ -91,7 +96,7 @@ class MovingReference:
             )
         if not files or self.model is None:
             return
-        # also where it is not synced any more: it is not the base model, so it is saved again
+        # Even if it is not synced any more, it is not the base model, so it has to be saved again.
         self.moves = True
         parameters = dict(self.model.named_parameters())
         for file in files:
@@ -111,52 +116,56 @@ class MovingReference:
 
 
 class Losses(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """The sums behind `loss` and `train_loss`.
+    """The sums behind the figures `loss` and `train_loss`, for runs that resume.
 
-    Transformers sets them to 0 at every start, and divides by all steps.
+    Transformers sets them to 0 at every start, but divides them by the steps since the first.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self._before: dict[str, Any] | None = None
 
     def now(self) -> dict[str, Any]:
-        """For the manifest; of this rank until `of_all_ranks`."""
+        """The sums for the manifest, those of this rank alone until `of_all_ranks`."""
         trainer = self.trainer
-        if not hasattr(trainer, "_tr_loss"):  # before the training
+        # the attribute exists once the training has begun
+        if not hasattr(trainer, "_tr_loss"):
             return {}
         since = trainer._globalstep_last_logged
-        # a number only where it is written, since that waits for the device
+        # It stays a tensor until it is written, because its value would have to wait for the device.
         rest = trainer._tr_loss.detach().clone()
         return {_LOSSES: {"logged": trainer._total_loss_scalar, "since": since, "rest": rest}}
 
     @staticmethod
     def of_all_ranks(facts: dict[str, Any]) -> dict[str, Any]:
-        own = facts.get(_LOSSES)
-        return (
-            facts
-            if own is None
-            else {**facts, _LOSSES: {**own, "rest": gather_object([float(own["rest"])])}}
-        )
+        """`facts` with the sums of all ranks in place of this rank's. Collective."""
+        losses = facts.get(_LOSSES)
+        if losses is None:
+            return facts
+        rest_by_rank = gather_object([float(losses["rest"])])
+        return {**facts, _LOSSES: {**losses, "rest": rest_by_rank}}
 
     def load(self, checkpoint: Path) -> None:
-        """Take the sums from a checkpoint of ours.
+        """Read the sums from a checkpoint of ours; they are restored when the training begins."""
+        self._before = None
+        if (checkpoint / MANIFEST).is_file():
+            self._before = facts_of(checkpoint).get(_LOSSES)
 
-        They are put in place when the training begins.
-        """
-        self._before = (
-            facts_of(checkpoint).get(_LOSSES) if (checkpoint / MANIFEST).is_file() else None
-        )
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Restore the sums that `load` has read."""
         before = self._before
         self._before = None
         if before is None:
             return
         rest = before["rest"]
         trainer = self.trainer
-        same = len(rest) == trainer.accelerator.num_processes
-        own = rest[trainer.accelerator.process_index] if same else sum(rest) / len(rest)
-        trainer._tr_loss += own
+        # With another number of ranks each one gets the mean, whose sum over ranks is the same.
+        if len(rest) == trainer.accelerator.num_processes:
+            rest_of_rank = rest[trainer.accelerator.process_index]
+        else:
+            rest_of_rank = sum(rest) / len(rest)
+        trainer._tr_loss += rest_of_rank
         trainer._total_loss_scalar = before["logged"]
         trainer._globalstep_last_logged = before["since"]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adora_vl.checkpoint.store import MANIFEST, MARK, facts_of, seal
 from adora_vl.utils.errors import UserError
@@ -50,19 +50,19 @@ def without_code(checkpoint: Path | str) -> Iterator[None]:
         ):
             yield
     except pickle.UnpicklingError as error:
-        asked = re.search(r"GLOBAL ([\w.]+)", str(error))
-        asks = (
-            f"checkpoint: {str(checkpoint)!r} asks for {asked[1] if asked else 'more than tensors'}"
-        )
-        why = "which no run has written, and which may run a stranger's code"
-        raise UserError(f"{asks}, {why}; use a checkpoint of your own") from error
+        match = re.search(r"GLOBAL ([\w.]+)", str(error))
+        name = match[1] if match else "more than tensors"
+        raise UserError(
+            f"checkpoint: {str(checkpoint)!r} asks for {name}, which no run has written, and which "
+            "may run a stranger's code; use a checkpoint of your own"
+        ) from error
     finally:
         del os.environ[_ONLY_WEIGHTS]
         os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def load_shards(engine: Any, checkpoint: str, **options: Any) -> None:
-    """Transformers' function of that place, `without_code`."""
+    """Load a checkpoint of DeepSpeed as Transformers does, but `without_code`."""
     from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
     with without_code(checkpoint):
@@ -70,6 +70,7 @@ def load_shards(engine: Any, checkpoint: str, **options: Any) -> None:
 
 
 def is_universal(checkpoint: Path) -> bool:
+    """Whether a checkpoint can be loaded by any number of processes."""
     return (checkpoint / LATEST).is_file()
 
 
@@ -133,15 +134,22 @@ def expect_universal(trainer: Trainer) -> None:
 
 
 class _GroupsAsBefore(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Corrects, before the first step, what DeepSpeed 0.19 mixes up when ZeRO-3 loads a universal
-    checkpoint: every group gets the first group's weight decay, so norms and biases would decay too
-    (Transformers makes two groups: with decay, and without), and all groups share one tensor as
-    their Adam step, which each of them advances.
+    """Corrects what DeepSpeed 0.19 mixes up when ZeRO-3 loads a universal checkpoint.
+
+    Every group of parameters gets the first group's weight decay, so norms and biases would decay
+    too. (Transformers makes two groups: with decay, and without.) And all groups share one tensor
+    as their Adam step, which each of them advances.
     """
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        **kwargs: Any,
     ) -> None:
+        """Restore weight decay and Adam steps of each group before the first step."""
         for number, group in enumerate(optimizer.param_groups):
             group["weight_decay"] = args.weight_decay if number == 0 else 0.0
         for moments in optimizer.state.values():

@@ -167,19 +167,17 @@ def _own_of_checkpoint(checkpoint: Path) -> list[Path]:
 
     A damaged checkpoint is a run's too: its mark is not read.
     """
-    found = list(_below(checkpoint))
+    files = list(_below(checkpoint))
     try:
         facts = facts_of(checkpoint)
-        sealed = (
-            {checkpoint / name for name in (*facts["files"], MANIFEST, MARK)}
-            if "step" in facts
-            else set()
-        )
+        sealed: set[Path] = set()
+        if "step" in facts:
+            sealed = {checkpoint / name for name in (*facts["files"], MANIFEST, MARK)}
     except (OSError, ValueError, KeyError, TypeError):
         sealed = set()
     if checkpoint.is_symlink() or not sealed:
-        return [checkpoint] if found else []
-    return [path for path in found if path.is_symlink() or path not in sealed]
+        return [checkpoint] if files else []
+    return [path for path in files if path.is_symlink() or path not in sealed]
 
 
 def _wrote(path: Path, name: str, notes: dict[str, Any]) -> bool:

@@ -103,17 +103,17 @@ def from_file(
             "mapping"
         )
     launcher = deepspeed.get("deepspeed_multinode_launcher")
-    seen = "see configs/accelerate/zero3_nodes.yaml"
+    example = "see configs/accelerate/zero3_nodes.yaml"
     # With these, several machines would wait for each other in vain, or fail after minutes.
     if in_file > 1 and content.get("main_process_port") == 0:
         raise UserError(
             f"{where} has main_process_port: 0, which becomes another port on each machine, so "
-            f"that they never meet; choose one port for all, {seen}"
+            f"that they never meet; choose one port for all, {example}"
         )
     if in_file > 1 and kind == "DEEPSPEED" and launcher != "standard":
         raise UserError(
             f"{where} would start the machines with DeepSpeed's launcher, which needs pdsh and a "
-            f"hostfile; set deepspeed_multinode_launcher: standard, {seen}"
+            f"hostfile; set deepspeed_multinode_launcher: standard, {example}"
         )
     if kind == "DEEPSPEED" and "deepspeed_config_file" in deepspeed:
         raise UserError(

@@ -64,35 +64,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
 
 
-def diagnose(given: CliArgs) -> list[Check]:
-    """Every check of a training command, the cheap ones first.
+def diagnose(cli_args: CliArgs) -> list[Check]:
+    """Run every check of a training command, the cheap ones first.
 
     Raises `UserError` where the command is wrong.
     """
     prepare_engine_environment()
-    checks = environment_checks(given)
+    checks = environment_checks(cli_args)
     if not is_healthy(checks):
-        # what would import or train with the wrong libraries says nothing about the run
+        # Further checks would use the wrong libraries, and say nothing about the run.
         return checks
     from adora_vl.prepare import prepare
 
-    run = prepare(given, to_train=False)
+    run = prepare(cli_args, to_train=False)
     checks += paper_checks(run)
     return checks + engine_checks(run)
 
 
-def environment_checks(given: CliArgs) -> list[Check]:
-    """Versions, builds, and what lies outside Python."""
+def environment_checks(cli_args: CliArgs) -> list[Check]:
+    """Check versions and builds of libraries, and what lies outside Python."""
     from adora_vl.doctor import checks as make
 
     libraries = [*make.check_libraries(), make.check_torchvision()]
     if not is_healthy(libraries):
-        return libraries  # another version may not even be importable
+        # another version may not even be importable
+        return libraries
     import torch
 
     from adora_vl.config.schema import build
 
-    _, config, model = build(given)
+    _, config, model = build(cli_args)
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     four_bit = model.load_in_4bit
     use_vllm = config.use_vllm
@@ -120,7 +121,7 @@ def environment_checks(given: CliArgs) -> list[Check]:
 
 
 def paper_checks(run: ResolvedRun) -> list[Check]:
-    """Grader, reward and output folder: what needs the data and the config, but no weight."""
+    """Check grader, reward and output folder: what needs data and config, but no weights."""
     from adora_vl.doctor.checks import check_golds, check_rewards, check_room, check_writable
     from adora_vl.planning.memory import checkpoint_of, run_bytes
 
@@ -132,9 +133,8 @@ def paper_checks(run: ResolvedRun) -> list[Check]:
     )
     rows = [without_images[number] for number in range(min(ROWS, len(run.dataset)))]
     checks = [check_golds(rows, rounding=rounds(script.adora_reward))]
-    if (
-        is_healthy(checks) and not run.rewards.user_functions
-    ):  # those were tried, and may mean something else
+    # Functions of the user's were tried already, and their sums may mean something else.
+    if is_healthy(checks) and not run.rewards.user_functions:
         checks.append(
             check_rewards(
                 rows,
@@ -146,14 +146,16 @@ def paper_checks(run: ResolvedRun) -> list[Check]:
     folder = Path(config.output_dir)
     checks.append(check_writable(folder))
     shape = run.shape
-    one = checkpoint_of(config, shape, run.context.sharding)
-    kept = (config.save_total_limit or 1) if config.save_strategy == "steps" else 0
-    needed = (
-        run_bytes(one, shape.total * shape.weight_bytes, kept)
-        if kept
-        else shape.total * shape.weight_bytes
+    checkpoint_bytes = checkpoint_of(config, shape, run.context.sharding)
+    needed = shape.total * shape.weight_bytes
+    checkpoints = 0
+    if config.save_strategy == "steps":
+        checkpoints = config.save_total_limit or 1
+        needed = run_bytes(checkpoint_bytes, needed, checkpoints)
+    room = check_room(
+        folder, needed=needed, checkpoint_bytes=checkpoint_bytes, checkpoints=checkpoints
     )
-    return [*checks, check_room(folder, needed=needed, checkpoint=one, kept=kept)]
+    return [*checks, room]
 
 
 def engine_checks(run: ResolvedRun) -> list[Check]:

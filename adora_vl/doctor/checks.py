@@ -114,14 +114,17 @@ def check_compilers(
     find: Find = shutil.which,
     include: str = sysconfig.get_paths()["include"],
 ) -> Check:
-    """What is compiled while a run starts: DeepSpeed's CPU optimizer by `ninja` and a C++ compiler,
-    and on a GPU a C module for each of Triton's kernels, which includes `Python.h`.
+    """Check for the programs that compile while a run starts.
+
+    DeepSpeed's CPU optimizer needs `ninja` and a C++ compiler, and on a GPU each of Triton's
+    kernels needs a C compiler and `Python.h`.
     """
     title = "programs that compile"
-    named = os.environ.get("CC", "").split()[:1]  # as Triton chooses
-    c = next(filter(None, map(find, named or ["gcc", "clang"])), None)
+    # Triton chooses its compiler so.
+    named = os.environ.get("CC", "").split()[:1]
+    c_compiler = next(filter(None, map(find, named or ["gcc", "clang"])), None)
     header = next(map(str, Path(include).glob("Python.h")), None)
-    wanted = [
+    requirements = [
         (
             deepspeed,
             find("ninja"),
@@ -136,7 +139,7 @@ def check_compilers(
         ),
         (
             triton,
-            c,
+            c_compiler,
             "no C compiler on PATH",
             "install one (Debian: apt-get install gcc), or name it in CC",
         ),
@@ -147,16 +150,15 @@ def check_compilers(
             "install Python's headers (Debian: apt-get install python3-dev)",
         ),
     ]
-    found = []
-    for needed, place, fault, remedy in wanted:
-        if needed and place is None:
+    paths: list[str] = []
+    for needed, path, fault, remedy in requirements:
+        if needed and path is None:
             return failed(title, fault, remedy)
-        found += [place] if needed and place else []
-    return (
-        passed(title, ", ".join(found))
-        if found
-        else skipped(title, "this run uses neither DeepSpeed nor a GPU")
-    )
+        if needed and path:
+            paths.append(path)
+    if not paths:
+        return skipped(title, "this run uses neither DeepSpeed nor a GPU")
+    return passed(title, ", ".join(paths))
 
 
 def driver_version() -> str | None:
@@ -197,13 +199,16 @@ def _nearest(folder: Path) -> Path:
 
 
 def check_writable(folder: Path) -> Check:
-    """A file can be made in it, or in what will be above it. Nothing is left behind."""
+    """Check that a file can be written in the folder, or in the closest one above it.
+
+    Nothing is left behind.
+    """
     title = "output folder is writable"
-    place = _nearest(folder)
+    existing = _nearest(folder)
     try:
-        if not place.is_dir():
-            raise NotADirectoryError(f"{str(place)!r} is a file")
-        with tempfile.TemporaryFile(dir=place) as probe:
+        if not existing.is_dir():
+            raise NotADirectoryError(f"{str(existing)!r} is a file")
+        with tempfile.TemporaryFile(dir=existing) as probe:
             probe.write(b"adora_vl")
     except OSError as error:
         detail = f"{folder}: {error.strerror or error}"
@@ -213,12 +218,18 @@ def check_writable(folder: Path) -> Check:
     return passed(title, str(folder))
 
 
-def check_room(folder: Path, needed: int, checkpoint: int, kept: int) -> Check:
-    """Free bytes against `needed`, all that the run's folder will hold at most."""
+def check_room(folder: Path, needed: int, checkpoint_bytes: int, checkpoints: int) -> Check:
+    """Check that the disk has `needed` free bytes, the most that the run's folder will hold.
+
+    `checkpoint_bytes`: the size of one checkpoint. `checkpoints`: how many the run keeps.
+    """
     title = "output folder has room"
     free = shutil.disk_usage(_nearest(folder)).free
-    holds = f"{amount(kept, 'checkpoint')} of {checkpoint / GIB:.3g}, one being written, the model"
-    facts = f"{free / GIB:.3g} GiB free, {needed / GIB:.3g} needed: {holds}"
+    contents = (
+        f"{amount(checkpoints, 'checkpoint')} of {checkpoint_bytes / GIB:.3g}, one being written, "
+        "the model"
+    )
+    facts = f"{free / GIB:.3g} GiB free, {needed / GIB:.3g} needed: {contents}"
     if free < needed:
         return failed(
             title,
@@ -229,44 +240,53 @@ def check_room(folder: Path, needed: int, checkpoint: int, kept: int) -> Check:
 
 
 def ranges() -> dict[str, Requirement]:
-    """The requirements of this package and its extras, by distribution; none in a checkout that is
-    not installed.
+    """The requirements of this package and its extras, by distribution.
+
+    Empty in a checkout that is not installed.
     """
-    found = [Requirement(text) for text in requires(OURS) or []] if installed(OURS) else []
-    return {requirement.name: requirement for requirement in found}
+    if not installed(OURS):
+        return {}
+    requirements = [Requirement(text) for text in requires(OURS) or []]
+    return {requirement.name: requirement for requirement in requirements}
 
 
 def check_version(
-    name: str, wanted: Mapping[str, Requirement], find: Find, *, needed: bool
+    name: str, requirements: Mapping[str, Requirement], find: Find, *, needed: bool
 ) -> Check:
-    """One distribution; where the run does not need it, a missing one is no failure."""
+    """Check the version of one distribution.
+
+    `find`: returns its installed version. `needed`: whether the run needs it; else a missing one
+    is no failure.
+    """
     title = f"version of {name}"
-    found = find(name)
-    requirement = wanted.get(name)
+    version = find(name)
+    requirement = requirements.get(name)
     if requirement is None:
         return skipped(
             title,
-            f"{found or 'not installed'}; {OURS} is not installed, or asks for no version of it",
+            f"{version or 'not installed'}; {OURS} is not installed, or asks for no version of it",
         )
     supported = requirement.specifier
-    if found is None:
+    if version is None:
         if not needed:
             return skipped(title, "not installed, and this run does not use it")
         return failed(
             title, "not installed", f"run `make setup`, or pip install '{name}{supported}'"
         )
-    if not supported.contains(found.split("+")[0], prereleases=True):
+    if not supported.contains(version.split("+")[0], prereleases=True):
         return failed(
             title,
-            f"{found} is outside {supported}",
+            f"{version} is outside {supported}",
             f"pip install '{name}{supported}', or run `make setup`",
         )
-    return passed(title, f"{found} (tested: {supported})")
+    return passed(title, f"{version} (tested: {supported})")
 
 
 def check_libraries() -> list[Check]:
-    """What every run is built on."""
-    return [check_version(name, wanted=ranges(), find=installed, needed=True) for name in SHOWN]
+    """Check the versions of the libraries that every run needs."""
+    return [
+        check_version(name, requirements=ranges(), find=installed, needed=True) for name in SHOWN
+    ]
 
 
 def check_parts(
@@ -277,23 +297,27 @@ def check_parts(
     four_bit: bool = False,
     find: Find | None = None,
 ) -> list[Check]:
-    """What only some runs need: either build of vLLM, DeepSpeed, peft, what reads a base in 4 bits."""
+    """Check the versions of the libraries that only some runs need.
+
+    They are either build of vLLM, DeepSpeed, PEFT, and what reads a base in 4 bits.
+    """
     find = find or installed
-    wanted = ranges()
+    requirements = ranges()
     engine = next(
         (name for name in VLLM_DISTRIBUTIONS if find(name) is not None), VLLM_DISTRIBUTIONS[0]
     )
     needs = {engine: use_vllm, "deepspeed": use_deepspeed, "peft": use_peft}
     needs |= {"bitsandbytes": True, "vllm-bnb-plugin": use_vllm} if four_bit else {}
     return [
-        check_version(name, wanted=wanted, find=find, needed=needed)
+        check_version(name, requirements=requirements, find=find, needed=needed)
         for name, needed in needs.items()
     ]
 
 
 def check_four_bit() -> Check:
-    """A product with a layer in 4 bits is the one with its weights turned back, where the run
-    computes.
+    """Check that a product with a layer in 4 bits equals that with its dequantised weights.
+
+    It is computed on the device of the run.
     """
     import torch
     from bitsandbytes.functional import dequantize_4bit
@@ -305,14 +329,12 @@ def check_four_bit() -> Check:
     )
     layer.support_avx512bf16_for_cpu = False
     inputs = torch.randn(4, 128, dtype=torch.bfloat16, device=device)
-    whole = dequantize_4bit(layer.weight.data, layer.weight.quant_state).to(torch.bfloat16)
-    off = float((layer(inputs) - inputs @ whole.T).abs().max() / whole.abs().sum(1).max())
-    detail = f"a product on the {device} is off by {off:.1g} of its size"
-    return (
-        passed(FOUR_BIT, detail)
-        if off < 0.01
-        else failed(FOUR_BIT, detail, "install the extra adora-vl[4bit] anew")
-    )
+    weights = dequantize_4bit(layer.weight.data, layer.weight.quant_state).to(torch.bfloat16)
+    error = float((layer(inputs) - inputs @ weights.T).abs().max() / weights.abs().sum(1).max())
+    detail = f"a product on the {device} is off by {error:.1g} of its size"
+    if error < 0.01:
+        return passed(FOUR_BIT, detail)
+    return failed(FOUR_BIT, detail, "install the extra adora-vl[4bit] anew")
 
 
 def check_builds(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adora_vl.models.families import LANGUAGE_MODEL, component_of, seeing_families
 from adora_vl.models.precision import REMEDY, wrong_in
@@ -60,11 +60,14 @@ SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)  # of the tensor's own size, tried until the
 
 
 def choose_parameter(model: Any, *, vision: bool) -> tuple[str, Any] | None:
-    """The last trained matrix of the language model's layers, which has the most direct effect, or
-    with `vision` of tower and projector, the last before the image embeddings: features that enter
-    at later layers ("deepstack") hardly move an answer. None if nothing there is trained.
+    """Choose the last trained matrix of the language model's layers, or of tower and projector.
+
+    The last one has the most direct effect on the output. With `vision` it is the last one before
+    the image embeddings: features that enter at later layers ("deepstack") are added to much larger
+    numbers, and hardly move an answer. Returns name and parameter; None if nothing there is
+    trained.
     """
-    found = [
+    trained = [
         (name, parameter)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
@@ -72,13 +75,14 @@ def choose_parameter(model: Any, *, vision: bool) -> tuple[str, Any] | None:
         and (component_of(name) != LANGUAGE_MODEL) == vision
         and (vision or ".layers." in name)
     ]
+    projectors = [family.projector[0] for family in seeing_families().values()]
     direct = [
-        one
-        for one in found
-        if any(vision.projector[0] in one[0] for vision in seeing_families().values())
+        (name, parameter)
+        for name, parameter in trained
+        if any(projector in name for projector in projectors)
     ]
-    chosen = direct or found
-    return chosen[-1] if chosen else None
+    candidates = direct or trained
+    return candidates[-1] if candidates else None
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:
@@ -88,7 +92,7 @@ def _shape(parameter: Any) -> tuple[int, ...]:
 
 @contextmanager
 def _whole(parameter: Any) -> Iterator[Tensor]:
-    """The parameter, under ZeRO-3 gathered from all ranks.
+    """Yield the whole parameter, which ZeRO-3 gathers from all ranks. Collective.
 
     What rank 0 writes into it inside goes to all ranks.
     """
@@ -103,8 +107,9 @@ def _whole(parameter: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def changed(parameter: Any, seed: int = 0) -> Iterator[Callable[[float], None]]:
-    """Yields what sets the weight to its original plus noise of so many times its size; in the end
-    it is put back.
+    """Yield a function that sets a weight to its original plus noise of a given relative size.
+
+    The original is restored in the end.
     """
     with _whole(parameter) as values:
         original = values.detach().to("cpu", copy=True)
@@ -114,8 +119,8 @@ def changed(parameter: Any, seed: int = 0) -> Iterator[Callable[[float], None]]:
     step = noise * (size if size > 0 else 1.0 / max(_shape(parameter)) ** 0.5)
 
     def put(values: Tensor) -> None:
-        with _whole(parameter) as place:
-            place.copy_(values)
+        with _whole(parameter) as weight:
+            weight.copy_(values)
 
     with torch.no_grad():
         try:
@@ -125,15 +130,17 @@ def changed(parameter: Any, seed: int = 0) -> Iterator[Callable[[float], None]]:
 
 
 def check_features(prompts: agreement.Prompts, image_token_id: int | None, merge: int) -> Check:
-    """As many image tokens in each prompt as the processor has made features for its images."""
+    """Check that each prompt has as many image tokens as its images have features."""
     if image_token_id is None or prompts.images is None:
         return skipped(FEATURES, "no images")
     grids = prompts.fields["image_grid_thw"].prod(dim=-1) // merge**2
     features = [int(part.sum()) for part in torch.split(grids, prompts.num_images)]
-    for name, ids, wanted in zip(prompts.names, prompts.ids, features, strict=True):
+    for name, ids, expected in zip(prompts.names, prompts.ids, features, strict=True):
         tokens = ids.count(image_token_id)
-        if tokens != wanted:
-            detail = f"{name}: {tokens} image tokens in the prompt, {wanted} features of its images"
+        if tokens != expected:
+            detail = (
+                f"{name}: {tokens} image tokens in the prompt, {expected} features of its images"
+            )
             return failed(
                 FEATURES, detail, f"the processor expands images in its own way; {PIXELS}"
             )
@@ -144,19 +151,17 @@ def check_features(prompts: agreement.Prompts, image_token_id: int | None, merge
 
 def check_buffers(trainer: HasEngine) -> Check:
     """Rotary frequencies and whatever else is computed from the config, in policy and reference."""
-    wrong = wrong_in(trainer)
-    return (
-        failed(BUFFERS, "; ".join(wrong), REMEDY)
-        if wrong
-        else passed(BUFFERS, "rotary frequencies in float32")
-    )
+    faults = wrong_in(trainer)
+    if faults:
+        return failed(BUFFERS, "; ".join(faults), REMEDY)
+    return passed(BUFFERS, "rotary frequencies in float32")
 
 
 def check_runner(trainer: HasEngine) -> Check:
     """Which of its two model runners vLLM has chosen: they compute the same in different code."""
     version = trainer.vllm_generation.model_runner
-    other = ", VLLM_USE_V2_MODEL_RUNNER=0 chooses V1" if version == "V2" else ""
-    return passed(RUNNER, f"{version}{other}")
+    alternative = ", VLLM_USE_V2_MODEL_RUNNER=0 chooses V1" if version == "V2" else ""
+    return passed(RUNNER, f"{version}{alternative}")
 
 
 @dataclass
@@ -323,7 +328,10 @@ class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transforme
         self.rows = rows
         self.checks: list[Check] = []
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Run all examinations, and leave the training."""
         trainer = self.trainer
         prompts = agreement.read_prompts(trainer, agreement.own_rows(trainer, self.rows))
         merge = getattr(getattr(trainer.processing_class, "image_processor", None), "merge_size", 1)
