@@ -57,14 +57,14 @@ def add_synthetic(commands: Any) -> None:
         help="difficulty, 1 to 3, default: %(default)s",
     )
     add("--styles", type=_names, default=("plain",), metavar="A,B", help="default: plain")
-    what = "answers to choose from, default: 0, an open question"
+    help_text = "answers to choose from, default: 0, an open question"
     choices = whole(2, MAX_CHOICES)
     add(
         "--choices",
         type=lambda word: 0 if word == "0" else choices(word),
         default=0,
         metavar="N",
-        help=what,
+        help=help_text,
     )
 
 
@@ -155,15 +155,13 @@ def _knights(arguments: argparse.Namespace) -> None:
         drawn = puzzles(**_given(arguments, *_DRAWN_ONLY))
         manifest = prepare_drawn(arguments.output, drawn, overwrite=arguments.overwrite)
     else:
-        more = _given(arguments, "question", "overwrite")
-        manifest = prepare_knights_table(arguments.output, arguments.input, **more)
+        options = _given(arguments, "question", "overwrite")
+        manifest = prepare_knights_table(arguments.output, arguments.input, **options)
     print_counts(arguments.output, manifest)
 
 
 def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Those of the options that were given; the functions that take them know the default values of
-    the others.
-    """
+    """Return the options that the user gave; the functions that take them have the default values."""
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
@@ -220,11 +218,11 @@ def add_filter(commands: Any) -> None:
         metavar="N",
         help="per problem, default: %(default)s",
     )
-    what = (
+    help_text = (
         "instead of --model: answers that `python -m eval.problems infer --split train "
         "--samples N` made"
     )
-    add("--predictions", type=optional(path), metavar="FILE.jsonl", help=what)
+    add("--predictions", type=optional(path), metavar="FILE.jsonl", help=help_text)
     add(
         "--prompt",
         type=optional(text),
@@ -268,9 +266,9 @@ def _filter(arguments: argparse.Namespace) -> None:
         raise UserError(
             "model: give --model, to sample answers with, or --predictions, answers that are there"
         )
-    for name in ("prompt", "system_prompt") if arguments.predictions is not None else ():
-        # answers that are there were asked for in their own words
-        if getattr(arguments, name) is not OF_THE_RUN:
+    for name in ("prompt", "system_prompt"):
+        # Answers that are stored were sampled with prompts of their own.
+        if arguments.predictions is not None and getattr(arguments, name) is not OF_THE_RUN:
             option = name.replace("_", "-")
             raise UserError(
                 f"{name}: --{option} is for sampling, and --predictions has answers already; "
@@ -283,8 +281,8 @@ def _filter(arguments: argparse.Namespace) -> None:
     if predictions is None:
         engine = arguments.engine or default_engine()
         settings = settings_of(options_from(EngineOptions, arguments, engine=engine))
-        given_prompts = {name: getattr(arguments, name) for name in PROMPTS}
-        prompts = settled_prompts(arguments.model, given_prompts)
+        prompt_options = {name: getattr(arguments, name) for name in PROMPTS}
+        prompts = settled_prompts(arguments.model, prompt_options)
         predictions = filtering.sample(
             arguments.input,
             arguments.split,
@@ -300,10 +298,17 @@ def _filter(arguments: argparse.Namespace) -> None:
             "temperature": settings.temperature,
         }
         facts |= unusual_prompts(prompts)
-    given = {name: getattr(arguments, name) for name in ("split", "rounding", "overwrite")}
-    places = (arguments.input, arguments.output, predictions)
-    keep = filtering.Keep(*arguments.keep)
-    manifest = filtering.filter_dataset(*places, keep, **given, arguments=facts)
+    low, high = arguments.keep
+    manifest = filtering.filter_dataset(
+        arguments.input,
+        arguments.output,
+        predictions,
+        filtering.Keep(low=low, high=high),
+        split=arguments.split,
+        rounding=arguments.rounding,
+        overwrite=arguments.overwrite,
+        arguments=facts,
+    )
     print(f"{arguments.output}: {filtering.in_words(manifest)}")
     if arguments.predictions is None and arguments.samples > 1:
         print("\n".join(["", *forecast.of(predictions).lines()]))
@@ -362,8 +367,8 @@ def parser() -> Parser:
 
 
 def _add_family(command: argparse.ArgumentParser) -> None:
-    what = "the model_type that counts image tokens, default: %(default)s"
-    command.add_argument("--family", choices=tuple(VISIONS), default=DEFAULT_FAMILY, help=what)
+    help_text = "the model_type that counts image tokens, default: %(default)s"
+    command.add_argument("--family", choices=tuple(VISIONS), default=DEFAULT_FAMILY, help=help_text)
 
 
 def _add_geometry3k(commands: Any) -> None:
@@ -390,11 +395,11 @@ def _add_geometry3k(commands: Any) -> None:
         choices=DIAGRAMS,
         help="intergps: the picture as printed, or with every vertex lettered",
     )
-    what = (
+    help_text = (
         "logic-forms, facts: a table with the questions (messages, solution, images), whose "
         "diagrams are redrawn"
     )
-    add("--texts", type=optional(text), metavar="FILE", help=what)
+    add("--texts", type=optional(text), metavar="FILE", help=help_text)
     _add_cleaning(command)
     add(
         "--limit",
@@ -422,15 +427,19 @@ def _add_cleaning(command: argparse.ArgumentParser) -> None:
         help="enlarge smaller ones as the model does, default: keep them",
     )
     _add_family(command)
-    what = "cleaning processes, default: the cores, here %(default)s"
-    add("--workers", type=whole(1, MAX_WORKERS), default=usable_cores(), metavar="N", help=what)
+    help_text = "cleaning processes, default: the cores, here %(default)s"
+    add(
+        "--workers", type=whole(1, MAX_WORKERS), default=usable_cores(), metavar="N", help=help_text
+    )
     add(
         "--keep-leaks",
         action="store_true",
         help="keep training rows that also occur in a held-out split",
     )
-    what = "largest share of unusable rows that is not an error, default: %(default)s"
-    add("--allow-quarantined", type=number(0, 1), default=MAX_SHARE, metavar="SHARE", help=what)
+    help_text = "largest share of unusable rows that is not an error, default: %(default)s"
+    add(
+        "--allow-quarantined", type=number(0, 1), default=MAX_SHARE, metavar="SHARE", help=help_text
+    )
 
 
 def _add_convert(commands: Any) -> None:
@@ -444,8 +453,8 @@ def _add_convert(commands: Any) -> None:
         choices=tuple(PRESETS),
         help="a published data set, or rows of another trainer; for --columns",
     )
-    what = "a table, a folder with one, or a hub id; default: that of the preset"
-    add("--input", type=optional(text), metavar="PATH_OR_ID", help=what)
+    help_text = "a table, a folder with one, or a hub id; default: that of the preset"
+    add("--input", type=optional(text), metavar="PATH_OR_ID", help=help_text)
     add(
         "--columns",
         nargs="+",
@@ -551,11 +560,14 @@ def _split_pair(word: str) -> tuple[str, str]:
 
 def _geometry3k(arguments: argparse.Namespace) -> None:
     options = Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)})
-    more = {
-        name: getattr(arguments, name) for name in ("source", "revision", "workers", "overwrite")
-    }
     manifest = prepare_geometry3k(
-        arguments.output, location=arguments.input, options=options, **more
+        arguments.output,
+        source=arguments.source,
+        location=arguments.input,
+        revision=arguments.revision,
+        options=options,
+        workers=arguments.workers,
+        overwrite=arguments.overwrite,
     )
     print_counts(arguments.output, manifest)
     print_prompt(arguments.output, manifest)
@@ -569,20 +581,31 @@ def _convert(arguments: argparse.Namespace) -> None:
             "columns: give --columns, such as problem=question answer=label, or --preset"
         )
     columns = preset.columns if preset else columns_of_words(arguments.columns)
-    given = {"decimal_comma": arguments.decimal_comma, "answer_is": arguments.answer_is or ""}
-    given["image_dir"] = str(arguments.image_dir or "")
-    given["text_answers"] = arguments.text_answers
-    given["keep_options_in_text"] = arguments.keep_options_in_text
-    columns = replace(columns, **{name: value for name, value in given.items() if value})
+    reading = {
+        "decimal_comma": arguments.decimal_comma,
+        "answer_is": arguments.answer_is or "",
+        "image_dir": str(arguments.image_dir or ""),
+        "text_answers": arguments.text_answers,
+        "keep_options_in_text": arguments.keep_options_in_text,
+    }
+    # What the user does not give stays as the preset or the mapping has it.
+    columns = replace(columns, **{name: value for name, value in reading.items() if value})
     if preset and preset.id:
         name = name or arguments.preset  # the data set's own
     location = arguments.input or (preset.id if preset else None)
     if location is None:
         raise UserError("input: missing; give --input, a table, a folder with one, or a hub id")
     options = {field.name: getattr(arguments, field.name) for field in fields(Conversion)}
-    wanted = Conversion(**{**options, "name": name, "splits": dict(arguments.splits)})
-    more = {name: getattr(arguments, name) for name in ("revision", "workers", "overwrite")}
-    manifest = convert(location, arguments.output, columns, options=wanted, **more)
+    conversion = Conversion(**{**options, "name": name, "splits": dict(arguments.splits)})
+    manifest = convert(
+        location,
+        arguments.output,
+        columns,
+        options=conversion,
+        revision=arguments.revision,
+        workers=arguments.workers,
+        overwrite=arguments.overwrite,
+    )
     print_counts(arguments.output, manifest)
     print_prompt(arguments.output, manifest)
 
@@ -595,10 +618,10 @@ def _inspect(arguments: argparse.Namespace) -> None:
         from data_prep.survey_page import check_page, write_page  # matplotlib takes a second
 
         check_page(path)  # before every row is read
-    found = survey(
+    overview = survey(
         arguments.folder, gallery=gallery, model=arguments.model, family=arguments.family
     )
-    print(describe(found))
+    print(describe(overview))
     if not arguments.text_only:
-        write_page(found, path)
+        write_page(overview, path)
         print(f"\npage: {path}")

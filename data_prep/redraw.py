@@ -1,7 +1,6 @@
-"""Draws the diagram of a Geometry3K problem anew from its logic form: lines, circles, letters,
-values and marks.
+"""Draws the diagram of a Geometry3K problem anew from its logic form.
 
-For a machine without the original pictures. Values stand beside their segment, in their angle or at
+It serves machines without the original pictures. Values stand beside their segment, in their angle or at
 their arc; a fact for which a drawing has no mark is written below it. Points are complex numbers,
 in shares of the picture, y downwards.
 """
@@ -19,13 +18,13 @@ from adora_vl.geometry.forms import Form, Term, points_of
 from adora_vl.synthetic.drawing import OVERSAMPLING, Canvas
 from data_prep.logic_forms import in_words
 
-# pixels of the longer side, and of a label's height
+# The longer side of a picture, and the height of a label, in pixels.
 _SIZE = 480
 _FONT = 19
-# where the points lie; white around everything
+# The range in which the points lie, and the white around everything, in shares of the picture.
 _FRAME = (0.14, 0.86)
 _PAD = 0.02
-# side of a right angle's square, radius of an angle's arc, half a tick
+# The side of a right angle's square, the radius of an angle's arc, and half a tick.
 _RIGHT = 0.03
 _ARC = 0.055
 _STROKE = 0.014
@@ -40,7 +39,7 @@ _LATEX = (
 
 
 def can_be_drawn(form: Form) -> bool:
-    """Whether all points of its lines, circles and facts have a place."""
+    """Whether all points of a form's lines, circles and facts have coordinates."""
     needed = {name for row in form.rows for name in row}.union(
         *(points_of(term) for term in form.terms if term)
     )
@@ -50,18 +49,23 @@ def can_be_drawn(form: Form) -> bool:
 
 
 def drawn(form: Form) -> Image.Image:
-    """The diagram, black on white. `can_be_drawn` has to hold."""
+    """Draw the diagram of a form, black on white; `can_be_drawn` has to hold."""
     return _Diagram(form).picture()
 
 
 def drawn_legibly(form: Form) -> Image.Image | None:
-    """The diagram; None where a label hides another one or a point. `can_be_drawn` has to hold."""
+    """Draw the diagram of a form; `can_be_drawn` has to hold.
+
+    None is returned where a label hides another one or a point.
+    """
     diagram = _Diagram(form)
     picture = diagram.picture()
     return picture if diagram.is_legible() else None
 
 
 class _Diagram:
+    """The drawing of one form, and what its labels have to keep clear of."""
+
     def __init__(self, form: Form) -> None:
         self.form = form
         on_lines = {name for row in form.rows for name in row}
@@ -76,11 +80,11 @@ class _Diagram:
         ends = [
             at[centre] + r * way for (centre, _), r in radii.items() for way in (1 + 1j, -1 - 1j)
         ]
-        xs, ys = zip(*((place.real, place.imag) for place in (*at.values(), *ends)), strict=True)
+        xs, ys = zip(*((point.real, point.imag) for point in (*at.values(), *ends)), strict=True)
         scale = (_FRAME[1] - _FRAME[0]) / (max(max(xs) - min(xs), max(ys) - min(ys)) or 1)
         corner = complex(min(xs), min(ys))
         self.at = {
-            name: scale * (place - corner) + _FRAME[0] * (1 + 1j) for name, place in at.items()
+            name: scale * (point - corner) + _FRAME[0] * (1 + 1j) for name, point in at.items()
         }
         self.middle = sum(self.at.values()) / len(self.at)
         self.radii = {circle: scale * r for circle, r in radii.items()}
@@ -90,37 +94,43 @@ class _Diagram:
         self.font = ImageFont.truetype(str(file), OVERSAMPLING * _FONT)
         self.canvas = Canvas(_SIZE, font=self.font)
         self.ink: list[complex] = []  # points on what is drawn
-        self.boxes: list[
-            tuple[float, float, float, float]
-        ] = []  # of the labels: left, top, right, bottom
+        # The box of each label: left, top, right, bottom.
+        self.boxes: list[tuple[float, float, float, float]] = []
 
     def picture(self) -> Image.Image:
         for row in self.form.rows:
             self._line(*(self.at[name] for name in row))
         for (centre, _), r in self.radii.items():
-            place = self.at[centre]
-            self.canvas.circle((place.real, place.imag), r)
-            self.canvas.dot((place.real, place.imag))
-            self.ink += [place + rect(r, step / 60) for step in range(377)]
+            point = self.at[centre]
+            self.canvas.circle((point.real, point.imag), r)
+            self.canvas.dot((point.real, point.imag))
+            self.ink += [point + rect(r, step / 60) for step in range(377)]
         marked = self._marks()
         below = [
             in_words(term)
             for term in self.form.terms
             if term and term not in marked and not self._value(term)
         ]
-        for name, place in self.at.items():
+        for name, point in self.at.items():
             around = product((0.032, 0.045, 0.06, 0.08, 0.1), range(16))
-            self._label(name, [place + rect(reach, turn * math.pi / 8) for reach, turn in around])
-        bottom = max([place.imag for place in self.ink] + [box[3] for box in self.boxes])
+            self._label(name, [point + rect(reach, turn * math.pi / 8) for reach, turn in around])
+        bottom = max([point.imag for point in self.ink] + [box[3] for box in self.boxes])
         for number, text in enumerate(dict.fromkeys(filter(None, below)), start=1):
             self._label(
                 plain(text, words=True), [complex(0.5, min(0.985, bottom + 0.045 * number))]
             )
-        boxes = [*self.boxes, *((place.real, place.imag) * 2 for place in self.ink)]
-        edges = [min(box[i] for box in boxes) - _PAD for i in (0, 1)]
-        edges += [max(box[i] for box in boxes) + _PAD for i in (2, 3)]
-        left, top, right, end = (round(_SIZE * min(1, max(0, edge))) for edge in edges)
-        return self.canvas.picture().crop((left, top, right, end))
+        boxes = [*self.boxes, *((point.real, point.imag) * 2 for point in self.ink)]
+        pixels = [
+            round(_SIZE * min(1, max(0, edge)))
+            for edge in (
+                min(box[0] for box in boxes) - _PAD,
+                min(box[1] for box in boxes) - _PAD,
+                max(box[2] for box in boxes) + _PAD,
+                max(box[3] for box in boxes) + _PAD,
+            )
+        ]
+        left, top, right, bottom = pixels
+        return self.canvas.picture().crop((left, top, right, bottom))
 
     def is_legible(self) -> bool:
         """Whether no label of the picture lies on another one, on a point, or outside."""
@@ -129,12 +139,13 @@ class _Diagram:
             if min(left, top) < 0 or max(right, bottom) > 1:
                 return False
             if any(
-                left < place.real < right and top < place.imag < bottom
-                for place in self.at.values()
+                left < point.real < right and top < point.imag < bottom
+                for point in self.at.values()
             ):
                 return False
-            for other in self.boxes[:number]:
-                if left < other[2] and other[0] < right and top < other[3] and other[1] < bottom:
+            for earlier in self.boxes[:number]:
+                beside = left < earlier[2] and earlier[0] < right
+                if beside and top < earlier[3] and earlier[1] < bottom:
                     return False
         return True
 
@@ -145,35 +156,40 @@ class _Diagram:
             self.ink += [start + (end - start) * step / steps for step in range(steps + 1)]
 
     def _value(self, term: Term) -> bool:
-        """Write the value of a length, an angle or an arc at its place. Whether there is one."""
+        """Write the value of a length, an angle or an arc into the picture, if a term has one.
+
+        Returns whether it has.
+        """
         if term.head.startswith("PointLies"):
             return True
         if term.head != "Equals" or len(term.arguments) != 2 or not term.arguments[0].arguments:
             return False
-        (kind, other) = term.arguments
-        of = term.arguments[0].arguments[0]
+        (kind, right_side) = term.arguments
+        subject = term.arguments[0].arguments[0]
         value = (
-            other.arguments[0]
-            if other.head in ("LengthOf", "MeasureOf") and other.arguments
-            else other
+            right_side.arguments[0]
+            if right_side.head in ("LengthOf", "MeasureOf") and right_side.arguments
+            else right_side
         )
         number = re.fullmatch(r"[Aa]ngle (\w+)", in_words(value) or "")
-        if not set(of.names) <= self.at.keys() or (value.arguments and not number):
+        if not set(subject.names) <= self.at.keys() or (value.arguments and not number):
             return False
         text = number[1] if number else plain(value.head)
         degrees = f"{text}°" if re.fullmatch(r"[\w.]+", text) else f"({text})°"
-        if (kind.head, of.head, len(of.names)) == ("LengthOf", "Line", 2):
-            self._beside(self.at[of.names[0]], self.at[of.names[1]], text)
-        elif (kind.head, of.head, len(of.names)) == ("MeasureOf", "Angle", 3):
-            corner, start, turn = self._angle(of.names)
-            self._arcs(of.names, 0 if number else 1)
+        if (kind.head, subject.head, len(subject.names)) == ("LengthOf", "Line", 2):
+            self._beside(self.at[subject.names[0]], self.at[subject.names[1]], text)
+        elif (kind.head, subject.head, len(subject.names)) == ("MeasureOf", "Angle", 3):
+            corner, start, turn = self._angle(subject.names)
+            self._arcs(subject.names, 0 if number else 1)
             text = text if number else degrees
-            least = min(0.16, 0.5 * (self._width(text) + 0.02) / max(0.1, abs(math.sin(turn / 2))))
-            inside = 0.8 * min(abs(self.at[name] - corner) for name in (of.names[0], of.names[2]))
-            nearest = max(0.045 if number else 0.08, least)
-            reaches = [
-                min(inside, nearest + 0.012 * further) for further in (*range(9), -1, -2, -3)
-            ]
+            min_reach = min(
+                0.16, 0.5 * (self._width(text) + 0.02) / max(0.1, abs(math.sin(turn / 2)))
+            )
+            inside = 0.8 * min(
+                abs(self.at[name] - corner) for name in (subject.names[0], subject.names[2])
+            )
+            nearest = max(0.045 if number else 0.08, min_reach)
+            reaches = [min(inside, nearest + 0.012 * step) for step in (*range(9), -1, -2, -3)]
             self._label(
                 text,
                 [
@@ -182,18 +198,18 @@ class _Diagram:
                     for part in (0.5, 0.4, 0.6)
                 ],
             )
-        elif kind.head == "MeasureOf" and of.head == "Arc":
-            ends = {of.names[0], of.names[-1]}
+        elif kind.head == "MeasureOf" and subject.head == "Arc":
+            ends = {subject.names[0], subject.names[-1]}
             circle = next(
                 (circle for circle in self.radii if ends <= set(self.form.rounds[circle])), None
             )
             if circle is None:
                 return False
-            _, start, turn = self._angle((of.names[0], circle[0], of.names[-1]))
+            _, start, turn = self._angle((subject.names[0], circle[0], subject.names[-1]))
             middle = (
                 start + turn / 2
-                if len(of.names) == 2
-                else phase(self.at[of.names[1]] - self.at[circle[0]])
+                if len(subject.names) == 2
+                else phase(self.at[subject.names[1]] - self.at[circle[0]])
             )
             reach = self.radii[circle] + 0.03 + 0.4 * self._width(degrees)
             self._label(
@@ -205,7 +221,7 @@ class _Diagram:
         return True
 
     def _beside(self, start: complex, end: complex, text: str) -> None:
-        """Beside a segment, rather on the side that is away from the middle of the figure."""
+        """Write a text beside a segment, rather on the side away from the figure's middle."""
         normal = rect(1, phase(end - start) + math.pi / 2)
         outward = ((start + end) / 2 - self.middle) * normal.conjugate()
         normal *= 1 if outward.real >= 0 else -1
@@ -220,8 +236,9 @@ class _Diagram:
         )
 
     def _angle(self, names: Sequence[str]) -> tuple[complex, float, float]:
-        """The corner of an angle, where its first side points to, and the turn to the other, at
-        most half a one.
+        """Return the corner of an angle, the direction of its first side, and the turn to the second.
+
+        Both are in radians, and the turn is at most half a turn either way.
         """
         first, corner, last = (self.at[name] for name in names)
         start = phase(first - corner)
@@ -235,8 +252,10 @@ class _Diagram:
     def _strokes(
         self, names: Sequence[str], towards: complex, count: int, wing: float, part: float
     ) -> None:
-        """Ticks or arrow heads on a segment: strokes with two wings, turned by so much from its
-        direction.
+        """Draw ticks or arrow heads on a segment: strokes with two wings.
+
+        `wing` is the turn of the wings from the segment's direction, in radians, and `part` where
+        on the segment the strokes stand.
         """
         start, end = (self.at[name] for name in names)
         if ((end - start) * towards.conjugate()).real < 0:
@@ -247,9 +266,9 @@ class _Diagram:
             self._line(tip + rect(_STROKE, along + wing), tip, tip + rect(_STROKE, along - wing))
 
     def _marks(self) -> list[Term]:
-        """Right angles, arrows of parallels, ticks of equal lengths, arcs of equal angles.
+        """Draw right angles, arrows of parallels, ticks of equal lengths, arcs of equal angles.
 
-        The facts that have one.
+        Returns the facts that have such a mark.
         """
         marked = []
         corners: set[tuple[int, int]] = set()
@@ -258,24 +277,28 @@ class _Diagram:
             if corner is None:
                 continue
             marked.append(term)
-            if (key := (round(50 * corner.real), round(50 * corner.imag))) not in corners:
+            key = (round(50 * corner.real), round(50 * corner.imag))
+            if key not in corners:  # two facts on one corner are one square
                 corners.add(key)
-                far = (
-                    max((self.at[name] - corner for name in line.names), key=abs)
-                    for line in term.arguments
+                square_sides = []
+                for line in term.arguments:
+                    far_end = max((self.at[name] - corner for name in line.names), key=abs)
+                    square_sides.append(rect(_RIGHT, phase(far_end)))
+                first_side, second_side = square_sides
+                self._line(
+                    corner + first_side, corner + first_side + second_side, corner + second_side
                 )
-                one, other = (rect(_RIGHT, phase(way)) for way in far)
-                self._line(corner + one, corner + one + other, corner + other)
-        for head, of, size in (
+        for head, measure, size in (
             ("Parallel", "Line", 2),
             ("Equals", "LengthOf", 2),
             ("Equals", "MeasureOf", 3),
         ):
             groups: list[set[tuple[str, ...]]] = []
             for term in self.form.found(head):
-                found = [each for each in term.arguments if each.head == of]
+                measured = [argument for argument in term.arguments if argument.head == measure]
                 sides = {
-                    tuple((each if of == "Line" else each.arguments[0]).names) for each in found
+                    tuple((argument if measure == "Line" else argument.arguments[0]).names)
+                    for argument in measured
                 }
                 if len(term.arguments) == 2 == len(sides) and all(
                     len(s) == size and {*s} <= {*self.at} for s in sides
@@ -285,10 +308,10 @@ class _Diagram:
                     groups = [group for group in groups if group not in touching] + [
                         sides.union(*touching)
                     ]
-            wing, part = (0.75 * math.pi, 0.42) if of == "Line" else (math.pi / 2, 0.5)
+            wing, part = (0.75 * math.pi, 0.42) if measure == "Line" else (math.pi / 2, 0.5)
             for number, group in enumerate(map(sorted, groups), start=1):
                 for names in group:
-                    if of == "MeasureOf":
+                    if measure == "MeasureOf":
                         self._arcs(names, number + 1)  # one arc belongs to a value
                     else:
                         towards = self.at[group[0][1]] - self.at[group[0][0]]
@@ -296,7 +319,7 @@ class _Diagram:
         return marked
 
     def _crossing(self, term: Term) -> complex | None:
-        """Where two lines meet: the point that they share, or where they cross."""
+        """Return the point that two lines share, or where they cross; None where they do neither."""
         lines = [line.names for line in term.arguments]
         if len(lines) != 2 or not all(
             len(names) == 2 and set(names) <= self.at.keys() for names in lines
@@ -312,33 +335,34 @@ class _Diagram:
     def _width(self, text: str) -> float:
         return float(self.font.getlength(text)) / (OVERSAMPLING * _SIZE)
 
-    def _label(self, text: str, places: Sequence[complex]) -> None:
-        """Write a text at the place where it hides least; of equal ones, at the first."""
+    def _label(self, text: str, points: Sequence[complex]) -> None:
+        """Write a text at the first of the places at which it hides least."""
         wide = self._width(text) / 2 + 0.004
         high = _FONT / _SIZE / 2
 
-        def box(place: complex) -> tuple[float, float, float, float]:
-            return place.real - wide, place.imag - high, place.real + wide, place.imag + high
+        def box(point: complex) -> tuple[float, float, float, float]:
+            return point.real - wide, point.imag - high, point.real + wide, point.imag + high
 
-        def hidden(place: complex) -> int:
-            left, top, right, end = box(place)
-            others = sum(
-                left < o[2] and o[0] < right and top < o[3] and o[1] < end for o in self.boxes
+        def hidden(point: complex) -> int:
+            left, top, right, end = box(point)
+            overlaps = sum(
+                left < label[2] and label[0] < right and top < label[3] and label[1] < end
+                for label in self.boxes
             )
             outside = min(left, top) < 0.005 or max(right, end) > 0.995
             return (
                 1000 * outside
-                + 200 * others
+                + 200 * overlaps
                 + sum(left < p.real < right and top < p.imag < end for p in self.ink)
             )
 
-        best = min(places, key=hidden)
+        best = min(points, key=hidden)
         self.boxes.append(box(best))
         self.canvas.label(text, (best.real, best.imag))
 
 
 def plain(value: str, *, words: bool = False) -> str:
-    r"""A value as it is written in a picture: `2√3` for `2\sqrt{3}`. `words`: spaces stay."""
+    r"""Write a value as a picture has it: `2√3` for `2\sqrt{3}`. Spaces stay if `words`."""
     for pattern, written in _LATEX[: -1 if words else None]:
         value = re.sub(pattern, written, value)
     return value

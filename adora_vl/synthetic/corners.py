@@ -18,7 +18,7 @@ _DIGITS_AT = ((9, 18), (8, 17))  # of 56 pixels: where a number may begin
 
 
 def cell(rng: random.Random, number: int, side: int = 56) -> Image.Image:
-    """A corner: a number in some grey, somewhere near the middle."""
+    """Draw the picture of a corner: a number in some grey, somewhere near the middle."""
     image = Image.new("RGB", (side, side), "white")
     x, y = (rng.randrange(*ends) * side // 56 for ends in _DIGITS_AT)
     font = ImageFont.load_default(size=24 * side / 56)
@@ -27,7 +27,7 @@ def cell(rng: random.Random, number: int, side: int = 56) -> Image.Image:
 
 
 def drawn(rng: random.Random, size: int) -> tuple[Image.Image, dict[str, int]]:
-    """A picture, and the numbers of its corners. In its middle stands a triangle."""
+    """Draw a picture with a triangle in its middle, and return it with the numbers of its corners."""
     image = Image.new("RGB", (size, size), "white")
     side = size // PARTS
     points = [
@@ -37,36 +37,39 @@ def drawn(rng: random.Random, size: int) -> tuple[Image.Image, dict[str, int]]:
     ImageDraw.Draw(image).polygon(points, outline="gray", width=max(1, size // 75))
     numbers = {corner: rng.randrange(10, 100) for corner in CORNERS}
     for corner, number in numbers.items():
-        left, top = (0 if word in corner else size - side for word in ("left", "top"))
-        image.paste(cell(rng, number, side), (left, top))
+        x = 0 if "left" in corner else size - side
+        y = 0 if "top" in corner else size - side
+        image.paste(cell(rng, number, side), (x, y))
     return image, numbers
 
 
 def question(corner: str) -> str:
+    """Return the question for the number at a corner."""
     return f"Which number is at the {corner}?"
 
 
 def answer(number: int) -> str:
+    """Return a worked answer with the number in a box."""
     return f"It is \\boxed{{{number}}}"
 
 
 def corner_number(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """One of four numbers is asked for; the slip reads another corner.
+    """Draw a problem that asks for one of four numbers; its slip reads another corner.
 
-    Levels and styles draw the same.
+    All levels and styles draw the same.
     """
     image, numbers = drawn(rng, size)
-    corner, other = rng.sample(CORNERS, 2)
+    corner, wrong_corner = rng.sample(CORNERS, 2)
     right = answer(numbers[corner])
-    slip = answer(numbers[other])
-    asked = question(corner)
+    slip = answer(numbers[wrong_corner])
+    text = question(corner)
     number = str(numbers[corner])
     return SyntheticProblem(
         family="corners",
         image=image,
-        question=asked,
+        question=text,
         answer=number,
         solution=right,
         slip=slip,

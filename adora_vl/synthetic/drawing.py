@@ -161,21 +161,23 @@ class Sketch:
             self._label(str(value), middle + reach * normal)
 
     def angles(self, reach: float = 0.15, **texts: str) -> None:
-        """Each text in its angle, `ABC` at B, on its bisector."""
+        """Write each text into its angle, `ABC` at B, on its bisector."""
         for path, text in texts.items():
-            corner, one, other = self._ways(path)
-            opening = math.acos(max(-1.0, min(1.0, (one * other.conjugate()).real)))
-            # a narrow angle has room only farther out
-            far = max(reach, 0.035 / math.sin(opening / 2))
-            self._label(text, corner + far * _unit(one + other))
+            corner, first_side, second_side = self._directions(path)
+            cosine = (first_side * second_side.conjugate()).real
+            opening = math.acos(max(-1.0, min(1.0, cosine)))  # rounding may pass 1
+            # A narrow angle has room only farther out.
+            distance = max(reach, 0.035 / math.sin(opening / 2))
+            self._label(text, corner + distance * _unit(first_side + second_side))
 
     def right_angle(self, path: str) -> None:
-        """The small square in the angle `ABC` at B."""
-        corner, one, other = self._ways(path)
-        self._canvas.line(*(_pair(corner + 0.05 * way) for way in (one, one + other, other)))
+        """Draw the small square in the right angle `ABC` at B."""
+        corner, first_side, second_side = self._directions(path)
+        steps = (first_side, first_side + second_side, second_side)
+        self._canvas.line(*(_pair(corner + 0.05 * step) for step in steps))
 
-    def _ways(self, path: str) -> tuple[complex, complex, complex]:
-        """The corner B of the angle `ABC`, and the directions of its sides."""
+    def _directions(self, path: str) -> tuple[complex, complex, complex]:
+        """Return the corner B of the angle `ABC`, and the directions of its two sides."""
         start, corner, end = (self._at[letter] for letter in path)
         return corner, _unit(start - corner), _unit(end - corner)
 
@@ -183,7 +185,7 @@ class Sketch:
         return self._canvas.picture()
 
     def _label(self, text: str, centre: complex) -> None:
-        """Raises `ClutteredError` where it would touch another label or the edge."""
+        """Write a label, or raise `ClutteredError` where it would touch another one or the edge."""
         (x, y) = _pair(centre)
         wide = 0.28 * len(text) * self._font
         high = 0.5 * self._font
@@ -197,17 +199,18 @@ class Sketch:
         self._canvas.label(text, (x, y))
 
 
-def _pair(place: complex) -> Point:
-    return place.real, place.imag
+def _pair(point: complex) -> Point:
+    return point.real, point.imag
 
 
-def _unit(way: complex) -> complex:
-    return way / abs(way)
+def _unit(direction: complex) -> complex:
+    return direction / abs(direction)
 
 
 def _fitted(points: dict[str, Point], turn: float, *, mirrored: bool) -> dict[str, complex]:
-    """The points turned about the origin and scaled, without distortion, into the middle of the
-    unit square.
+    """Turn points about the origin, and scale them without distortion into the unit square.
+
+    Their middle comes into its middle.
     """
     turned = {
         name: complex(-x if mirrored else x, y) * rect(1, turn) for name, (x, y) in points.items()
@@ -215,4 +218,4 @@ def _fitted(points: dict[str, Point], turn: float, *, mirrored: bool) -> dict[st
     xs, ys = zip(*map(_pair, turned.values()), strict=True)
     scale = (_FRAME[1] - _FRAME[0]) / max(max(xs) - min(xs), max(ys) - min(ys))
     middle = complex(max(xs) + min(xs), max(ys) + min(ys)) / 2
-    return {name: 0.5 + 0.5j + scale * (place - middle) for name, place in turned.items()}
+    return {name: 0.5 + 0.5j + scale * (point - middle) for name, point in turned.items()}

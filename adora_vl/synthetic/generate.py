@@ -24,28 +24,31 @@ _NUMBER = re.compile(r"\d+")
 def with_distractors(
     answer: str, slip: str, count: int, rng: random.Random
 ) -> tuple[list[str], str]:
-    """`count` different choices and the letter of the right one.
+    """Draw `count` different choices, and return them with the letter of the right one.
 
-    `slip`: a wrong worked answer, always among them.
+    `slip` is a wrong worked answer, which is always among them.
     """
     wrong: list[str] = []
     candidates = [last_boxed(slip) or "", *_variants(answer, rng)]
     for candidate in candidates:
         if len(wrong) == count - 1:
             break
-        given = f"\\boxed{{{candidate}}}"
+        completion = f"\\boxed{{{candidate}}}"
         if candidate and all(
-            grade(given, other).verdict != "correct" for other in (answer, *wrong)
+            grade(completion, choice).verdict != "correct" for choice in (answer, *wrong)
         ):
             wrong.append(candidate)
     assert len(wrong) == count - 1, f"{answer!r} has too few variants"
-    place = rng.randrange(count)
-    wrong.insert(place, answer)
-    return wrong, ascii_uppercase[place]
+    index = rng.randrange(count)
+    wrong.insert(index, answer)
+    return wrong, ascii_uppercase[index]
 
 
 def _variants(answer: str, rng: random.Random) -> list[str]:
-    """The answer with its first number doubled, halved, supplemented or moved, in random order."""
+    """Return the answer with its first number doubled, halved, supplemented or moved.
+
+    The near ones come first, in random order.
+    """
     match = _NUMBER.search(answer)
     assert match, f"{answer!r} has no number"
     number = int(match.group())
@@ -108,39 +111,45 @@ def generate(
 ) -> Iterator[Row]:
     """Yield `rows` rows of `split`, families in turn, each diagram at most once.
 
-    `size` is in pixels.
+    `size` is the side of a picture in pixels. `families` are keys of `KNOWN`, by default the plain
+    ones, and `styles` keys of `STYLES`, which are taken in turn. `choices` is how many answers
+    there are to choose from, 0 for open questions. Equal arguments give the same rows, byte for
+    byte.
 
-    `families`: of `KNOWN`, by default the plain ones. `styles`: of `STYLES`, in turn. `choices`:
-    how many answers to choose from, 0 for open questions. Equal arguments give the same rows, byte
-    for byte. Raises `UserError`.
+    Raises `UserError` for unknown names, for a size that is too small, and for more rows than there
+    are different diagrams.
     """
     names = families or tuple(FAMILIES)
     _check(names, size, level, styles)
     rng = random.Random(f"{seed}/{split}/{size}")
-    seen: set[bytes] = set()
+    known_hashes: set[bytes] = set()
     for index in range(rows):
         name = names[index % len(names)]
         style = STYLES[styles[index // len(names) % len(styles)]]
-        drawn = (KNOWN[name](rng, size, level, style) for _ in range(_MAX_REDRAWS))
-        found = (
-            p for p in drawn if split_of(p.image) == split and _short_hash(p.image) not in seen
+        candidates = (KNOWN[name](rng, size, level, style) for _ in range(_MAX_REDRAWS))
+        new_problems = (
+            candidate
+            for candidate in candidates
+            if split_of(candidate.image) == split
+            and _short_hash(candidate.image) not in known_hashes
         )
-        problem = next(found, None)
+        problem = next(new_problems, None)
         if problem is None:
             raise UserError(
                 f"rows: {rows} of split {split!r} are more than the {index} that there are "
                 "different diagrams for; ask for fewer, or for more families, styles or pixels"
             )
-        seen.add(_short_hash(problem.image))
+        known_hashes.add(_short_hash(problem.image))
         yield _row(replace(problem, family=name), split, index, seed, choices)
 
 
 def _short_hash(image: Image.Image) -> bytes:
-    """What is remembered of each diagram: 100,000 of them take a few megabytes."""
+    """Return what is remembered of a diagram; 100,000 of them take a few megabytes."""
     return bytes.fromhex(diagram_hash(image)[:32])
 
 
 def _check(names: tuple[str, ...], size: int, level: int, styles: tuple[str, ...]) -> None:
+    """Raise `UserError` for unknown families or styles, and for a size that is too small."""
     for name in names:
         if name not in KNOWN:
             raise UserError(

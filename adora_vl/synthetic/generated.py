@@ -1,7 +1,7 @@
 """Prepares generated data (drawn geometry, puzzles): writes the rows and a manifest."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,16 +45,18 @@ def synthetic(
     seed: int = 0,
     size: int = DEFAULT_SIZE,
     families: tuple[str, ...] = (),
-    **more: Any,
+    **options: Any,
 ) -> Drawn:
-    """Geometry problems, splits train and test.
+    """Describe a data set of geometry problems with the splits train and test.
 
-    `more`: other arguments of `generate`. Raises `UserError`.
+    `options` are further arguments of `generate`.
+
+    Raises `UserError` as `generate`, when its rows are drawn.
     """
-    given = {"seed": seed, "size": size, "families": families, **more}
+    arguments = {"seed": seed, "size": size, "families": families, **options}
 
     def draw(count: int, split: str) -> Iterator[Row]:
-        for row in generate(count, split=split, **given):
+        for row in generate(count, split=split, **arguments):
             yield {**row, "answer": canonical_gold(row["answer"])}
 
     return _drawn(
@@ -63,7 +65,7 @@ def synthetic(
         draw=draw,
         rows=rows,
         test_rows=test_rows,
-        given=given,
+        arguments=arguments,
     )
 
 
@@ -74,33 +76,51 @@ def puzzles(
     seed: int = 0,
     people: tuple[int, int] = PEOPLE,
 ) -> Drawn:
-    """Knights-and-knaves puzzles, splits train and test. Raises `UserError`."""
-    given: dict[str, Any] = {"seed": seed, "people": people}
+    """Describe a data set of knights-and-knaves puzzles with the splits train and test.
+
+    Raises `UserError` as `knights.generate`, when its rows are drawn.
+    """
+    arguments: dict[str, Any] = {"seed": seed, "people": people}
 
     return _drawn(
         "knights",
         revision=KNIGHTS_REVISION,
-        draw=partial(knights.generate, **given),
+        draw=partial(knights.generate, **arguments),
         rows=rows,
         test_rows=test_rows,
-        given=given,
+        arguments=arguments,
     )
 
 
-def _drawn(source: str, revision: str, draw: Draw, rows: int, test_rows: int, given: Any) -> Drawn:
+def _drawn(
+    source: str,
+    revision: str,
+    draw: Draw,
+    rows: int,
+    test_rows: int,
+    arguments: Mapping[str, Any],
+) -> Drawn:
+    """Describe a drawn data set, with its arguments as JSON will have them."""
     as_json = {
-        name: list(value) if isinstance(value, tuple) else value for name, value in given.items()
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in arguments.items()
     }
-    arguments = {"rows": rows, "test_rows": test_rows, **as_json}
     sizes = {split: count for split, count in (("train", rows), ("test", test_rows)) if count}
-    return Drawn(
-        sizes, draw, {"source": source, "input": None, "revision": revision, "arguments": arguments}
-    )
+    description = {
+        "source": source,
+        "input": None,
+        "revision": revision,
+        "arguments": {"rows": rows, "test_rows": test_rows, **as_json},
+    }
+    return Drawn(sizes, draw, description)
 
 
 def prepare_drawn(output: Path, drawn: Drawn, *, overwrite: bool = False) -> Manifest:
-    """Write the splits and the manifest, which is returned; two equal preparations give equal
-    bytes. `overwrite`: replace another prepared dataset. Raises `UserError`.
+    """Write the splits of a drawn data set and its manifest, and return the manifest.
+
+    Two equal preparations give equal bytes. `overwrite` replaces another prepared data set.
+
+    Raises `UserError` where `output` cannot be written, or the rows cannot be drawn.
     """
     with complete_or_absent(output, drawn.description, overwrite=overwrite) as folder:
         counts = {}
@@ -111,21 +131,22 @@ def prepare_drawn(output: Path, drawn: Drawn, *, overwrite: bool = False) -> Man
 
 
 def ensure_drawn(folder: Path, drawn: Drawn) -> Path:
-    """Make this data set if `folder` does not hold it; of several processes that call this at once,
-    one makes it.
+    """Make a drawn data set unless `folder` holds it already.
+
+    If several processes call this at once, a lock lets one of them make it.
 
     Raises `UserError` if the folder holds a data set of another kind.
     """
-    wanted = drawn.description
-    if _is_made(folder, wanted):
+    description = drawn.description
+    if _is_made(folder, description):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    place = folder.resolve()
-    with FileLock(place.with_name(f".{place.name}.lock")):
-        if not _is_made(folder, wanted):
+    path = folder.resolve()
+    with FileLock(path.with_name(f".{path.name}.lock")):
+        if not _is_made(folder, description):
             manifest = read_manifest(folder)
-            if manifest is not None and manifest["source"] != wanted["source"]:
-                holds = f"{str(folder)!r} holds {manifest['source']!r}, not {wanted['source']} data"
+            if manifest is not None and manifest["source"] != description["source"]:
+                holds = f"{str(folder)!r} holds {manifest['source']!r}, not {description['source']} data"
                 raise UserError(f"dataset: {holds}; choose another folder")
             prepare_drawn(folder, drawn, overwrite=True)
     return folder
@@ -134,16 +155,16 @@ def ensure_drawn(folder: Path, drawn: Drawn) -> Path:
 def prepare_knights_table(
     output: Path, location: Path, *, question: str = "box", overwrite: bool = False
 ) -> Manifest:
-    """Write the puzzles of the reference's Parquet file or folder, under the splits that its rows
-    name.
+    """Write the puzzles of the reference's Parquet file or folder, in the splits that its rows name.
 
-    `question`: `box` appends how to answer, `plain` leaves that to the system prompt. Raises
-    `UserError`.
+    The `question` `box` appends how to answer; `plain` leaves that to the system prompt.
+
+    Raises `UserError` as `read_puzzles` and `prepare_drawn`.
     """
-    found = read_puzzles(location, question)
+    rows_by_split = read_puzzles(location, question)
     texts = "\n".join(
         f"{row['split']}\t{row['problem']}\t{row['answer']}"
-        for rows in found.values()
+        for rows in rows_by_split.values()
         for row in rows
     )
     revision = hashlib.sha256(texts.encode()).hexdigest()
@@ -155,15 +176,16 @@ def prepare_knights_table(
         "arguments": arguments,
     }
     table = Drawn(
-        {split: len(rows) for split, rows in found.items()},
-        lambda _, split: found[split],
+        {split: len(rows) for split, rows in rows_by_split.items()},
+        lambda _, split: rows_by_split[split],
         description,
     )
     return prepare_drawn(output, table, overwrite=overwrite)
 
 
-def _is_made(folder: Path, wanted: Manifest) -> bool:
+def _is_made(folder: Path, description: Manifest) -> bool:
+    """Whether a folder holds a data set of this description, with all its files."""
     manifest = read_manifest(folder)
-    if manifest is None or any(manifest.get(key) != value for key, value in wanted.items()):
+    if manifest is None or any(manifest.get(key) != value for key, value in description.items()):
         return False
     return all((folder / name).is_file() for name in manifest["files"])

@@ -39,49 +39,54 @@ QUESTION = (
     "You meet {people}. {statements} Who is what? Put the answer in a box, like "
     "\\boxed{{{example}}}."
 )
-_MAX_REDRAWS = 20_000  # for one new puzzle; then there are taken to be no more
-# of all puzzles, by a hash of their text, so that no split has a puzzle of another
+_MAX_REDRAWS = 20_000  # draws for one new puzzle, after which there are taken to be no more
+# The share of all puzzles that are of the split test. A hash of a puzzle's text decides, so that no
+# split has a puzzle of another.
 _TEST_SHARE = 0.25
 
 
 class Statement(NamedTuple):
-    words: str  # with `{0}` and `{1}` for people
-    people: int
-    claim: Callable[..., tuple[Any, ...]]  # about them, as `holds` reads it
+    """Something that a person may say about one or two people."""
+
+    words: str  # the sentence, with `{0}` and `{1}` for people
+    people: int  # how many people it is about
+    claim: Callable[..., tuple[Any, ...]]  # makes the claim about these people that `holds` reads
 
 
 KNIGHT = "telling-truth"
 KNAVE = "lying"
 STATEMENTS = (
-    Statement("{0} is a knight", 1, lambda one: (KNIGHT, one)),
-    Statement("{0} is a knave", 1, lambda one: (KNAVE, one)),
+    Statement("{0} is a knight", 1, lambda first: (KNIGHT, first)),
+    Statement("{0} is a knave", 1, lambda first: (KNAVE, first)),
     Statement(
         "{0} and {1} are both knights",
         2,
-        lambda one, other: ("and", (KNIGHT, one), (KNIGHT, other)),
+        lambda first, second: ("and", (KNIGHT, first), (KNIGHT, second)),
     ),
     Statement(
-        "{0} and {1} are both knaves", 2, lambda one, other: ("and", (KNAVE, one), (KNAVE, other))
+        "{0} and {1} are both knaves",
+        2,
+        lambda first, second: ("and", (KNAVE, first), (KNAVE, second)),
     ),
     Statement(
         "{0} is a knight or {1} is a knave",
         2,
-        lambda one, other: ("or", (KNIGHT, one), (KNAVE, other)),
+        lambda first, second: ("or", (KNIGHT, first), (KNAVE, second)),
     ),
     Statement(
         "{0} and {1} are of the same kind",
         2,
-        lambda one, other: ("<=>", (KNIGHT, one), (KNIGHT, other)),
+        lambda first, second: ("<=>", (KNIGHT, first), (KNIGHT, second)),
     ),
     Statement(
         "exactly one of {0} and {1} is a knight",
         2,
-        lambda one, other: ("<=>", (KNIGHT, one), (KNAVE, other)),
+        lambda first, second: ("<=>", (KNIGHT, first), (KNAVE, second)),
     ),
     Statement(
         "if {0} is a knight, then {1} is a knave",
         2,
-        lambda one, other: ("->", (KNIGHT, one), (KNAVE, other)),
+        lambda first, second: ("->", (KNIGHT, first), (KNAVE, second)),
     ),
 )
 
@@ -89,32 +94,35 @@ STATEMENTS = (
 def _draw(
     people: int, rng: random.Random
 ) -> tuple[list[tuple[Statement, list[int]]], tuple[bool, ...]]:
-    """One statement a person, with whom it is about, drawn anew until there is one solution."""
+    """Draw a puzzle of `people` people until there is exactly one solution.
+
+    Returns the statement of each person with the people that it is about, and who is a knight.
+    """
     while True:
-        said = []
+        statements = []
         for speaker in range(people):
             statement = rng.choice(STATEMENTS)
-            others = [person for person in range(people) if person != speaker]
-            # of two people, a statement about two is about the speaker too
-            if statement.people > len(others):
-                others.append(speaker)
-            said.append((statement, rng.sample(others, statement.people)))
-        found = fitting(tuple(statement.claim(*about) for statement, about in said))
-        if len(found) == 1:
-            return said, found[0]
+            subjects = [person for person in range(people) if person != speaker]
+            # Where there are two people, a statement about two is about the speaker too.
+            if statement.people > len(subjects):
+                subjects.append(speaker)
+            statements.append((statement, rng.sample(subjects, statement.people)))
+        solutions = fitting(tuple(statement.claim(*about) for statement, about in statements))
+        if len(solutions) == 1:
+            return statements, solutions[0]
 
 
 def roles_text(names: Sequence[str], is_knight: Sequence[bool]) -> str:
-    """`Ada is a knight, Ben is a knave`: the form of the gold and of an answer."""
+    """Write roles in the form of the gold and of an answer: `Ada is a knight, Ben is a knave`."""
     return ", ".join(
         f"{name} is a {ROLES[kind]}" for name, kind in zip(names, is_knight, strict=True)
     )
 
 
 def example_answer(names: Sequence[str]) -> str:
-    """`Ada is a knight, ...`: how an answer looks.
+    """Show how an answer looks: `Ada is a knight, ...`.
 
-    The last person is never named, so it is no whole answer.
+    The last person is never named, so that it is no whole answer.
     """
     return roles_text(names[: min(2, len(names) - 1)], (True, False)[: len(names) - 1]) + ", ..."
 
@@ -122,9 +130,9 @@ def example_answer(names: Sequence[str]) -> str:
 def puzzle_row(
     row_id: str, problem: str, gold: str, *, people: int, split: str, slip: str = ""
 ) -> Row:
-    """A puzzle as a row: no images, and its roles (`roles_text`) as the answer.
+    """Make the row of a puzzle, without images, whose answer are its roles (`roles_text`).
 
-    `slip`: a wrong one, in a box.
+    `slip` is a wrong answer in a box.
     """
     meta = {
         "goal": "knights and knaves",
@@ -149,26 +157,27 @@ def puzzle_row(
 def generate(
     rows: int, split: str = "train", *, seed: int = 0, people: tuple[int, int] = PEOPLE
 ) -> Iterator[Row]:
-    """Yield `rows` puzzles of `split`, each once, with `people` (fewest, most) in turn.
+    """Yield `rows` puzzles of `split`, each once, with numbers of `people` (smallest, largest) in turn.
 
-    Raises `UserError`.
+    Raises `UserError` for a range of people that is not possible, and for more puzzles than there
+    are.
     """
-    fewest, most = people
-    if not PEOPLE[0] <= fewest <= most <= PEOPLE[1]:
+    min_people, max_people = people
+    if not PEOPLE[0] <= min_people <= max_people <= PEOPLE[1]:
         raise UserError(
-            f"people: {fewest}-{most} is no range within {PEOPLE[0]}-{PEOPLE[1]}, the smaller "
+            f"people: {min_people}-{max_people} is no range within {PEOPLE[0]}-{PEOPLE[1]}, the smaller "
             "number first"
         )
     rng = random.Random(f"knights/{seed}/{split}")
-    seen: set[str] = set()
+    known_digests: set[str] = set()
     redraws = 0
-    while len(seen) < rows:
-        count = fewest + len(seen) % (most - fewest + 1)
+    while len(known_digests) < rows:
+        count = min_people + len(known_digests) % (max_people - min_people + 1)
         names = tuple(rng.sample(NAMES, count))
-        said, solution = _draw(count, rng)
+        drawn_statements, solution = _draw(count, rng)
         lines = (
             statement.words.format(*(names[person] for person in about))
-            for statement, about in said
+            for statement, about in drawn_statements
         )
         statements = " ".join(
             f"{name} says: {line}." for name, line in zip(names, lines, strict=True)
@@ -179,12 +188,12 @@ def generate(
         )
         digest = hashlib.sha256(problem.encode()).hexdigest()
         in_test = int(digest[:8], 16) < _TEST_SHARE * 2**32
-        if in_test == (split == "test") and digest not in seen:
-            row_id = f"knights/{seed}/{split}/{len(seen)}"
+        if in_test == (split == "test") and digest not in known_digests:
+            row_id = f"knights/{seed}/{split}/{len(known_digests)}"
             turned = random.Random(f"{row_id}/slip").randrange(1, 2**count)
             wrong = [kind != bool(turned >> person & 1) for person, kind in enumerate(solution)]
             slip = f"\\boxed{{{roles_text(names, wrong)}}}"
-            seen.add(digest)
+            known_digests.add(digest)
             redraws = 0
             yield puzzle_row(
                 row_id,
@@ -196,7 +205,7 @@ def generate(
             )
         elif (redraws := redraws + 1) == _MAX_REDRAWS:
             raise UserError(
-                f"rows: {rows} of split {split!r} are more than the {len(seen)} different puzzles "
+                f"rows: {rows} of split {split!r} are more than the {len(known_digests)} different puzzles "
                 "that were found; ask for fewer, or for more --people"
             )
 
@@ -255,17 +264,17 @@ def read_puzzles(location: Path, question: str) -> dict[str, list[Row]]:
             "file of it"
         )
     by_split: dict[str, list[Row]] = {}
-    seen: dict[str, str] = {}
+    origin_of: dict[str, str] = {}  # by the text of the puzzle
     for file in files:
         for index, record in enumerate(_records(file)):
-            place = f"row {index} of {file}"
-            row = _row_of_record(record, place, question)
-            if row["problem"] in seen:
+            origin = f"row {index} of {file}"
+            row = _row_of_record(record, origin, question)
+            if row["problem"] in origin_of:
                 raise UserError(
-                    f"input: {place} has the same puzzle as {seen[row['problem']]}; leave one "
-                    "file out"
+                    f"input: {origin} has the same puzzle as {origin_of[row['problem']]}; leave "
+                    "one file out"
                 )
-            seen[row["problem"]] = place
+            origin_of[row["problem"]] = origin
             rows = by_split.setdefault(row["split"], [])
             row["id"] = f"knights/reference/{row['split']}/{len(rows)}"
             rows.append(row)
@@ -275,6 +284,7 @@ def read_puzzles(location: Path, question: str) -> dict[str, list[Row]]:
 
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file of the reference, or raise `UserError`."""
     try:
         table = pq.ParquetFile(file)
         missing = [name for name in COLUMNS if name not in table.schema_arrow.names]
@@ -290,7 +300,11 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
         ) from error
 
 
-def _row_of_record(record: Mapping[str, Any], place: str, question: str) -> Row:
+def _row_of_record(record: Mapping[str, Any], origin: str, question: str) -> Row:
+    """Make the row of a record of the reference.
+
+    Raises `UserError` for a record that is no puzzle with exactly one solution.
+    """
     try:
         names = record["names"]
         solution = record["solution"]
@@ -309,11 +323,11 @@ def _row_of_record(record: Mapping[str, Any], place: str, question: str) -> Row:
         if fitting(claims) != [tuple(solution)]:
             raise ValueError("solution is not the only one that fits the statements")
     except (ValueError, SyntaxError, TypeError, KeyError, RecursionError) as error:
-        raise UserError(f"input: {place}: {in_one_line(error)}; leave the row out") from error
-    asked = f" {BOX.format(example=example_answer(names))}" if question == "box" else ""
+        raise UserError(f"input: {origin}: {in_one_line(error)}; leave the row out") from error
+    instruction = f" {BOX.format(example=example_answer(names))}" if question == "box" else ""
     return puzzle_row(
         "",
-        problem=record["quiz"].strip() + asked,
+        problem=record["quiz"].strip() + instruction,
         gold=roles_text(names, solution),
         people=len(names),
         split=split,
