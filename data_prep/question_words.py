@@ -107,7 +107,7 @@ def _sentence(term: Term) -> str | None:
         return ""
     if head in CORNERS or head in _KINDS:
         return _kind(term)
-    if head == "Equals" and len(term.arguments) == 2:
+    if term.is_equation:
         return _equation(term)
     if head in ("Tangent", "Similar") and "$" in "".join(term.arguments[0].names):
         if head == "Tangent":

@@ -37,7 +37,7 @@ from adora_vl.geometry.figure import Figure, Verdict, figure_from, figure_of, wr
 from adora_vl.geometry.forms import Form, Term
 from adora_vl.geometry.measures import unit_of
 from adora_vl.geometry.primitives import read
-from adora_vl.geometry.shapes import UnreadError, terms_of
+from adora_vl.geometry.shapes import UnreadError, extent_of, terms_of
 from adora_vl.geometry.solve import Budget, FigureProblem
 from adora_vl.geometry.verdict import EVALUATIONS, answer_of
 from adora_vl.utils.cli import MAX_SEED, optional, path, whole
@@ -221,7 +221,7 @@ def varied(figure: Figure, rng: random.Random) -> Form | None:
     def changed(text: str) -> str:
         """An equation with another value; any other fact as it is."""
         terms = list(terms_of([text]))
-        if len(terms) != 1 or terms[0].head != "Equals" or len(terms[0].arguments) != 2:
+        if len(terms) != 1 or not terms[0].is_equation:
             return text
         left, right = terms[0].arguments
         if right.arguments or not left.arguments:
@@ -315,12 +315,7 @@ def _is_clear(form: Form) -> bool:
     places = {name: complex(*form.points[name]) for name in sorted(used) if name in form.points}
     if len(places) < 2:
         return False
-    wide = max(location.real for location in places.values()) - min(
-        location.real for location in places.values()
-    )
-    high = max(location.imag for location in places.values()) - min(
-        location.imag for location in places.values()
-    )
+    wide, high = extent_of(places.values())
     size = max(wide, high)
     if min(wide, high) < _LEAST_WIDE * size:
         return False

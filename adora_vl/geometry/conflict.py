@@ -84,7 +84,7 @@ def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
 
 def is_value(term: Term) -> bool:
     """Whether a fact gives the size of something: `AB = 5`, `angle ABC = 2x`."""
-    return term.head == "Equals" and len(term.arguments) == 2 and not term.arguments[1].arguments
+    return term.is_equation and not term.arguments[1].arguments
 
 
 def _other_kind(reading: Reading, values: Sequence[int]) -> list[tuple[int, ...]]:
@@ -113,6 +113,7 @@ def _kind_of_goal(reading: Reading) -> str:
 
 
 def _repaired(form: Form, left_out: Iterable[int], budget: Budget) -> Repair | None:
+    """The figure without these facts; None where none fits without a fault."""
     numbers = tuple(left_out)
     if budget.remaining <= 0:
         return None

@@ -40,6 +40,7 @@ from adora_vl.geometry.shapes import (
     Drawing,
     UnreadError,
     cross,
+    sides_of,
     sine,
     unwrapped,
 )
@@ -194,7 +195,7 @@ class Measures:
             "Equilateral",
         ):
             return self.distance(names[0], names[1])
-        sides = [(names[i - 1], names[i]) for i in range(len(names))]
+        sides = sides_of(names)
         lettered = [side for side in sides if self._has_letter(side)]
         if len(lettered) == 1:
             return self.distance(*lettered[0])
@@ -204,7 +205,7 @@ class Measures:
 
     def _has_letter(self, side: tuple[str, str]) -> bool:
         for fact in self.drawing.facts:
-            if fact.head == "Equals" and len(fact.arguments) == 2 and fact.arguments[0].arguments:
+            if fact.is_equation and fact.arguments[0].arguments:
                 is_side = set(fact.arguments[0].arguments[0].names) == set(side)
                 if is_side and re.fullmatch("[a-z]", fact.arguments[1].head):
                     return True
@@ -257,7 +258,7 @@ class Measures:
 
     def _called_height(self, names: Sequence[str]) -> tuple[str, str] | None:
         for term in self.drawing.terms:
-            if term.head == "Equals" and len(term.arguments) == 2:
+            if term.is_equation:
                 for line, height in (term.arguments, term.arguments[::-1]):
                     if (
                         height.head in ("AltitudeOf", "HeightOf")
@@ -274,9 +275,7 @@ class Measures:
                     if len(tops) == 1 and len(set(line.names)) == 2:
                         return self.drawing.segment(line)
         for fact in self.drawing.facts:
-            is_h = (
-                fact.head == "Equals" and len(fact.arguments) == 2 and fact.arguments[1].head == "h"
-            )
+            is_h = fact.is_equation and fact.arguments[1].head == "h"
             if (
                 is_h
                 and fact.arguments[0].arguments
@@ -415,7 +414,7 @@ class Measures:
     def polygon(self, head: str, names: Sequence[str]) -> Quantity:
         """The perimeter of a polygon, or its area for any other head."""
         if head == "PerimeterOf":
-            return plus(*(self.distance(names[i - 1], names[i]) for i in range(len(names))))
+            return plus(*(self.distance(*side) for side in sides_of(names)))
         return Area(corners=tuple(names))
 
     def sector(self, term: Term) -> Quantity:
@@ -675,4 +674,3 @@ _RULES: dict[str, _Rule] = {
     "CosOf": Measures.trigonometric,
     "TanOf": Measures.trigonometric,
 }
-MEASURE_HEADS = tuple(_RULES)

@@ -16,7 +16,14 @@ import numpy as np
 
 from adora_vl.geometry.primitives import Reading
 from adora_vl.geometry.quantities import Distance, Equal, constant_of
-from adora_vl.geometry.shapes import cross, cross_each_other, dot, sine
+from adora_vl.geometry.shapes import (
+    cross,
+    cross_each_other,
+    dot,
+    extent_of,
+    sides_of,
+    sine,
+)
 from adora_vl.geometry.system import System, Vector
 
 TIGHT = 1e-7  # largest residual of a figure that fulfils its facts
@@ -114,8 +121,7 @@ class FigureProblem:
         values = list(places.values())
         span = 1.0
         if values:
-            wide = max(place.real for place in values) - min(place.real for place in values)
-            high = max(place.imag for place in values) - min(place.imag for place in values)
+            wide, high = extent_of(values)
             span = max(wide, high, 1e-9)
         scales = []
         lengths = []
@@ -180,6 +186,7 @@ class FigureProblem:
         return v
 
     def _from_picture(self, point: str) -> complex:
+        """A point's place in the picture, from the middle, in shares of the figure's size."""
         return (self.places[point] - self.middle) / self.pixels
 
     def location(self, v: Vector, point: str) -> complex:
@@ -316,6 +323,7 @@ class FigureProblem:
     # The kind of figure
 
     def _compile_kind(self) -> None:
+        """Note what the picture shows of order, turns and crossings, for `faults`."""
         drawing = self.drawing
         places = self.places
         self.segments = sorted({line for line in drawing.form.lines if line[0] != line[1]})
@@ -352,7 +360,7 @@ class FigureProblem:
             return []
         pairs = []
         for names in self.drawing.named.values():
-            sides = [(names[i - 1], names[i]) for i in range(len(names))]
+            sides = sides_of(names)
             for first, second in combinations(sides, 2):
                 if not set(first) & set(second):
                     pairs.append((*first, *second))
@@ -365,12 +373,7 @@ class FigureProblem:
         if not self.used:
             return 0
         at = {name: self.location(v, name) for name in self.used}
-        wide = max(location.real for location in at.values()) - min(
-            location.real for location in at.values()
-        )
-        high = max(location.imag for location in at.values()) - min(
-            location.imag for location in at.values()
-        )
+        wide, high = extent_of(at.values())
         size = max(wide, high)
         count = 0
         for start, end in self.segments:

@@ -215,6 +215,7 @@ def _with_looks(form: Form, problem: FigureProblem, result: Outcome, budget: Bud
 
 
 def _open(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
+    """The verdict where the facts leave the goal free, with two of its values."""
     values = [value for value in (result.value, *result.rival_values) if value is not None]
     examples = " or ".join(f"{value:.4g}" for value in values[:2])
     return Verdict(
@@ -224,6 +225,7 @@ def _open(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
 
 
 def _ambiguous(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
+    """The verdict where several figures fit, or only one that differs from the picture."""
     values = [value for value in (result.value, *result.rival_values) if value is not None]
     examples = " and ".join(f"{value:.6g}" for value in values[:2])
     if len(values) < 2:
