@@ -143,8 +143,9 @@ def _same(raw: RawProblem) -> RawProblem:
 
 
 def variants_of(original: tuple[str, str], *, per: int, seed: int, split: str) -> list[RawProblem]:
-    """The variants of one original, by its id and its stored figure; fewer than `per` where tries
-    fail.
+    """The variants of one original, by its id and its stored figure.
+
+    Fewer than `per` where tries fail.
     """
     row_id, text = original
     try:
@@ -210,8 +211,9 @@ def _variant(
 
 
 def varied(figure: Figure, rng: random.Random) -> Form | None:
-    """The form of a figure with other numbers, its points where the figure has them; None where no
-    number can change.
+    """The form of a figure with other numbers, its points where the figure has them.
+
+    None where no number can change.
 
     Equal numbers of one kind stay equal, and a whole number stays whole.
     """
@@ -264,8 +266,9 @@ def _other_value(unit: str, text: str, scale: float, rng: random.Random) -> str:
 
 
 def solved_alike(form: Form) -> tuple[Verdict, Mapping[str, tuple[float, float]]] | None:
-    """The answer of a variant and its places; None where the facts do not determine a figure of the
-    same kind.
+    """The answer of a variant and its places.
+
+    None where the facts do not determine a figure of the same kind.
     """
     try:
         reading = read(form)
@@ -292,8 +295,9 @@ def solved_alike(form: Form) -> tuple[Verdict, Mapping[str, tuple[float, float]]
 
 
 def _turn_upright(original: Figure, at: Mapping[str, tuple[float, float]]) -> complex:
-    """The turn that lays a line level or upright that is so in the original; of several, the
-    longest.
+    """The turn that lays a line level or upright that is so in the original.
+
+    Of several, the longest.
     """
     best = (0.0, 1 + 0j)
     for row in original.form.rows:

@@ -150,8 +150,9 @@ def _without_places(problem: FigureProblem, alike: Sequence[Solution], budget: B
 def _at_free(
     problem: FigureProblem, best: Solution, alike: Sequence[Solution], budget: Budget
 ) -> Outcome:
-    """Where the goal seems free: open, but at a double root, where pushing the figure does not move
-    the goal.
+    """The outcome where the goal seems free: open, unless it is at a double root.
+
+    A double root is one where pushing the figure does not move the goal.
     """
     same = [solution for solution in alike if is_same(solution.value, best.value, _SAME_DOUBLE)]
     if len(same) == len(alike) and problem.stays(best, budget):

@@ -83,8 +83,9 @@ def term_of(text: str, depth: int = 0) -> Term | None:
 
 
 def _parts_of(rest: str) -> list[str] | None:
-    """Split what stands behind an opening bracket at its commas; None where the bracket does not
-    close at the end.
+    """Split what stands behind an opening bracket at its commas.
+
+    None where the bracket does not close at the end.
     """
     parts = [""]
     depth = 1

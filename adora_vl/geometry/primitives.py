@@ -414,8 +414,9 @@ def _perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation
 def _feet_in_the_middle(
     drawing: Drawing, start: str, end: str, names: Sequence[str]
 ) -> Iterator[Relation]:
-    """The point of a side that looks like its midpoint is where the perpendicular bisector stands;
-    one for a side.
+    """The perpendicular bisector of a side stands on the point that looks like its midpoint.
+
+    There is at most one such point for a side.
     """
     places = drawing.places
     candidates = []
@@ -445,8 +446,10 @@ def _tangent(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _touches(measures: Measures, circle: Circle, line: tuple[str, str]) -> Relation:
-    """A line touches a circle: perpendicular to the radius at the point that they share, else at
-    its distance.
+    """A line touches a circle.
+
+    It is perpendicular to the radius at the point that they share, else at the distance of a
+    radius.
     """
     drawing = measures.drawing
     shared = [name for name in line if name in circle.points]
@@ -593,8 +596,9 @@ def _regular(measures: Measures, term: Term) -> Iterator[Relation]:
 def _all_equal(
     measures: Measures, names: Sequence[str], *, angles: bool | None = None
 ) -> Iterator[Relation]:
-    """All sides are equal, and all angles; the centre and the middles of sides that are drawn are
-    such.
+    """All sides are equal, and with `angles` all angles.
+
+    A drawn centre and drawn middles of sides are taken to be such.
     """
     count = len(names)
     for i in range(1, count):
@@ -668,8 +672,9 @@ def _similar(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _median(measures: Measures, term: Term) -> Iterator[Relation]:
-    """A median or an altitude of a triangle; the median of a trapezoid joins the middles of its
-    legs.
+    """A median or an altitude of a triangle, or the median of a trapezoid.
+
+    The latter joins the middles of the legs.
     """
     drawing = measures.drawing
     line = drawing.segment(term.arguments[0])
@@ -710,8 +715,9 @@ def _midsegment_of(
 def _foot(
     measures: Measures, line: tuple[str, str], names: Sequence[str], *, is_median: bool
 ) -> Iterator[Relation]:
-    """A line from a corner of a triangle to the opposite side: to its middle, or perpendicular to
-    it.
+    """A line from a corner of a triangle to the opposite side.
+
+    It goes to the middle of that side, or is perpendicular to it.
     """
     tops = [name for name in line if name in names]
     feet = [name for name in line if name not in names]

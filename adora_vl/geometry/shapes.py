@@ -168,8 +168,9 @@ class Drawing:
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """A circle that the question names and the picture does not have is the only one that it
-        has.
+        """Other names of the only circle: those of the question that the picture does not have.
+
+        Maps each such name to the centre.
         """
         drawn = {circle.centre for circle in self.circles}
         if len(drawn) != 1:
@@ -287,8 +288,9 @@ class Drawing:
     # Places that the annotation lacks
 
     def _imagine_places(self) -> None:
-        """Give a point without a place one that its facts suggest: a similar figure's copy, or a
-        foot on a line.
+        """Give a point without a place one that its facts suggest.
+
+        It is a similar figure's copy, or a foot on a line.
         """
         self._copy_similar()
         for _ in range(2):
@@ -303,8 +305,9 @@ class Drawing:
                         self.imagined.add(name)
 
     def _share_of_foot(self, name: str, first: str, last: str) -> float:
-        """How far along a segment the foot of a perpendicular from a known point lies; the middle
-        without one.
+        """How far along a segment the foot of a perpendicular from a known point lies.
+
+        It is the middle where there is no such perpendicular.
         """
         start = self.places[first]
         way = self.places[last] - start
@@ -353,8 +356,9 @@ class Drawing:
                     yield tuple(part.names)
 
     def _seen_straight(self) -> list[tuple[str, str, str]]:
-        """Where AB, BC and AC are drawn and B lies between in the picture, ABC is one line: (B, A,
-        C).
+        """The lines ABC that are drawn as AB, BC and AC with B between, each as (B, A, C).
+
+        The facts do not say so, but the picture shows it.
         """
         straight = []
         for first, last in self.form.lines:
@@ -396,10 +400,10 @@ class Drawing:
 
     @cached_property
     def lines(self) -> list[list[str]]:
-        """All lines: `rows`, and those with a point that has no place, in the order that the facts
-        give.
+        """All lines: `rows`, and those with a point that has no place.
 
-        That is: the ends outside, the points that lie on the line between them.
+        The latter are in the order that the facts give: the ends outside, the points that lie on
+        the line between them.
         """
         lines = list(self.rows)
         for (first, last), points in sorted(self.on_segment.items()):
@@ -621,8 +625,9 @@ class Drawing:
         return polygons
 
     def outline(self, within: Iterable[str] | None = None) -> list[str]:
-        """The corners of the outer boundary, without dead ends; empty where there is none that is
-        simple.
+        """The corners of the outer boundary, without dead ends.
+
+        Empty where there is none that is simple.
         """
         borders = {name: set(near) for name, near in self._borders.items()}
         if within is not None:
@@ -679,8 +684,9 @@ class Drawing:
         )
 
     def shape(self, term: Term) -> list[str]:
-        """The corners of a shape in the order of the drawing; of one without names, of what is
-        drawn.
+        """The corners of a shape in the order of the drawing.
+
+        A shape without names is the one that is drawn.
 
         Raises `UnreadError` where the picture does not show which shape is meant.
         """
@@ -717,8 +723,9 @@ class Drawing:
         return self._needed(same_size or self._cycle(count), term)
 
     def _cycle(self, count: int | None) -> list[str] | None:
-        """The only way round over drawn lines through all points that lie inside no line; None
-        where it is not.
+        """The only way round over drawn lines through all points that lie inside no line.
+
+        None where it is not.
         """
         inside = set().union(*self.on_segment.values()) if self.on_segment else set()
         corners = sorted(name for name in self.neighbours if name not in inside)
@@ -751,8 +758,9 @@ class Drawing:
         return names
 
     def in_drawing_order(self, names: Sequence[str]) -> list[str]:
-        """Corners in the order round the shape, where they are named crosswise, as ABCD for A, B,
-        D, C.
+        """Corners in the order round the shape.
+
+        They may be named crosswise, as ABCD for A, B, D, C.
         """
         names = list(names)
         if len(names) < 4 or not set(names) <= self.places.keys():
@@ -769,8 +777,9 @@ class Drawing:
         return sorted(names, key=lambda name: phase(self.places[name] - middle))
 
     def _likest(self, head: str, count: int) -> list[str] | None:
-        """The drawn polygon with so many corners that looks most like its kind; of equals, the
-        largest.
+        """The drawn polygon with so many corners that looks most like its kind.
+
+        The largest comes first among equals.
         """
         ranked = [
             (round(self._unlikeness(head, names) / _UNLIKE), -abs(self.signed_area(names)), names)
@@ -804,8 +813,9 @@ class Drawing:
     # Parts of shapes
 
     def right_corner(self, names: Sequence[str]) -> str:
-        """The corner of a triangle with the right angle: the marked one, else the one that looks
-        most like it.
+        """The corner of a triangle with the right angle.
+
+        It is the marked one, else the one that looks most like it.
         """
         for term in self.facts:
             if term.head == "Perpendicular" and len(term.arguments) == 2:
@@ -825,8 +835,9 @@ class Drawing:
         return names[min(range(3), key=leaning)]
 
     def side_with(self, point: str, names: Sequence[str]) -> tuple[str, str]:
-        """The side of a polygon that a point lies on; without a line through it, the side whose
-        middle is nearest.
+        """The side of a polygon that a point lies on.
+
+        It is the side whose middle is nearest where no line goes through the point.
         """
         sides = sides_of(names)
         for side in sides:

@@ -114,8 +114,9 @@ class FigureProblem:
         self._compile_kind()
 
     def _size(self) -> tuple[float, float]:
-        """The length of the figure's larger side, by the lengths that are given, and that side in
-        pixels.
+        """The length of the figure's larger side, and that side in pixels.
+
+        The length goes by the lengths that the facts give.
         """
         places = self.drawing.places
         values = list(places.values())
@@ -254,8 +255,9 @@ class FigureProblem:
         return v, float(np.abs(residuals).max()) if len(residuals) else 0.0
 
     def solution(self, number: int, budget: Budget, loose: float) -> Solution | None:
-        """The figure that one start leads to; None where it does not fulfil the relations up to
-        `loose`.
+        """The figure that one start leads to.
+
+        None where it does not fulfil the relations up to `loose`.
         """
         v = self.start(number)
         if self.system.unknowns:
@@ -367,8 +369,9 @@ class FigureProblem:
         return pairs
 
     def faults(self, v: Vector, value: float) -> int:
-        """How much a figure differs in kind from the picture: order on lines, turns, crossings;
-        collapsed is 10.
+        """How much a figure differs in kind from the picture: order on lines, turns, crossings.
+
+        A figure that has collapsed counts `_COLLAPSED`.
         """
         if not self.used:
             return 0
@@ -426,8 +429,9 @@ class FigureProblem:
         return _flatness(places) < 1e-3
 
     def far(self, v: Vector) -> float:
-        """How far the points lie from those of the picture, after the best turn, shift and scale; 0
-        is none.
+        """How far the points lie from those of the picture; 0 is not at all.
+
+        The figure is turned, shifted and scaled to fit as well as it can.
         """
         names = [name for name in sorted(self.places) if name not in self.drawing.imagined]
         if len(names) < 2:
@@ -444,8 +448,9 @@ class FigureProblem:
     def solutions(
         self, budget: Budget, starts: int | None = None, loose: float = TIGHT
     ) -> list[Solution]:
-        """The figures that the starts lead to, until two without a fault agree; without places, of
-        all starts.
+        """The figures that the starts lead to, until two without a fault agree.
+
+        A form without places goes through all its starts.
         """
         has_places = all(name in self.places for name in self.drawing.neighbours) and bool(
             self.places
@@ -473,8 +478,7 @@ class FigureProblem:
         return solutions
 
     def stays(self, solution: Solution, budget: Budget) -> bool:
-        """Whether the goal keeps its value when the figure is pushed along the movements that seem
-        free.
+        """Whether the goal keeps its value when the figure is pushed along free movements.
 
         At a double root the equations look as if they left the goal open, and do not.
         """

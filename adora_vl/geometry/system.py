@@ -101,8 +101,9 @@ class System:
         self._is_sweep = np.array([isinstance(atom, Sweep) for atom in self.turns], dtype=bool)
 
     def _compile_relations(self) -> None:
-        """Sort the relations into directions, means, linear equations and others; rows of residuals
-        in this order.
+        """Sort the relations into directions, means, linear equations and all others.
+
+        The rows of residuals stand in this order.
         """
         position = self.position
         directions = [
@@ -208,8 +209,9 @@ class System:
     # Evaluation
 
     def atoms(self, v: Vector, *, slopes: bool) -> tuple[Vector, Vector | None]:
-        """The values of all atoms at `v`, and with `slopes` their derivatives: (atoms,), (atoms,
-        unknowns).
+        """The values of all atoms at `v`, and with `slopes` their derivatives.
+
+        Shapes: (atoms,) and (atoms, unknowns).
         """
         values = np.empty(len(self.row))
         gradient = np.zeros((len(self.row), self.count)) if slopes else None
@@ -295,8 +297,9 @@ class System:
         return int(((angles < -1e-6) & (self._turn_signs != 0)).sum())
 
     def residuals(self, v: Vector, *, slopes: bool = True) -> tuple[Vector, Vector]:
-        """The residuals at `v` and their derivatives: (rows,), (rows, unknowns); without `slopes`
-        these are empty.
+        """The residuals at `v` and their derivatives.
+
+        Shapes: (rows,) and (rows, unknowns). Without `slopes` the derivatives are empty.
 
         Where an expression has no value, as behind a division by zero, its residual is not finite.
         """
