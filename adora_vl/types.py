@@ -111,7 +111,7 @@ class HostRows:
         types = columns.get("mm_token_type_ids")
         grids = columns.get("image_grid_thw")
         counts = columns.get("num_images")
-        pixels = columns.get("pixel_values")
+        pixels: Any = columns.get("pixel_values")
         policy_mask = columns.get("tool_mask")
         width = prompt_ids.size(1)
         # Without tools no completion has images.

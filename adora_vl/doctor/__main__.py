@@ -146,7 +146,7 @@ def paper_checks(run: ResolvedRun) -> list[Check]:
     folder = Path(config.output_dir)
     checks.append(check_writable(folder))
     shape = run.shape
-    one = checkpoint_of(config, shape, run.where.sharding)
+    one = checkpoint_of(config, shape, run.context.sharding)
     kept = (config.save_total_limit or 1) if config.save_strategy == "steps" else 0
     needed = (
         run_bytes(one, shape.total * shape.weight_bytes, kept)

@@ -117,7 +117,9 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
                 f"{', '.join(sorted(columns))}){did_you_mean(parameter.name, available)}; or give it "
                 "as an option"
             )
-    if not any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()):
+    if not any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()
+    ):
         raise UserError(
             f"adora_reward: {entry!r} must end with **kwargs, which take the columns that it does "
             "not name"

@@ -490,7 +490,8 @@ def _inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> Answer
         if sign not in REVERSED:
             raise NotReadError("relation")
         if sign in {">", ">="}:
-            left_side, sign, right_side = right_side, REVERSED[sign], left_side
+            left_side, right_side = right_side, left_side
+            sign = REVERSED[sign]
         tree = _difference(left_side, right_side)
         relations.append((sign, tree))
     (name, *other_names) = frozenset[str]().union(*(unknowns(tree) for _, tree in relations))

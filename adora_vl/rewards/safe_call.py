@@ -256,7 +256,8 @@ def _failure(
         reason = f"{in_one_line(error)[:_REASON_CHARS]}{location}"
     count = len(arguments["completions"])
     ids = arguments.get("id")
-    where = f"row {ids[row or 0]}" if ids else f"completion {(row or 0) + 1} of {count}"
+    index = 0 if row is None else row
+    where = f"row {ids[index]}" if ids else f"completion {index + 1} of {count}"
     if row is None and count > 1:
         where = f"{count} completions together"
         if ids:

@@ -154,7 +154,7 @@ class AdvantageComputer:
         `grades_BK` has the column `grades` of all ranks.
         """
         # The last three columns are facts, in the order in which `judged` joins them.
-        rewards_BF, facts_B3 = grades_BK.split([grades_BK.size(1) - 3, 3], dim=1)
+        rewards_BF, facts_B3 = torch.split(grades_BK, [grades_BK.size(1) - 3, 3], dim=1)
         lengths_B, unended_B, surprisal_B = facts_B3.unbind(dim=1)
         lengths_PG = lengths_B.view(-1, generations)
         unended_PG = unended_B.view(-1, generations) > 0

@@ -334,7 +334,7 @@ class Grader:
             columns_BK = self.accelerator.gather(
                 columns_BK.to(self.accelerator.device, non_blocking=True)
             ).cpu()
-        rewards_BF, facts_B4 = columns_BK.split([grades.rewards_BF.size(1), 4], dim=1)
+        rewards_BF, facts_B4 = torch.split(columns_BK, [grades.rewards_BF.size(1), 4], dim=1)
         rewards = Rewards.of(rewards_BF, failed, self.weights_F, self.names, generations)
         self.guard.check_scored(rewards.missing, step)
         prompt_lengths_B, lengths_B, ended_B, words_B = facts_B4.unbind(dim=1)
