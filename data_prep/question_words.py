@@ -75,8 +75,9 @@ _SILENT = (
 
 
 def question_in_words(form: Form) -> str | None:
-    """What the question of a form says and asks, as sentences; None where a part of it has no words
-    here.
+    """What the question of a form says and asks, as sentences.
+
+    None where a part of it has no words here.
     """
     statements: list[str] = []
     requests: list[str] = []
@@ -99,15 +100,16 @@ def question_in_words(form: Form) -> str | None:
 
 
 def _sentence(term: Term) -> str | None:
-    """A fact as a sentence without its point; empty where it says nothing, None where there are no
-    words for it.
+    """A fact as a sentence without its point.
+
+    Empty where the fact says nothing, None where there are no words for it.
     """
     head = term.head
     if head in _SILENT:
         return ""
     if head in CORNERS or head in _KINDS:
         return _kind(term)
-    if head == "Equals" and len(term.arguments) == 2:
+    if term.is_equation:
         return _equation(term)
     if head in ("Tangent", "Similar") and "$" in "".join(term.arguments[0].names):
         if head == "Tangent":
@@ -130,8 +132,9 @@ def _sentence(term: Term) -> str | None:
 
 
 def _kind(term: Term) -> str | None:
-    """`ABCD is a rectangle`, `triangle ABC is isosceles`; empty for a kind without a name, which
-    the question has.
+    """`ABCD is a rectangle`, `triangle ABC is isosceles`.
+
+    Empty for a kind without a name, which the question has.
     """
     if term.head in _KINDS:
         shape = noun(term.arguments[0]) if term.arguments and term.arguments[0].arguments else None
@@ -157,8 +160,9 @@ def _equation(term: Term) -> str | None:
 
 
 def noun(term: Term) -> str | None:
-    """A term as a noun: `AB`, `angle ABC`, `the area of the shaded sector`; None where it has no
-    words here.
+    """A term as a noun: `AB`, `angle ABC`, `the area of the shaded sector`.
+
+    None where it has no words here.
     """
     head = term.head
     names = term.names

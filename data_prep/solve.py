@@ -59,8 +59,9 @@ class Solved:
 
     @property
     def agrees(self) -> bool | None:
-        """Whether the value is the label's, up to rounding; None where one of them is missing or no
-        number.
+        """Whether the value is the label's, up to rounding.
+
+        None where one of them is missing or no number.
         """
         number = None if self.gold is None else number_of(self.gold)
         if number is None or self.verdict.value is None:

@@ -57,8 +57,9 @@ def features_with_figure() -> Features:
 def solved_problems(
     forms: Mapping[str, Form], texts: Mapping[str, Text] | None
 ) -> dict[str, SplitReads]:
-    """The rows of all forms that the facts determine, by split; says how many are left out, and
-    why.
+    """The rows of all forms that the facts determine, by split.
+
+    Says how many are left out, and why.
 
     Without `texts` the question of the form is put into words, and the split goes by Geometry3K's
     numbers. With them a label that the facts contradict is refused when its row is read.

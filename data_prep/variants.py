@@ -37,7 +37,7 @@ from adora_vl.geometry.figure import Figure, Verdict, figure_from, figure_of, wr
 from adora_vl.geometry.forms import Form, Term
 from adora_vl.geometry.measures import unit_of
 from adora_vl.geometry.primitives import read
-from adora_vl.geometry.shapes import UnreadError, terms_of
+from adora_vl.geometry.shapes import UnreadError, extent_of, terms_of
 from adora_vl.geometry.solve import Budget, FigureProblem
 from adora_vl.geometry.verdict import EVALUATIONS, answer_of
 from adora_vl.utils.cli import MAX_SEED, optional, path, whole
@@ -143,8 +143,9 @@ def _same(raw: RawProblem) -> RawProblem:
 
 
 def variants_of(original: tuple[str, str], *, per: int, seed: int, split: str) -> list[RawProblem]:
-    """The variants of one original, by its id and its stored figure; fewer than `per` where tries
-    fail.
+    """The variants of one original, by its id and its stored figure.
+
+    Fewer than `per` where tries fail.
     """
     row_id, text = original
     try:
@@ -210,8 +211,9 @@ def _variant(
 
 
 def varied(figure: Figure, rng: random.Random) -> Form | None:
-    """The form of a figure with other numbers, its points where the figure has them; None where no
-    number can change.
+    """The form of a figure with other numbers, its points where the figure has them.
+
+    None where no number can change.
 
     Equal numbers of one kind stay equal, and a whole number stays whole.
     """
@@ -221,7 +223,7 @@ def varied(figure: Figure, rng: random.Random) -> Form | None:
     def changed(text: str) -> str:
         """An equation with another value; any other fact as it is."""
         terms = list(terms_of([text]))
-        if len(terms) != 1 or terms[0].head != "Equals" or len(terms[0].arguments) != 2:
+        if len(terms) != 1 or not terms[0].is_equation:
             return text
         left, right = terms[0].arguments
         if right.arguments or not left.arguments:
@@ -264,8 +266,9 @@ def _other_value(unit: str, text: str, scale: float, rng: random.Random) -> str:
 
 
 def solved_alike(form: Form) -> tuple[Verdict, Mapping[str, tuple[float, float]]] | None:
-    """The answer of a variant and its places; None where the facts do not determine a figure of the
-    same kind.
+    """The answer of a variant and its places.
+
+    None where the facts do not determine a figure of the same kind.
     """
     try:
         reading = read(form)
@@ -292,8 +295,9 @@ def solved_alike(form: Form) -> tuple[Verdict, Mapping[str, tuple[float, float]]
 
 
 def _turn_upright(original: Figure, at: Mapping[str, tuple[float, float]]) -> complex:
-    """The turn that lays a line level or upright that is so in the original; of several, the
-    longest.
+    """The turn that lays a line level or upright that is so in the original.
+
+    Of several, the longest.
     """
     best = (0.0, 1 + 0j)
     for row in original.form.rows:
@@ -315,12 +319,7 @@ def _is_clear(form: Form) -> bool:
     places = {name: complex(*form.points[name]) for name in sorted(used) if name in form.points}
     if len(places) < 2:
         return False
-    wide = max(location.real for location in places.values()) - min(
-        location.real for location in places.values()
-    )
-    high = max(location.imag for location in places.values()) - min(
-        location.imag for location in places.values()
-    )
+    wide, high = extent_of(places.values())
     size = max(wide, high)
     if min(wide, high) < _LEAST_WIDE * size:
         return False

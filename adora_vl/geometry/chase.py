@@ -119,8 +119,9 @@ class Chase:
     # Directions and angles
 
     def _direction(self, start: str, end: str) -> _Sum:
-        """The direction from one point to another: that of their line in the sense that the picture
-        shows.
+        """The direction from one point to another.
+
+        It is that of their line, in the sense that the picture shows.
         """
         if start not in self.places or end not in self.places:
             raise _NotLinearError

@@ -113,16 +113,21 @@ def _is_rival(solution: Solution, best: Solution, share: float) -> bool:
     return _unlikeness(solution)[0] < _NEARER * _unlikeness(best)[0] + _NEAR
 
 
-def _without_places(problem: FigureProblem, alike: Sequence[Solution], budget: Budget) -> Outcome:
-    """Where there is no picture to choose by, all figures have to agree."""
-    best = min(alike, key=lambda solution: (solution.faults, solution.residual, solution.start))
-    rival_values = sorted(
+def _rival_values(alike: Sequence[Solution], best: Solution, share: float) -> list[float]:
+    """The answers that differ from the best one by more than a share, rounded, each once."""
+    return sorted(
         {
             round(solution.value, 6)
             for solution in alike
-            if not is_same(solution.value, best.value, 1e-4)
+            if not is_same(solution.value, best.value, share)
         }
     )
+
+
+def _without_places(problem: FigureProblem, alike: Sequence[Solution], budget: Budget) -> Outcome:
+    """Where there is no picture to choose by, all figures have to agree."""
+    best = min(alike, key=lambda solution: (solution.faults, solution.residual, solution.start))
+    rival_values = _rival_values(alike, best, 1e-4)
     fixed = [solution for solution in alike if not is_free(solution)]
     if len(fixed) < len(alike):
         if not rival_values and problem.stays(best, budget):
@@ -145,20 +150,15 @@ def _without_places(problem: FigureProblem, alike: Sequence[Solution], budget: B
 def _at_free(
     problem: FigureProblem, best: Solution, alike: Sequence[Solution], budget: Budget
 ) -> Outcome:
-    """Where the goal seems free: open, but at a double root, where pushing the figure does not move
-    the goal.
+    """The outcome where the goal seems free: open, unless it is at a double root.
+
+    A double root is one where pushing the figure does not move the goal.
     """
     same = [solution for solution in alike if is_same(solution.value, best.value, _SAME_DOUBLE)]
     if len(same) == len(alike) and problem.stays(best, budget):
         value = float(np.median([solution.value for solution in same]))
         return Outcome(status="answered", value=value, solution=best, doubled=True)
-    rival_values = sorted(
-        {
-            round(solution.value, 6)
-            for solution in alike
-            if not is_same(solution.value, best.value, _SAME_DOUBLE)
-        }
-    )
+    rival_values = _rival_values(alike, best, _SAME_DOUBLE)
     return Outcome(
         status="open", value=best.value, solution=best, rival_values=tuple(rival_values[:3])
     )

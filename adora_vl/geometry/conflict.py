@@ -31,8 +31,9 @@ class Repair:
 
 @dataclass(frozen=True)
 class Conflict:
-    """What contradicts: the numbers of facts each of which alone, left out, lets a figure fit; else
-    those involved.
+    """What contradicts: the numbers of facts each of which alone, left out, lets a figure fit.
+
+    Where no fact does, they are the facts that are involved.
 
     `repairs` are the figures without a fault that then fit. `repair` is one of them where all of
     one kind have the same answer.
@@ -44,8 +45,9 @@ class Conflict:
 
 
 def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
-    """Leave out facts until figures fit: all lengths beside angles or the other way round, then one
-    fact at a time.
+    """Leave out facts until figures fit.
+
+    All lengths beside angles go first, or the other way round, then one fact at a time.
     """
     terms = reading.drawing.terms
     used = {source for source in reading.sources if source is not None}
@@ -84,12 +86,13 @@ def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
 
 def is_value(term: Term) -> bool:
     """Whether a fact gives the size of something: `AB = 5`, `angle ABC = 2x`."""
-    return term.head == "Equals" and len(term.arguments) == 2 and not term.arguments[1].arguments
+    return term.is_equation and not term.arguments[1].arguments
 
 
 def _other_kind(reading: Reading, values: Sequence[int]) -> list[tuple[int, ...]]:
-    """All lengths where the goal is an angle, all angles where it is a length; nothing where only
-    one kind is there.
+    """The facts of the kind that the goal is not: lengths for an angle, angles for a length.
+
+    Nothing where only one kind is there.
     """
     terms = reading.drawing.terms
     lengths = tuple(number for number in values if unit_of(terms[number]) == "length")
@@ -113,6 +116,7 @@ def _kind_of_goal(reading: Reading) -> str:
 
 
 def _repaired(form: Form, left_out: Iterable[int], budget: Budget) -> Repair | None:
+    """The figure without these facts; None where none fits without a fault."""
     numbers = tuple(left_out)
     if budget.remaining <= 0:
         return None
@@ -127,8 +131,9 @@ def _repaired(form: Form, left_out: Iterable[int], budget: Budget) -> Repair | N
 
 
 def _involved(problem: FigureProblem, budget: Budget) -> list[int]:
-    """The facts that a figure misses which misses all of them together as little as it can; the
-    worst missed first.
+    """The facts that the nearest figure misses, the worst missed first.
+
+    The nearest one misses all of them together as little as it can.
     """
     best: np.ndarray | None = None
     for number in (0, 1):

@@ -44,8 +44,9 @@ def exact(value: float, *, share: float = _EXACT, decimals: bool = True) -> str 
 
 
 def rounded(value: float, digits: int) -> str:
-    """A value to so many digits behind the point, halves away from zero as in school; 0 gives an
-    integer.
+    """A value to so many digits behind the point, halves away from zero as in school.
+
+    0 gives an integer.
     """
     scale = 10**digits
     scaled = math.floor(abs(value) * scale + 0.5 + 1e-9)

@@ -45,6 +45,11 @@ class Term:
         """The heads of the arguments: mostly points, or a number."""
         return [argument.head for argument in self.arguments]
 
+    @property
+    def is_equation(self) -> bool:
+        """Whether it is `Equals` with two sides."""
+        return self.head == "Equals" and len(self.arguments) == 2
+
     def walk(self) -> Iterator[Term]:
         """This term and all terms inside it, outer ones first."""
         yield self
@@ -78,8 +83,9 @@ def term_of(text: str, depth: int = 0) -> Term | None:
 
 
 def _parts_of(rest: str) -> list[str] | None:
-    """Split what stands behind an opening bracket at its commas; None where the bracket does not
-    close at the end.
+    """Split what stands behind an opening bracket at its commas.
+
+    None where the bracket does not close at the end.
     """
     parts = [""]
     depth = 1

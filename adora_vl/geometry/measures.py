@@ -40,6 +40,7 @@ from adora_vl.geometry.shapes import (
     Drawing,
     UnreadError,
     cross,
+    sides_of,
     sine,
     unwrapped,
 )
@@ -69,8 +70,9 @@ _LENGTH = (
 
 
 def unit_of(term: Term) -> Unit:
-    """What a term is measured in, by the first of its heads that says so; a bare letter is like a
-    length.
+    """What a term is measured in, by the first of its heads that says so.
+
+    A bare letter is like a length.
     """
     for part in term.walk():
         if (
@@ -184,8 +186,9 @@ class Measures:
         return self.of_circle(term.head, self.drawing.circle(unwrapped(term.arguments[0])))
 
     def side(self, term: Term) -> Quantity:
-        """The side of a shape: any of an equilateral one, else the one whose length is an unknown
-        letter.
+        """The length of a side of a shape.
+
+        It is any side of an equilateral shape, else the one whose length is an unknown letter.
         """
         inner = term.arguments[0]
         names = self.drawing.shape(inner)
@@ -194,7 +197,7 @@ class Measures:
             "Equilateral",
         ):
             return self.distance(names[0], names[1])
-        sides = [(names[i - 1], names[i]) for i in range(len(names))]
+        sides = sides_of(names)
         lettered = [side for side in sides if self._has_letter(side)]
         if len(lettered) == 1:
             return self.distance(*lettered[0])
@@ -204,7 +207,7 @@ class Measures:
 
     def _has_letter(self, side: tuple[str, str]) -> bool:
         for fact in self.drawing.facts:
-            if fact.head == "Equals" and len(fact.arguments) == 2 and fact.arguments[0].arguments:
+            if fact.is_equation and fact.arguments[0].arguments:
                 is_side = set(fact.arguments[0].arguments[0].names) == set(side)
                 if is_side and re.fullmatch("[a-z]", fact.arguments[1].head):
                     return True
@@ -218,8 +221,10 @@ class Measures:
         return self.distance(legs_ends[0], legs_ends[1])
 
     def height(self, term: Term) -> Quantity:
-        """The height of a shape: a drawn perpendicular, else a segment that a fact calls so, else
-        of the base.
+        """The height of a shape.
+
+        It is a drawn perpendicular, else a segment that a fact calls so, else the height over the
+        base.
         """
         drawn = self._drawn_height()
         if drawn is not None:
@@ -257,7 +262,7 @@ class Measures:
 
     def _called_height(self, names: Sequence[str]) -> tuple[str, str] | None:
         for term in self.drawing.terms:
-            if term.head == "Equals" and len(term.arguments) == 2:
+            if term.is_equation:
                 for line, height in (term.arguments, term.arguments[::-1]):
                     if (
                         height.head in ("AltitudeOf", "HeightOf")
@@ -274,9 +279,7 @@ class Measures:
                     if len(tops) == 1 and len(set(line.names)) == 2:
                         return self.drawing.segment(line)
         for fact in self.drawing.facts:
-            is_h = (
-                fact.head == "Equals" and len(fact.arguments) == 2 and fact.arguments[1].head == "h"
-            )
+            is_h = fact.is_equation and fact.arguments[1].head == "h"
             if (
                 is_h
                 and fact.arguments[0].arguments
@@ -308,8 +311,10 @@ class Measures:
     # Angles and arcs
 
     def turn(self, first: str, corner: str, last: str) -> int:
-        """On which side of `first` the picture has `last`: 1 against the clock, -1 with it, 0 where
-        it is too flat.
+        """The side of `first` on which the picture has `last`.
+
+        The result is 1 against the clock, -1 with it, and 0 where the corner is too flat to show
+        it.
         """
         places = self.drawing.places
         if not {first, corner, last} <= places.keys():
@@ -350,8 +355,9 @@ class Measures:
         raise UnreadError("the form does not say which angle is meant")
 
     def inscribed(self, shape: Term, circle: Circle) -> list[str]:
-        """The corners of a shape in a circle: as named, else as drawn, else the points on the
-        circle in order.
+        """The corners of a shape in a circle.
+
+        They are as the facts name them, else as drawn, else the points on the circle in order.
         """
         on_circle = [name for name in circle.points if name in self.drawing.places]
         if circle.centre not in self.drawing.places or unwrapped(shape).head != "Polygon":
@@ -415,7 +421,7 @@ class Measures:
     def polygon(self, head: str, names: Sequence[str]) -> Quantity:
         """The perimeter of a polygon, or its area for any other head."""
         if head == "PerimeterOf":
-            return plus(*(self.distance(names[i - 1], names[i]) for i in range(len(names))))
+            return plus(*(self.distance(*side) for side in sides_of(names)))
         return Area(corners=tuple(names))
 
     def sector(self, term: Term) -> Quantity:
@@ -437,8 +443,9 @@ class Measures:
         return times(over(angle, Constant(360.0)), Constant(math.pi), radius, radius)
 
     def marked_angle(self, circle: Circle) -> Quantity:
-        """The one angle at a centre whose size a fact gives; over 180 degrees where the fact says
-        so.
+        """The one angle at a centre whose size a fact gives.
+
+        It is over 180 degrees where the fact says so.
         """
         marked: dict[tuple[str, ...], float | None] = {}
         for fact in self.drawing.facts:
@@ -492,8 +499,9 @@ class Measures:
         return None
 
     def coloured(self, term: Term, shape: Term) -> Quantity:
-        """The area of a coloured region, by what lies inside what; `assumed` says which region was
-        taken.
+        """The area of a coloured region, by what lies inside what.
+
+        `assumed` says which region was taken.
         """
         drawing = self.drawing
         if shape.head == "Shape" and any(fact.head == "Similar" for fact in drawing.terms):
@@ -601,8 +609,9 @@ class Measures:
         return over(parts[0], parts[1])
 
     def sum(self, term: Term) -> Quantity:
-        """A sum; in `SumOf(CircumferenceOf(Circle(A)), Circle(B))` the first measure goes for all
-        of them.
+        """A sum.
+
+        In `SumOf(CircumferenceOf(Circle(A)), Circle(B))` the first measure goes for all of them.
         """
         first = term.arguments[0]
         parts = []
@@ -675,4 +684,3 @@ _RULES: dict[str, _Rule] = {
     "CosOf": Measures.trigonometric,
     "TanOf": Measures.trigonometric,
 }
-MEASURE_HEADS = tuple(_RULES)

@@ -32,7 +32,15 @@ from adora_vl.geometry.quantities import (
     points_in,
     points_in_quantity,
 )
-from adora_vl.geometry.shapes import CORNERS, Circle, Drawing, UnreadError, cosine, unwrapped
+from adora_vl.geometry.shapes import (
+    CORNERS,
+    Circle,
+    Drawing,
+    UnreadError,
+    cosine,
+    sides_of,
+    unwrapped,
+)
 from adora_vl.geometry.words import words_of
 from adora_vl.utils.errors import did_you_mean
 
@@ -106,7 +114,7 @@ def read(
     measures = Measures(drawing)
     reading = Reading(drawing=drawing, measures=measures)
     for middle, first, last in drawing.straight:
-        reading.relations.append(Parallel(a=middle, b=first, c=middle, d=last))
+        reading.relations.append(_collinear(middle, first, last))
         reading.sources.append(None)
     words = set(without_words)
     skipped = {
@@ -150,6 +158,7 @@ def _add_shapes_in_question(reading: Reading, term: Term, number: int) -> None:
 
 
 def _read_goal(reading: Reading) -> None:
+    """Read what the question asks for, or say in `goal_fault` why it cannot be computed."""
     goal = next(
         (
             term.arguments[0]
@@ -189,6 +198,7 @@ def relations_of(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _equals(measures: Measures, term: Term) -> Iterator[Relation]:
+    """An equation; also a line that is called a height or a hypotenuse."""
     if len(term.arguments) != 2:
         raise UnreadError(f"{term} has not two sides")
     left, right = term.arguments
@@ -227,16 +237,29 @@ def _is_other_side(left: Term, right: Term) -> bool:
 
 
 def _opposite_right_angle(hypotenuse: Sequence[str], triangle: Sequence[str]) -> Iterator[Relation]:
+    """The corner of a triangle that is no end of the hypotenuse has a right angle."""
     corners = [name for name in triangle if name not in hypotenuse]
     if len(corners) == 1 and len(hypotenuse) == 2:
-        yield Perpendicular(a=corners[0], b=hypotenuse[0], c=corners[0], d=hypotenuse[1])
+        yield _right_angle_at(corners[0], hypotenuse[0], hypotenuse[1])
+
+
+def _collinear(point: str, start: str, end: str) -> Parallel:
+    """Three points lie on one line: the ways from one of them to the others are parallel."""
+    return Parallel(a=point, b=start, c=point, d=end)
+
+
+def _right_angle_at(corner: str, first: str, last: str) -> Perpendicular:
+    """The angle at a corner is right: the ways from it to the others are perpendicular."""
+    return Perpendicular(a=corner, b=first, c=corner, d=last)
 
 
 def _same(measures: Measures, first: Sequence[str], second: Sequence[str]) -> Relation:
+    """Two distances are equal."""
     return Equal(left=measures.distance(*first), right=measures.distance(*second), unit="length")
 
 
 def _same_angle(measures: Measures, first: Sequence[str], second: Sequence[str]) -> Relation:
+    """Two angles are equal."""
     return Equal(left=measures.corner(*first), right=measures.corner(*second), unit="degrees")
 
 
@@ -244,13 +267,15 @@ def _same_angle(measures: Measures, first: Sequence[str], second: Sequence[str])
 
 
 def _on_line(measures: Measures, term: Term) -> Iterator[Relation]:
+    """A point lies on a line: collinear with its two ends, unless it is one of them."""
     point = measures.drawing.point(term.names[0])
     start, end = measures.drawing.segment(term.arguments[1])
     if point not in (start, end):
-        yield Parallel(a=point, b=start, c=point, d=end)
+        yield _collinear(point, start, end)
 
 
 def _on_circle(measures: Measures, term: Term) -> Iterator[Relation]:
+    """A point lies on a circle, or on each of several concentric ones that have it."""
     name = term.names[0]
     target = term.arguments[1]
     radius = target.names[1] if len(target.names) > 1 else None
@@ -270,18 +295,21 @@ def _on_circle(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _reaches(measures: Measures, point: str, circle: Circle) -> Relation:
+    """A point's distance from the centre of a circle is the radius."""
     return Equal(
         left=measures.distance(point, circle.centre), right=measures.radius(circle), unit="length"
     )
 
 
 def _perpendicular(measures: Measures, term: Term) -> Iterator[Relation]:
+    """Two lines are perpendicular."""
     a, b = measures.drawing.segment(term.arguments[0])
     c, d = measures.drawing.segment(term.arguments[1])
     yield Perpendicular(a=a, b=b, c=c, d=d)
 
 
 def _parallel(measures: Measures, term: Term) -> Iterator[Relation]:
+    """Lines are parallel to the first; unnamed ones are those that look most parallel."""
     try:
         lines = [measures.drawing.segment(line) for line in term.arguments]
     except UnreadError:
@@ -293,13 +321,15 @@ def _parallel(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _intersect(measures: Measures, term: Term) -> Iterator[Relation]:
+    """Lines meet in a point, which is collinear with the ends of each."""
     point = measures.drawing.point(term.arguments[-1].names[0])
     for line in term.arguments[:-1]:
         if line.head == "Line" and len(line.names) == 2 and point not in line.names:
-            yield Parallel(a=point, b=line.names[0], c=point, d=line.names[1])
+            yield _collinear(point, line.names[0], line.names[1])
 
 
 def _midpoint(measures: Measures, term: Term) -> Iterator[Relation]:
+    """A point is the midpoint of a segment, or of the side of a shape that it lies on."""
     point = _point_of(measures, term.arguments[0])
     target = term.arguments[1]
     if target.head == "Line" and len(target.names) == 2:
@@ -312,15 +342,18 @@ def _midpoint(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _point_of(measures: Measures, term: Term) -> str:
+    """The point that a term is or names."""
     return measures.drawing.point(term.names[0] if term.arguments else term.head)
 
 
 def _right_angle(measures: Measures, term: Term) -> Iterator[Relation]:
+    """An angle is right."""
     first, corner, last = measures.drawing.angle(term.arguments[0])
-    yield Perpendicular(a=corner, b=first, c=corner, d=last)
+    yield _right_angle_at(corner, first, last)
 
 
 def _bisects(measures: Measures, term: Term) -> Iterator[Relation]:
+    """A line halves a segment or an angle."""
     drawing = measures.drawing
     line = drawing.segment(term.arguments[0])
     target = term.arguments[1]
@@ -354,6 +387,7 @@ def _bisects(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation]:
+    """A line is the perpendicular bisector of a segment, or of all sides of a triangle."""
     drawing = measures.drawing
     names = term.arguments[1].names
     if term.arguments[1].head == "Triangle" and len(names) == 3:
@@ -380,8 +414,9 @@ def _perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation
 def _feet_in_the_middle(
     drawing: Drawing, start: str, end: str, names: Sequence[str]
 ) -> Iterator[Relation]:
-    """The point of a side that looks like its midpoint is where the perpendicular bisector stands;
-    one for a side.
+    """The perpendicular bisector of a side stands on the point that looks like its midpoint.
+
+    There is at most one such point for a side.
     """
     places = drawing.places
     candidates = []
@@ -399,6 +434,7 @@ def _feet_in_the_middle(
 
 
 def _tangent(measures: Measures, term: Term) -> Iterator[Relation]:
+    """A line touches a circle; unnamed lines are those that look like tangents."""
     line = term.arguments[0]
     if line.head == "Line" and line.names[:1] == ["$"]:
         for relation, _ in _seen_tangents(measures, SAID_TANGENT):
@@ -410,8 +446,10 @@ def _tangent(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _touches(measures: Measures, circle: Circle, line: tuple[str, str]) -> Relation:
-    """A line touches a circle: perpendicular to the radius at the point that they share, else at
-    its distance.
+    """A line touches a circle.
+
+    It is perpendicular to the radius at the point that they share, else at the distance of a
+    radius.
     """
     drawing = measures.drawing
     shared = [name for name in line if name in circle.points]
@@ -425,6 +463,7 @@ def _touches(measures: Measures, circle: Circle, line: tuple[str, str]) -> Relat
 
 
 def _diameter(measures: Measures, term: Term) -> Iterator[Relation]:
+    """A segment is a diameter: its middle is the centre, and an end lies on the circle."""
     circle = measures.drawing.circle(term.arguments[1])
     line = measures.drawing.segment(term.arguments[0])
     yield Mean(point=circle.centre, points=line)
@@ -432,6 +471,7 @@ def _diameter(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _chord(measures: Measures, term: Term) -> Iterator[Relation]:
+    """Both ends of a chord lie on the circle; of a radius, the end that is not the centre."""
     circle = measures.drawing.circle(term.arguments[1])
     for name in measures.drawing.segment(term.arguments[0]):
         if name != circle.centre:
@@ -439,12 +479,13 @@ def _chord(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _inscribed(measures: Measures, term: Term) -> Iterator[Relation]:
+    """A circle touches all sides of a shape, or a shape has its corners on a circle."""
     shape, target = term.arguments
     if shape.head in ("Circle", "Cirle"):
         circle = measures.drawing.circle(shape)
         names = measures.drawing.shape(target)
-        for i in range(len(names)):
-            yield _touches(measures, circle, (names[i - 1], names[i]))
+        for side in sides_of(names):
+            yield _touches(measures, circle, side)
         yield from _inside(measures, target)
         return
     circle = measures.drawing.circle(target)
@@ -458,10 +499,11 @@ def _inscribed(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _circumscribed(measures: Measures, term: Term) -> Iterator[Relation]:
+    """The sides of a shape touch a circle."""
     names = measures.drawing.shape(term.arguments[0])
     circle = measures.drawing.circle(term.arguments[1])
-    for i in range(len(names)):
-        yield _touches(measures, circle, (names[i - 1], names[i]))
+    for side in sides_of(names):
+        yield _touches(measures, circle, side)
     yield from _inside(measures, term.arguments[0])
 
 
@@ -478,6 +520,7 @@ def _inside(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _parallelogram(measures: Measures, term: Term) -> Iterator[Relation]:
+    """Opposite sides are parallel; rectangle, rhombus and square say more."""
     a, b, c, d = _four(measures.drawing.shape(term))
     yield Parallel(a=a, b=b, c=d, d=c)
     yield Parallel(a=a, b=d, c=b, d=c)
@@ -488,12 +531,14 @@ def _parallelogram(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _four(names: Sequence[str]) -> tuple[str, str, str, str]:
+    """The four corners of a shape. Raises `UnreadError` for another number."""
     if len(names) != 4:
         raise UnreadError(f"{''.join(names)} has not four corners")
     return names[0], names[1], names[2], names[3]
 
 
 def _kite(measures: Measures, term: Term) -> Iterator[Relation]:
+    """Two pairs of equal neighbouring sides; the picture says which sides are a pair."""
     a, b, c, d = _four(measures.drawing.shape(term))
     places = measures.drawing.places
     if {a, b, c, d} <= places.keys():
@@ -508,11 +553,13 @@ def _kite(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _trapezoid(measures: Measures, term: Term) -> Iterator[Relation]:
+    """Two opposite sides are parallel, those that the facts or the picture show."""
     a, b, c, d = _four(measures.drawing.with_base_first(_four(measures.drawing.shape(term))))
     yield Parallel(a=a, b=b, c=d, d=c)
 
 
 def _isosceles(measures: Measures, term: Term) -> Iterator[Relation]:
+    """Two sides are equal; of a trapezoid the legs are, and the diagonals."""
     names = measures.drawing.shape(_inner(term))
     if len(names) == 4:
         a, b, c, d = _four(measures.drawing.with_base_first(names))
@@ -531,13 +578,15 @@ def _inner(term: Term) -> Term:
 
 
 def _right(measures: Measures, term: Term) -> Iterator[Relation]:
+    """A triangle has a right angle at the corner that is marked, or looks like it."""
     names = measures.drawing.shape(_inner(term))
     corner = measures.drawing.right_corner(names)
     first, last = [name for name in names if name != corner][:2]
-    yield Perpendicular(a=corner, b=first, c=corner, d=last)
+    yield _right_angle_at(corner, first, last)
 
 
 def _regular(measures: Measures, term: Term) -> Iterator[Relation]:
+    """All sides are equal, and where these do not say so, all angles."""
     names = measures.drawing.shape(_inner(term))
     yield from _all_equal(
         measures, names, angles=len(names) > 4 or (len(names) == 4 and term.head == "Regular")
@@ -547,8 +596,9 @@ def _regular(measures: Measures, term: Term) -> Iterator[Relation]:
 def _all_equal(
     measures: Measures, names: Sequence[str], *, angles: bool | None = None
 ) -> Iterator[Relation]:
-    """All sides are equal, and all angles; the centre and the middles of sides that are drawn are
-    such.
+    """All sides are equal, and with `angles` all angles.
+
+    A drawn centre and drawn middles of sides are taken to be such.
     """
     count = len(names)
     for i in range(1, count):
@@ -576,6 +626,7 @@ def _all_equal(
 
 
 def _similar(measures: Measures, term: Term) -> Iterator[Relation]:
+    """Shapes, angles, arcs, lines or circles are congruent; of shapes, similar ones as well."""
     if len(term.arguments) != 2:
         raise UnreadError(f"{term} has not two shapes")
     first, second = term.arguments
@@ -621,8 +672,9 @@ def _similar(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _median(measures: Measures, term: Term) -> Iterator[Relation]:
-    """A median or an altitude of a triangle; the median of a trapezoid joins the middles of its
-    legs.
+    """A median or an altitude of a triangle, or the median of a trapezoid.
+
+    The latter joins the middles of the legs.
     """
     drawing = measures.drawing
     line = drawing.segment(term.arguments[0])
@@ -636,6 +688,7 @@ def _median(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _midsegment(measures: Measures, term: Term) -> Iterator[Relation]:
+    """A line joins the middles of two sides of a triangle or of the legs of a trapezoid."""
     line = measures.drawing.segment(term.arguments[0])
     names = measures.drawing.shape(term.arguments[1])
     if len(names) == 4:
@@ -648,6 +701,7 @@ def _midsegment(measures: Measures, term: Term) -> Iterator[Relation]:
 def _midsegment_of(
     measures: Measures, line: tuple[str, str], names: Sequence[str]
 ) -> Iterator[Relation]:
+    """The median of a trapezoid joins the middles of its legs."""
     a, b, c, d = _four(measures.drawing.with_base_first(names))
     yield Parallel(a=a, b=b, c=d, d=c)
     if set(line) <= measures.drawing.places.keys():
@@ -661,14 +715,15 @@ def _midsegment_of(
 def _foot(
     measures: Measures, line: tuple[str, str], names: Sequence[str], *, is_median: bool
 ) -> Iterator[Relation]:
-    """A line from a corner of a triangle to the opposite side: to its middle, or perpendicular to
-    it.
+    """A line from a corner of a triangle to the opposite side.
+
+    It goes to the middle of that side, or is perpendicular to it.
     """
     tops = [name for name in line if name in names]
     feet = [name for name in line if name not in names]
     ends = [name for name in names if name not in line]
     if len(names) == 3 and len(tops) == 1 and len(feet) == 1 and len(ends) == 2:
-        yield Parallel(a=feet[0], b=ends[0], c=feet[0], d=ends[1])
+        yield _collinear(feet[0], ends[0], ends[1])
         if is_median:
             yield Mean(point=feet[0], points=(ends[0], ends[1]))
         else:
@@ -688,6 +743,7 @@ def _foot(
 
 
 def _centroid(measures: Measures, term: Term) -> Iterator[Relation]:
+    """The mean of the corners; drawn lines from a corner through it end at midpoints."""
     drawing = measures.drawing
     point = _point_of(measures, term.arguments[0])
     names = drawing.shape(term.arguments[1])
@@ -703,6 +759,7 @@ def _centroid(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _incenter(measures: Measures, term: Term) -> Iterator[Relation]:
+    """A point lies on the bisectors of all angles of a triangle, or of the one that is named."""
     point = _point_of(measures, term.arguments[0])
     names = term.arguments[1].names
     if term.arguments[1].head == "Angle" and len(names) == 3:
@@ -716,6 +773,7 @@ def _incenter(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _orthocenter(measures: Measures, term: Term) -> Iterator[Relation]:
+    """A point lies on the altitudes of a triangle."""
     point = _point_of(measures, term.arguments[0])
     a, b, c = measures.drawing.shape(term.arguments[1])[:3]
     yield Perpendicular(a=point, b=a, c=b, d=c)
@@ -723,12 +781,14 @@ def _orthocenter(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _hypotenuse(measures: Measures, term: Term) -> Iterator[Relation]:
+    """A side is the hypotenuse of a triangle."""
     yield from _opposite_right_angle(
         term.arguments[0].names, measures.drawing.shape(term.arguments[1])
     )
 
 
 def _diagonal(measures: Measures, term: Term) -> Iterator[Relation]:
+    """A diagonal says no more than what the shape says that has it."""
     yield from _inside(measures, term.arguments[1])
 
 
@@ -778,6 +838,7 @@ def _seen_tangents(measures: Measures, limit: float) -> Iterator[tuple[Relation,
 
 
 def _seen_diameters(measures: Measures) -> Iterator[tuple[Relation, str]]:
+    """Chords that seem to go through the centre."""
     drawing = measures.drawing
     places = drawing.places
     for circle in drawing.circles:
@@ -792,11 +853,12 @@ def _seen_diameters(measures: Measures) -> Iterator[tuple[Relation, str]]:
             if beside < _SEEN_ON_CHORD * abs(way) ** 2 and not drawing.are_on_one_row(
                 (start, end, circle.centre)
             ):
-                relation = Parallel(a=circle.centre, b=start, c=circle.centre, d=end)
+                relation = _collinear(circle.centre, start, end)
                 yield relation, f"{circle.centre} lies on {start}{end}"
 
 
 def _seen_right_angles(measures: Measures) -> Iterator[tuple[Relation, str]]:
+    """Angles between drawn lines that look right."""
     drawing = measures.drawing
     places = drawing.places
     for corner in sorted(drawing.neighbours):
@@ -807,11 +869,12 @@ def _seen_right_angles(measures: Measures) -> Iterator[tuple[Relation, str]]:
         for first, last in combinations(rays, 2):
             lean = abs(cosine(places[first] - places[corner], places[last] - places[corner]))
             if lean < math.sin(math.radians(_SEEN_RIGHT)):
-                relation = Perpendicular(a=corner, b=first, c=corner, d=last)
+                relation = _right_angle_at(corner, first, last)
                 yield relation, f"angle {first}{corner}{last} is a right angle"
 
 
 def _seen_parallels(measures: Measures) -> Iterator[tuple[Relation, str]]:
+    """Rows without a common point that look parallel."""
     drawing = measures.drawing
     for first, second in combinations(drawing.rows, 2):
         if not set(first) & set(second) and drawing.degrees_apart(first, second) < _SEEN_PARALLEL:

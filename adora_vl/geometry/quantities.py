@@ -65,8 +65,9 @@ class Angle:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The angle at `corner` from `first` to `last`, against the clock (`turn` 1) or with it, from 0
-    to 360.
+    """The angle at `corner` from `first` to `last` in one sense, from 0 to 360.
+
+    The sense is against the clock where `turn` is 1, and with it where it is -1.
     """
 
     first: str
@@ -84,8 +85,9 @@ class Area:
 
 @dataclass(frozen=True)
 class Combined:
-    """Arithmetic on quantities; powers are of the absolute value, since roots of lengths are all
-    that is asked.
+    """Arithmetic on quantities.
+
+    Powers are of the absolute value, since roots of lengths are all that occurs.
     """
 
     function: Function

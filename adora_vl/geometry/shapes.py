@@ -11,7 +11,7 @@ import math
 import re
 from cmath import phase
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, pairwise
@@ -87,6 +87,18 @@ def cross_each_other(ends: Sequence[complex], tolerance: float = 0.0) -> bool:
     return first < -tolerance and second < -tolerance
 
 
+def extent_of(places: Collection[complex]) -> tuple[float, float]:
+    """How wide and how high a number of places lie; there has to be one at least."""
+    wide = max(place.real for place in places) - min(place.real for place in places)
+    high = max(place.imag for place in places) - min(place.imag for place in places)
+    return wide, high
+
+
+def sides_of(names: Sequence[str]) -> list[tuple[str, str]]:
+    """The sides of a polygon by their ends; the side that closes it comes first."""
+    return [(names[i - 1], names[i]) for i in range(len(names))]
+
+
 def unwrapped(term: Term) -> Term:
     """The shape inside `Shaded(...)`, `Regular(...)` and the like."""
     while term.head in WRAPPERS and term.arguments:
@@ -156,8 +168,9 @@ class Drawing:
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """A circle that the question names and the picture does not have is the only one that it
-        has.
+        """Other names of the only circle: those of the question that the picture does not have.
+
+        Maps each such name to the centre.
         """
         drawn = {circle.centre for circle in self.circles}
         if len(drawn) != 1:
@@ -192,6 +205,7 @@ class Drawing:
         return set(self.points)
 
     def _circles(self) -> list[Circle]:
+        """The circles of the form with their points; concentric ones have radii of their own."""
         on_circle: dict[tuple[str, str], list[str]] = {}
         nameless: list[tuple[str, str]] = []
         for term in self.terms:
@@ -271,22 +285,12 @@ class Drawing:
             )
         return having[0]
 
-    def goes_over(self, names: Sequence[str], centre: str) -> bool:
-        """Whether an arc of three letters, by the point between, is the longer way round in the
-        picture.
-        """
-        first = phase(self.places[names[0]] - self.places[centre])
-        middle = phase(self.places[names[1]] - self.places[centre])
-        last = phase(self.places[names[2]] - self.places[centre])
-        sweep = (last - first) % math.tau
-        through = (middle - first) % math.tau < sweep
-        return (sweep if through else math.tau - sweep) > math.pi
-
     # Places that the annotation lacks
 
     def _imagine_places(self) -> None:
-        """Give a point without a place one that its facts suggest: a similar figure's copy, or a
-        foot on a line.
+        """Give a point without a place one that its facts suggest.
+
+        It is a similar figure's copy, or a foot on a line.
         """
         self._copy_similar()
         for _ in range(2):
@@ -301,8 +305,9 @@ class Drawing:
                         self.imagined.add(name)
 
     def _share_of_foot(self, name: str, first: str, last: str) -> float:
-        """How far along a segment the foot of a perpendicular from a known point lies; the middle
-        without one.
+        """How far along a segment the foot of a perpendicular from a known point lies.
+
+        It is the middle where there is no such perpendicular.
         """
         start = self.places[first]
         way = self.places[last] - start
@@ -322,6 +327,7 @@ class Drawing:
         return 0.5
 
     def _copy_similar(self) -> None:
+        """Place a similar shape without places beside the one that has them, as its copy."""
         for term in self.terms:
             if term.head not in ("Similar", "Congruent") or len(term.arguments) != 2:
                 continue
@@ -337,22 +343,22 @@ class Drawing:
                 if not set(source) <= self.places.keys() or set(copy) & self.places.keys():
                     continue
                 places = [self.places[name] for name in source]
-                wide = max(location.real for location in places) - min(
-                    location.real for location in places
-                )
+                wide, _ = extent_of(places)
                 for name, location in zip(copy, places, strict=True):
                     self.places[name] = location + 1.6 * wide
                     self.imagined.add(name)
 
     def _named_polygons(self) -> Iterator[tuple[str, ...]]:
+        """The polygons that facts name with all their corners, in order."""
         for term in self.terms:
             for part in term.walk():
                 if len(part.names) == CORNERS.get(part.head):
                     yield tuple(part.names)
 
     def _seen_straight(self) -> list[tuple[str, str, str]]:
-        """Where AB, BC and AC are drawn and B lies between in the picture, ABC is one line: (B, A,
-        C).
+        """The lines ABC that are drawn as AB, BC and AC with B between, each as (B, A, C).
+
+        The facts do not say so, but the picture shows it.
         """
         straight = []
         for first, last in self.form.lines:
@@ -394,10 +400,10 @@ class Drawing:
 
     @cached_property
     def lines(self) -> list[list[str]]:
-        """All lines: `rows`, and those with a point that has no place, in the order that the facts
-        give.
+        """All lines: `rows`, and those with a point that has no place.
 
-        That is: the ends outside, the points that lie on the line between them.
+        The latter are in the order that the facts give: the ends outside, the points that lie on
+        the line between them.
         """
         lines = list(self.rows)
         for (first, last), points in sorted(self.on_segment.items()):
@@ -477,6 +483,7 @@ class Drawing:
         return self._angle_at(names[0])
 
     def _angle_at(self, corner: str) -> tuple[str, str, str]:
+        """The angle at a corner that has only one, or of a named shape, or the widest."""
         near = self._near(corner)
         if len(near) == 2:
             return near[0], corner, near[1]
@@ -498,6 +505,7 @@ class Drawing:
         raise UnreadError(f"the form does not say which angle at {corner} is meant")
 
     def _near(self, corner: str) -> list[str]:
+        """The points that a drawn line joins with a corner."""
         near = sorted(self.neighbours.get(corner, ()))
         for row in self.lines:
             if corner in row:
@@ -557,6 +565,7 @@ class Drawing:
         return dict(borders)
 
     def _direction(self, start: str, end: str) -> float:
+        """The direction of the way between two points, in radians."""
         return phase(self.places[end] - self.places[start])
 
     @cached_property
@@ -574,6 +583,7 @@ class Drawing:
         return faces
 
     def _face(self, start: str, end: str, visited: set[tuple[str, str]]) -> list[str]:
+        """The region to one side of a drawn edge; edges that it goes along are added to `visited`."""
         face: list[str] = []
         while (start, end) not in visited and len(face) < _MOST_FACES:
             visited.add((start, end))
@@ -615,8 +625,9 @@ class Drawing:
         return polygons
 
     def outline(self, within: Iterable[str] | None = None) -> list[str]:
-        """The corners of the outer boundary, without dead ends; empty where there is none that is
-        simple.
+        """The corners of the outer boundary, without dead ends.
+
+        Empty where there is none that is simple.
         """
         borders = {name: set(near) for name, near in self._borders.items()}
         if within is not None:
@@ -673,8 +684,9 @@ class Drawing:
         )
 
     def shape(self, term: Term) -> list[str]:
-        """The corners of a shape in the order of the drawing; of one without names, of what is
-        drawn.
+        """The corners of a shape in the order of the drawing.
+
+        A shape without names is the one that is drawn.
 
         Raises `UnreadError` where the picture does not show which shape is meant.
         """
@@ -711,8 +723,9 @@ class Drawing:
         return self._needed(same_size or self._cycle(count), term)
 
     def _cycle(self, count: int | None) -> list[str] | None:
-        """The only way round over drawn lines through all points that lie inside no line; None
-        where it is not.
+        """The only way round over drawn lines through all points that lie inside no line.
+
+        None where it is not.
         """
         inside = set().union(*self.on_segment.values()) if self.on_segment else set()
         corners = sorted(name for name in self.neighbours if name not in inside)
@@ -739,13 +752,15 @@ class Drawing:
         ]
 
     def _needed(self, names: list[str] | None, term: Term) -> list[str]:
+        """The names themselves. Raises `UnreadError` where there are none."""
         if not names:
             raise UnreadError(f"the picture does not show which shape {term} is")
         return names
 
     def in_drawing_order(self, names: Sequence[str]) -> list[str]:
-        """Corners in the order round the shape, where they are named crosswise, as ABCD for A, B,
-        D, C.
+        """Corners in the order round the shape.
+
+        They may be named crosswise, as ABCD for A, B, D, C.
         """
         names = list(names)
         if len(names) < 4 or not set(names) <= self.places.keys():
@@ -762,8 +777,9 @@ class Drawing:
         return sorted(names, key=lambda name: phase(self.places[name] - middle))
 
     def _likest(self, head: str, count: int) -> list[str] | None:
-        """The drawn polygon with so many corners that looks most like its kind; of equals, the
-        largest.
+        """The drawn polygon with so many corners that looks most like its kind.
+
+        The largest comes first among equals.
         """
         ranked = [
             (round(self._unlikeness(head, names) / _UNLIKE), -abs(self.signed_area(names)), names)
@@ -797,8 +813,9 @@ class Drawing:
     # Parts of shapes
 
     def right_corner(self, names: Sequence[str]) -> str:
-        """The corner of a triangle with the right angle: the marked one, else the one that looks
-        most like it.
+        """The corner of a triangle with the right angle.
+
+        It is the marked one, else the one that looks most like it.
         """
         for term in self.facts:
             if term.head == "Perpendicular" and len(term.arguments) == 2:
@@ -818,10 +835,11 @@ class Drawing:
         return names[min(range(3), key=leaning)]
 
     def side_with(self, point: str, names: Sequence[str]) -> tuple[str, str]:
-        """The side of a polygon that a point lies on; without a line through it, the side whose
-        middle is nearest.
+        """The side of a polygon that a point lies on.
+
+        It is the side whose middle is nearest where no line goes through the point.
         """
-        sides = [(names[i - 1], names[i]) for i in range(len(names))]
+        sides = sides_of(names)
         for side in sides:
             if self.are_on_one_row((point, *side)):
                 return side
@@ -869,7 +887,7 @@ class Drawing:
         """Whether a fact says already which sides or angles of a triangle are equal."""
         corners = set(names)
         for term in self.terms:
-            if term.head != "Equals" or len(term.arguments) != 2:
+            if not term.is_equation:
                 continue
             sides = [set(_inner_names(side, "LengthOf")) for side in term.arguments]
             if all(len(side) == 2 and side <= corners for side in sides) and sides[0] != sides[1]:
@@ -912,7 +930,7 @@ class Drawing:
         """
         partners: dict[str, str] = {}
         for fact in self.facts:
-            if fact.head == "Equals" and len(fact.arguments) == 2:
+            if fact.is_equation:
                 first = _inner_names(fact.arguments[0], "MeasureOf")
                 second = _inner_names(fact.arguments[1], "MeasureOf")
                 if len(first) == 3 and len(second) == 3:
@@ -964,7 +982,7 @@ class Drawing:
 
 def _measured_line(fact: Term) -> list[str] | None:
     """The ends of the segment whose length a fact gives; None for any other fact."""
-    if fact.head != "Equals" or len(fact.arguments) != 2 or fact.arguments[0].head != "LengthOf":
+    if not fact.is_equation or fact.arguments[0].head != "LengthOf":
         return None
     measured = fact.arguments[0].arguments
     if not measured or measured[0].head != "Line" or len(measured[0].names) != 2:
@@ -979,13 +997,13 @@ def _inner_names(term: Term, head: str) -> list[str]:
 
 def _joined(first: Sequence[str], second: Sequence[str]) -> list[str]:
     """The boundary of two regions together; empty where they share no side."""
-    edges = {(first[i - 1], first[i]) for i in range(len(first))}
-    other_edges = {(second[i - 1], second[i]) for i in range(len(second))}
-    shared = {(start, end) for start, end in edges if (end, start) in other_edges}
+    edges = set(sides_of(first))
+    second_edges = set(sides_of(second))
+    shared = {(start, end) for start, end in edges if (end, start) in second_edges}
     if not shared:
         return []
     onward = dict(edges - shared)
-    onward.update(other_edges - {(end, start) for start, end in shared})
+    onward.update(second_edges - {(end, start) for start, end in shared})
     if not onward:
         return []
     start = min(onward)

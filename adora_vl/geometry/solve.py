@@ -16,7 +16,14 @@ import numpy as np
 
 from adora_vl.geometry.primitives import Reading
 from adora_vl.geometry.quantities import Distance, Equal, constant_of
-from adora_vl.geometry.shapes import cross, cross_each_other, dot, sine
+from adora_vl.geometry.shapes import (
+    cross,
+    cross_each_other,
+    dot,
+    extent_of,
+    sides_of,
+    sine,
+)
 from adora_vl.geometry.system import System, Vector
 
 TIGHT = 1e-7  # largest residual of a figure that fulfils its facts
@@ -107,15 +114,15 @@ class FigureProblem:
         self._compile_kind()
 
     def _size(self) -> tuple[float, float]:
-        """The length of the figure's larger side, by the lengths that are given, and that side in
-        pixels.
+        """The length of the figure's larger side, and that side in pixels.
+
+        The length goes by the lengths that the facts give.
         """
         places = self.drawing.places
         values = list(places.values())
         span = 1.0
         if values:
-            wide = max(place.real for place in values) - min(place.real for place in values)
-            high = max(place.imag for place in values) - min(place.imag for place in values)
+            wide, high = extent_of(values)
             span = max(wide, high, 1e-9)
         scales = []
         lengths = []
@@ -180,6 +187,7 @@ class FigureProblem:
         return v
 
     def _from_picture(self, point: str) -> complex:
+        """A point's place in the picture, from the middle, in shares of the figure's size."""
         return (self.places[point] - self.middle) / self.pixels
 
     def location(self, v: Vector, point: str) -> complex:
@@ -247,8 +255,9 @@ class FigureProblem:
         return v, float(np.abs(residuals).max()) if len(residuals) else 0.0
 
     def solution(self, number: int, budget: Budget, loose: float) -> Solution | None:
-        """The figure that one start leads to; None where it does not fulfil the relations up to
-        `loose`.
+        """The figure that one start leads to.
+
+        None where it does not fulfil the relations up to `loose`.
         """
         v = self.start(number)
         if self.system.unknowns:
@@ -316,6 +325,7 @@ class FigureProblem:
     # The kind of figure
 
     def _compile_kind(self) -> None:
+        """Note what the picture shows of order, turns and crossings, for `faults`."""
         drawing = self.drawing
         places = self.places
         self.segments = sorted({line for line in drawing.form.lines if line[0] != line[1]})
@@ -352,25 +362,21 @@ class FigureProblem:
             return []
         pairs = []
         for names in self.drawing.named.values():
-            sides = [(names[i - 1], names[i]) for i in range(len(names))]
+            sides = sides_of(names)
             for first, second in combinations(sides, 2):
                 if not set(first) & set(second):
                     pairs.append((*first, *second))
         return pairs
 
     def faults(self, v: Vector, value: float) -> int:
-        """How much a figure differs in kind from the picture: order on lines, turns, crossings;
-        collapsed is 10.
+        """How much a figure differs in kind from the picture: order on lines, turns, crossings.
+
+        A figure that has collapsed counts `_COLLAPSED`.
         """
         if not self.used:
             return 0
         at = {name: self.location(v, name) for name in self.used}
-        wide = max(location.real for location in at.values()) - min(
-            location.real for location in at.values()
-        )
-        high = max(location.imag for location in at.values()) - min(
-            location.imag for location in at.values()
-        )
+        wide, high = extent_of(at.values())
         size = max(wide, high)
         count = 0
         for start, end in self.segments:
@@ -423,8 +429,9 @@ class FigureProblem:
         return _flatness(places) < 1e-3
 
     def far(self, v: Vector) -> float:
-        """How far the points lie from those of the picture, after the best turn, shift and scale; 0
-        is none.
+        """How far the points lie from those of the picture; 0 is not at all.
+
+        The figure is turned, shifted and scaled to fit as well as it can.
         """
         names = [name for name in sorted(self.places) if name not in self.drawing.imagined]
         if len(names) < 2:
@@ -441,8 +448,9 @@ class FigureProblem:
     def solutions(
         self, budget: Budget, starts: int | None = None, loose: float = TIGHT
     ) -> list[Solution]:
-        """The figures that the starts lead to, until two without a fault agree; without places, of
-        all starts.
+        """The figures that the starts lead to, until two without a fault agree.
+
+        A form without places goes through all its starts.
         """
         has_places = all(name in self.places for name in self.drawing.neighbours) and bool(
             self.places
@@ -470,8 +478,7 @@ class FigureProblem:
         return solutions
 
     def stays(self, solution: Solution, budget: Budget) -> bool:
-        """Whether the goal keeps its value when the figure is pushed along the movements that seem
-        free.
+        """Whether the goal keeps its value when the figure is pushed along free movements.
 
         At a double root the equations look as if they left the goal open, and do not.
         """

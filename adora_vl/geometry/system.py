@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,18 @@ from adora_vl.geometry.quantities import (
 Vector = NDArray[np.float64]
 _TINY = 1e-150  # keeps the direction of two points that fall together finite
 _WRAPPED = 300.0  # degrees; angles that differ by more are compared the other way round
+
+
+class _LinearEquation(NamedTuple):
+    """Factors of all atoms, and a constant, whose sum is zero.
+
+    `weight` scales the residual; one that `wraps` is an angle, equal up to full turns.
+    """
+
+    row: Vector
+    constant: float
+    weight: float
+    wraps: bool
 
 
 class System:
@@ -74,6 +87,7 @@ class System:
         self._compile_relations()
 
     def _compile_atoms(self) -> None:
+        """Note the rows of points that distances and angles are of."""
         position = self.position
         self._distance_ends = (
             np.array([position[atom.start] for atom in self.distances], dtype=int),
@@ -87,8 +101,9 @@ class System:
         self._is_sweep = np.array([isinstance(atom, Sweep) for atom in self.turns], dtype=bool)
 
     def _compile_relations(self) -> None:
-        """Sort the relations into directions, means, linear equations and others; rows of residuals
-        in this order.
+        """Sort the relations into directions, means, linear equations and all others.
+
+        The rows of residuals stand in this order.
         """
         position = self.position
         directions = [
@@ -112,34 +127,41 @@ class System:
                 row[2 * position[mean.point] + axis] += 1.0
                 for name in mean.points:
                     row[2 * position[name] + axis] -= 1.0 / len(mean.points)
-        linear: list[tuple[Vector, float, float, bool]] = []
+        linear: list[_LinearEquation] = []
+        linear_relations: list[Relation] = []
+        curved_relations: list[Relation] = []
         self._curved: list[tuple[Combined, float, bool]] = []
         for equation in equations:
             weight = self._weight(equation.unit)
+            wraps = equation.unit == "degrees"
             difference = Combined(function="-", parts=(equation.left, equation.right))
             row = np.zeros(len(self.row))
             constant = self._linear(difference, 1.0, row)
             if constant is None:
-                self._curved.append((difference, weight, equation.unit == "degrees"))
+                self._curved.append((difference, weight, wraps))
+                curved_relations.append(equation)
             else:
-                linear.append((row, constant, weight, equation.unit == "degrees"))
-        self._linear_rows = np.array([row for row, *_ in linear]).reshape(
+                linear.append(
+                    _LinearEquation(row=row, constant=constant, weight=weight, wraps=wraps)
+                )
+                linear_relations.append(equation)
+        self._linear_rows = np.array([equation.row for equation in linear]).reshape(
             len(linear), len(self.row)
         )
-        self._linear_constants = np.array([constant for _, constant, _, _ in linear])
-        self._linear_weights = np.array([weight for *_, weight, _ in linear])
-        self._linear_wraps = np.array([wraps for *_, wraps in linear], dtype=bool)
-        ordered: list[Relation] = [*directions]
-        ordered += [mean for mean in means for _ in (0, 1)]
-        flat = [equation for equation in equations if self._is_linear(equation)]
-        ordered += [*flat, *(equation for equation in equations if not self._is_linear(equation))]
-        self.residual_relations = ordered
-
-    def _is_linear(self, equation: Equal) -> bool:
-        difference = Combined(function="-", parts=(equation.left, equation.right))
-        return self._linear(difference, 1.0, np.zeros(len(self.row))) is not None
+        self._linear_constants = np.array([equation.constant for equation in linear])
+        self._linear_weights = np.array([equation.weight for equation in linear])
+        self._linear_wraps = np.array([equation.wraps for equation in linear], dtype=bool)
+        # A mean has one residual for each of its two coordinates.
+        means_of_axes = [mean for mean in means for _ in (0, 1)]
+        self.residual_relations: list[Relation] = [
+            *directions,
+            *means_of_axes,
+            *linear_relations,
+            *curved_relations,
+        ]
 
     def _weight(self, unit: Unit) -> float:
+        """What scales a difference of this unit to shares of the size or radians."""
         weights: Mapping[Unit, float] = {
             "length": 1 / self.size,
             "area": 1 / self.size**2,
@@ -187,8 +209,9 @@ class System:
     # Evaluation
 
     def atoms(self, v: Vector, *, slopes: bool) -> tuple[Vector, Vector | None]:
-        """The values of all atoms at `v`, and with `slopes` their derivatives: (atoms,), (atoms,
-        unknowns).
+        """The values of all atoms at `v`, and with `slopes` their derivatives.
+
+        Shapes: (atoms,) and (atoms, unknowns).
         """
         values = np.empty(len(self.row))
         gradient = np.zeros((len(self.row), self.count)) if slopes else None
@@ -274,8 +297,9 @@ class System:
         return int(((angles < -1e-6) & (self._turn_signs != 0)).sum())
 
     def residuals(self, v: Vector, *, slopes: bool = True) -> tuple[Vector, Vector]:
-        """The residuals at `v` and their derivatives: (rows,), (rows, unknowns); without `slopes`
-        these are empty.
+        """The residuals at `v` and their derivatives.
+
+        Shapes: (rows,) and (rows, unknowns). Without `slopes` the derivatives are empty.
 
         Where an expression has no value, as behind a division by zero, its residual is not finite.
         """

@@ -148,6 +148,7 @@ def _sentences(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _read(draft: _Draft, sentence: str) -> None:
+    """Take a sentence into the draft by the first pattern that fits. Raises `_NotReadError`."""
     plain = sentence
     for pattern, spelled in _SPELLINGS:
         plain = re.sub(pattern, spelled, plain)
@@ -174,6 +175,7 @@ def _what_is_wrong(sentence: str, plain: str) -> str:
 
 
 def _split(names: str) -> list[str]:
+    """The points of a name such as `ABC`."""
     return re.findall(_P, names)
 
 
@@ -181,6 +183,7 @@ def _split(names: str) -> list[str]:
 
 
 def _shape(draft: _Draft, kind: str, names: str) -> None:
+    """A shape with all its corners named, such as `rectangle ABCD`."""
     corners = _split(names)
     head = kind.capitalize()
     if len(corners) != CORNERS[head] or len(set(corners)) != len(corners):
@@ -191,6 +194,7 @@ def _shape(draft: _Draft, kind: str, names: str) -> None:
 
 
 def _special(draft: _Draft, adjective: str, kind: str, names: str) -> None:
+    """A shape of a special kind, such as `regular hexagon ABCDEF`."""
     corners = _split(names)
     head = "Polygon" if kind == "polygon" else kind.capitalize()
     corner_count = CORNERS.get(head, len(corners))
@@ -216,10 +220,12 @@ def _special(draft: _Draft, adjective: str, kind: str, names: str) -> None:
 
 
 def _shape_behind(draft: _Draft, names: str, kind: str) -> None:
+    """A shape named before its kind: `ABCD is a rectangle`."""
     _shape(draft, kind, names)
 
 
 def _special_behind(draft: _Draft, names: str, adjective: str, kind: str | None) -> None:
+    """A shape named before its special kind: `ABC is an equilateral triangle`."""
     by_count = {3: "triangle", 4: "quadrilateral", 5: "pentagon", 6: "hexagon", 8: "octagon"}
     _special(
         draft,
@@ -230,31 +236,37 @@ def _special_behind(draft: _Draft, names: str, adjective: str, kind: str | None)
 
 
 def _two_lines(draft: _Draft, a: str, b: str, relation: str, c: str, d: str) -> None:
+    """Two lines are parallel or perpendicular."""
     draft.facts.append(term(relation.capitalize(), draft.line(a, b), draft.line(c, d)))
 
 
 def _on_line(draft: _Draft, point: str, start: str, end: str) -> None:
+    """A point lies on a segment, which is drawn."""
     draft.facts.append(term("PointLiesOnLine", point, draft.line(start, end)))
     draft.line(start, point)
     draft.line(point, end)
 
 
 def _on_circle(draft: _Draft, points: str, centre: str | None) -> None:
+    """Points lie on a circle."""
     for point in re.findall(_P, points):
         draft.facts.append(draft.on_circle(point, centre))
 
 
 def _circle(draft: _Draft, centre: str, points: str | None) -> None:
+    """A circle with its centre and points."""
     draft.circle(centre)
     _on_circle(draft, points or "", centre)
 
 
 def _midpoint(draft: _Draft, point: str, start: str, end: str) -> None:
+    """A point is the midpoint of a segment."""
     _on_line(draft, point, start, end)
     draft.facts.append(term("IsMidpointOf", term("Point", point), term("Line", start, end)))
 
 
 def _bisects_angle(draft: _Draft, start: str, end: str, names: str) -> None:
+    """A line halves an angle."""
     corners = _split(names)
     line = draft.line(start, end)
     if len(corners) == 3:
@@ -266,11 +278,13 @@ def _bisects_angle(draft: _Draft, start: str, end: str, names: str) -> None:
 
 
 def _meet(draft: _Draft, a: str, b: str, c: str, d: str, point: str) -> None:
+    """Two lines meet in a point."""
     _on_line(draft, point, a, b)
     _on_line(draft, point, c, d)
 
 
 def _tangent(draft: _Draft, start: str, end: str, centre: str | None, at: str | None) -> None:
+    """A line touches a circle."""
     circle = draft.circle(centre)
     name = circle.names[0]
     touching = at or next((point for point in (start, end) if point in draft.circles[name]), None)
@@ -287,6 +301,7 @@ def _tangent(draft: _Draft, start: str, end: str, centre: str | None, at: str | 
 
 
 def _diameter(draft: _Draft, start: str, end: str, centre: str | None) -> None:
+    """A segment is a diameter of a circle."""
     circle = draft.circle(centre)
     name = circle.names[0]
     for point in (start, end):
@@ -297,11 +312,13 @@ def _diameter(draft: _Draft, start: str, end: str, centre: str | None) -> None:
 
 
 def _chord(draft: _Draft, start: str, end: str, centre: str | None) -> None:
+    """A segment is a chord of a circle."""
     draft.line(start, end)
     _on_circle(draft, f"{start}{end}", centre)
 
 
 def _alike(draft: _Draft, kind: str | None, first: str, relation: str, second: str) -> None:
+    """Two shapes are similar or congruent."""
     names = _split(first)
     partners = _split(second)
     if len(names) != len(partners):
@@ -321,6 +338,7 @@ def _alike(draft: _Draft, kind: str | None, first: str, relation: str, second: s
 
 
 def _right_angle(draft: _Draft, names: str) -> None:
+    """An angle is right."""
     corners = _split(names)
     if len(corners) != 3:
         raise _NotReadError(f"{names} is no angle; write its three points")
@@ -332,6 +350,7 @@ def _right_angle(draft: _Draft, names: str) -> None:
 
 
 def _inscribed(draft: _Draft, names: str, centre: str | None) -> None:
+    """A polygon has its corners on a circle."""
     corners = _split(names)
     by_count = {3: "Triangle", 4: "Quadrilateral", 5: "Pentagon", 6: "Hexagon"}
     draft.facts.append(draft.polygon(by_count.get(len(corners), "Polygon"), corners))
@@ -339,6 +358,7 @@ def _inscribed(draft: _Draft, names: str, centre: str | None) -> None:
 
 
 def _circle_in(draft: _Draft, centre: str, names: str) -> None:
+    """A circle touches all sides of a polygon."""
     corners = _split(names)
     by_count = {3: "Triangle", 4: "Quadrilateral", 5: "Pentagon", 6: "Hexagon"}
     polygon = draft.polygon(by_count.get(len(corners), "Polygon"), corners)
@@ -346,6 +366,7 @@ def _circle_in(draft: _Draft, centre: str, names: str) -> None:
 
 
 def _line_of_triangle(draft: _Draft, start: str, end: str, role: str, names: str) -> None:
+    """A median or an altitude of a triangle, with its foot on the opposite side."""
     corners = _split(names)
     if len(corners) != 3 or len({start, end} & set(corners)) != 1:
         raise _NotReadError(
@@ -359,14 +380,17 @@ def _line_of_triangle(draft: _Draft, start: str, end: str, role: str, names: str
 
 
 def _place(draft: _Draft, point: str, x: str, y: str) -> None:
+    """A point has a place in the picture."""
     draft.places[point] = (float(x), float(y))
 
 
 def _draw(draft: _Draft, start: str, end: str) -> None:
+    """A segment is drawn."""
     draft.line(start, end)
 
 
 def _find(draft: _Draft, measure: str) -> None:
+    """The question: what is to be computed."""
     draft.question.append(term("Find", _side(draft, measure)))
 
 
@@ -374,6 +398,7 @@ def _find(draft: _Draft, measure: str) -> None:
 
 
 def _equation(draft: _Draft, text: str) -> None:
+    """An equation of two or more sides: each side equals the one before it."""
     sides = [_side(draft, side) for side in text.split("=")]
     for first, second in pairwise(sides):
         # A measure stands on the left, as everywhere in logic forms.

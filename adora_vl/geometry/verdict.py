@@ -196,8 +196,9 @@ def _seen(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
 
 
 def _with_looks(form: Form, problem: FigureProblem, result: Outcome, budget: Budget) -> Verdict:
-    """Where the facts leave the goal open: what the picture shows beside them, first tangents, then
-    everything.
+    """The verdict where the facts leave the goal open: try what the picture shows beside them.
+
+    First come tangents alone, then everything.
     """
     for level in (1, 2):
         reading = read(form, looks=level)
@@ -215,6 +216,7 @@ def _with_looks(form: Form, problem: FigureProblem, result: Outcome, budget: Bud
 
 
 def _open(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
+    """The verdict where the facts leave the goal free, with two of its values."""
     values = [value for value in (result.value, *result.rival_values) if value is not None]
     examples = " or ".join(f"{value:.4g}" for value in values[:2])
     return Verdict(
@@ -224,6 +226,7 @@ def _open(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
 
 
 def _ambiguous(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
+    """The verdict where several figures fit, or only one that differs from the picture."""
     values = [value for value in (result.value, *result.rival_values) if value is not None]
     examples = " and ".join(f"{value:.6g}" for value in values[:2])
     if len(values) < 2:
@@ -236,8 +239,9 @@ def _ambiguous(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
 
 
 def _out_of_order(problem: FigureProblem, result: Outcome) -> Verdict:
-    """Where figures fit only with the points of a line in another order than facts or picture have
-    them.
+    """The verdict where figures fit only with the points of a line in another order.
+
+    The order is the one that the facts or the picture have.
     """
     lines = tuple(f"{line} in this order" for line in result.disordered)
     why = f"no figure: the other facts contradict {_listed(lines)} on one line"
