@@ -156,12 +156,13 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self.served.files = WeightFiles(folder, Path(self.settings.output_dir))
         if self.served.first_rank(ServerPool.have_lora) or self.four_bit:
             self.lora = lora_settings(self.model)
-        if self.lora is not None:
+        lora = self.lora
+        if lora is not None:
             base = self.model.name_or_path
             four_bit = self.four_bit
-            self.served.first_rank(lambda servers: servers.take_adapter(self.lora, base, four_bit))
+            self.served.first_rank(lambda servers: servers.take_adapter(lora, base, four_bit))
             if self.served.files is not None:
-                self.served.files.rank = self.lora["max_lora_rank"]
+                self.served.files.rank = lora["max_lora_rank"]
 
     def _build_llm(self, **kwargs: Any) -> Any:
         # It imports vLLM, which only a colocated engine needs.
@@ -254,7 +255,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             for name, tensor in merged_parameters(
                 self.model,
                 gather=self._dist.gather_params,
-                wanted=wanted,
+                includes=wanted,
                 changed_only=changed_only,
             ):
                 yield self._fix_param_name_to_vllm(name), tensor
