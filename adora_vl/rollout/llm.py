@@ -88,7 +88,7 @@ def stopping_of_loops(options: Mapping[str, Any]) -> RepetitionDetectionParams:
 
 @contextmanager
 def own_shared_memory() -> Iterator[None]:
-    """Inside the block, the processes of a CPU engine name their shared memory as no other run does.
+    """Inside the block the processes of a CPU engine give their shared memory a unique name.
 
     The name has the number of the launcher's process, so it is the same on all ranks. After the
     block all of them have mapped the memory, and the name is removed. Mapped memory stays until the
