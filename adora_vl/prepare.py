@@ -1,65 +1,77 @@
-"""From a command that was read to a checked run: the road, before a weight is loaded."""
+"""From a command line to a resolved run: every check, before a weight is loaded."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from adora_vl.utils.launch import prepare_engine_environment, use_expandable_segments
 
 if TYPE_CHECKING:
     from adora_vl.config.command import CliArgs
     from adora_vl.config.run_context import DryRunOptions
-    from adora_vl.preflight.resolved_run import ResolvedRun
+    from adora_vl.config.schema import Parsed
+    from adora_vl.preflight.resolved_run import ResolvedRun, RunRequest
 
 
-def prepare(given: CliArgs, *, to_train: bool = True) -> ResolvedRun:
-    """A run of this command.
+def prepare(cli_args: CliArgs, *, to_train: bool = True) -> ResolvedRun:
+    """Check the run of a command. Raises `UserError`.
 
-    Raises `UserError`. With `to_train` false `output_dir` is only looked at.
+    `to_train`: lock `output_dir` and print the first lines of the run; else the folder is only
+    looked at.
     """
     prepare_engine_environment()
     use_expandable_segments()
     from adora_vl.config.run_context import RunContext
     from adora_vl.config.schema import build
-    from adora_vl.preflight.run_checks import walk
+    from adora_vl.preflight.run_checks import resolve_run
 
-    run = walk(_asked(given, build(given)), RunContext.of_launch("take" if to_train else "look"))
-    if to_train and run.first:
+    request = _request_of(cli_args, build(cli_args))
+    run = resolve_run(request, RunContext.of_launch("take" if to_train else "look"))
+    if to_train and run.is_main_process:
         print("\n".join(run.first_lines()), flush=True)
     return run
 
 
-def prepare_on_paper(given: CliArgs, options: DryRunOptions) -> ResolvedRun:
-    """The same command as a dry run, on this machine or for another one. Raises `UserError`."""
+def prepare_on_paper(cli_args: CliArgs, options: DryRunOptions) -> ResolvedRun:
+    """Check the command as a dry run, on this machine or for another one. Raises `UserError`."""
     prepare_engine_environment()
     from adora_vl.config.run_context import RunContext
-    from adora_vl.preflight.run_checks import walk
+    from adora_vl.preflight.run_checks import resolve_run
 
-    parsed, here = _build_for_any_machine(given)
-    return walk(_asked(given, parsed, options.rows), RunContext.of_dry_run(options, here=here))
+    parsed, local = _build_for_any_machine(cli_args)
+    request = _request_of(cli_args, parsed, max_rows=options.rows)
+    return resolve_run(request, RunContext.of_dry_run(options, local=local))
 
 
-def _asked(given: CliArgs, parsed: Any, most: int | None = None) -> Any:
+def _request_of(cli_args: CliArgs, parsed: Parsed, max_rows: int | None = None) -> RunRequest:
+    """The request for a run that a command makes; `parsed` are its three dataclasses."""
     from adora_vl.models.check import lora_of
     from adora_vl.preflight.resolved_run import ModelSource, RunRequest
 
     script, config, model = parsed
     return RunRequest(
-        config=config, model=ModelSource(model, lora_of(model)), rows=script, given=given, most=most
+        config=config,
+        model=ModelSource(keys=model, peft_config=lora_of(model)),
+        rows=script,
+        cli_args=cli_args,
+        max_rows=max_rows,
     )
 
 
-def _build_for_any_machine(given: CliArgs) -> tuple[Any, bool]:
-    """The three dataclasses, and whether this machine could run them: a GPU's config is read on a
-    laptop too.
+def _build_for_any_machine(cli_args: CliArgs) -> tuple[Parsed, bool]:
+    """Build the three dataclasses, and tell whether this machine could run them.
+
+    A dry run on a laptop reads the config of a run on GPUs, which Transformers refuses there: the
+    keys that it refuses are switched off while the dataclasses are built, and restored.
     """
     from adora_vl.config.schema import NoGPUError, build
 
     try:
-        return build(given), True
+        return build(cli_args), True
     except NoGPUError as error:
         key = error.key
-    parsed = build(given.but(use_cpu=True, bf16=False, fp16=False))  # refused here, and put back
-    parsed[1].use_cpu = False
-    setattr(parsed[1], key, True)
+    parsed = build(cli_args.but(use_cpu=True, bf16=False, fp16=False))
+    _, config, _ = parsed
+    config.use_cpu = False
+    setattr(config, key, True)
     return parsed, False

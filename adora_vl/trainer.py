@@ -11,6 +11,7 @@ not enough.
 """
 
 import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,9 @@ from typing import Any, cast
 import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor
-from transformers import TrainerState
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel, ProcessorMixin, TrainerCallback, TrainerState
 from transformers import trainer as transformers_trainer
 from transformers.trainer_utils import TrainOutput
 from trl.models.utils import disable_gradient_checkpointing
@@ -44,7 +47,7 @@ from adora_vl.packing.split_attention import plan_no_shapes
 from adora_vl.parts import TrainerParts
 from adora_vl.preflight.python_inputs import Datasets, config_of, model_keys, refuse_objects
 from adora_vl.preflight.resolved_run import ModelSource, ResolvedRun, RunRequest
-from adora_vl.preflight.run_checks import walk
+from adora_vl.preflight.run_checks import resolve_run
 from adora_vl.record import metrics, trackers
 from adora_vl.record.card import write_card
 from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
@@ -63,32 +66,34 @@ from adora_vl.utils.seeding import drawn_at
 
 
 class AdoraGRPOTrainer(TrainerParts):
-    """As `trl.GRPOTrainer`; `args` is an `AdoraGRPOConfig`."""
+    """A trainer like `trl.GRPOTrainer`, whose `args` is an `AdoraGRPOConfig`."""
 
     def __init__(
         self,
-        model: Any,
+        model: str | PreTrainedModel,
         reward_funcs: Any = None,
         args: AdoraGRPOConfig | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
-        processing_class: Any = None,
-        reward_processing_classes: Any = None,
-        callbacks: list[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        quantization_config: Any = None,
-        peft_config: Any = None,
-        tools: Any = None,
-        rollout_func: Any = None,
-        environment_factory: Any = None,
+        processing_class: ProcessorMixin | None = None,
+        reward_processing_classes: object = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+        quantization_config: object = None,
+        peft_config: object = None,
+        tools: Sequence[Any] | None = None,
+        rollout_func: object = None,
+        environment_factory: Callable[[], object] | None = None,
         *,
         run: ResolvedRun | None = None,
     ) -> None:
-        """The parameters of stock TRL 1.16, which loads the weights first and builds its own
-        generation class. Ours makes every stop of `adora_vl/preflight/run_checks.py` before, unless `run` has
-        made them, and puts its class in place.
+        """Take the parameters of stock TRL 1.16.
 
-        Raises `UserError` for what cannot work, in one line.
+        Stock TRL loads the weights first and builds its own generation class. Ours makes every
+        check of `adora_vl/preflight/run_checks.py` before, unless `run` has made them, and puts its
+        own class in place.
+
+        Raises `UserError`, in one line, for what cannot work.
         """
         if run is None:
             refuse_objects(
@@ -106,7 +111,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 keys=keys, peft_config=peft_config, loaded=loaded, processor=processing_class
             )
             rows = Datasets(train_dataset, eval_dataset)
-            asked = RunRequest(
+            request = RunRequest(
                 config=args,
                 model=source,
                 rows=rows,
@@ -114,7 +119,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 tools=tools or (),
                 environment=environment_factory,
             )
-            run = walk(asked, RunContext.of_launch("leave"))
+            run = resolve_run(request, RunContext.of_launch("leave"))
             train_dataset = run.dataset
             eval_dataset = run.evaluated
         args = run.config
@@ -150,22 +155,31 @@ class AdoraGRPOTrainer(TrainerParts):
                 optimizers=optimizers,
                 peft_config=peft_config,
             )
+        self._build_collaborators(args, self._prepared_models(run, args))
+
+    def _prepared_models(self, run: ResolvedRun, args: AdoraGRPOConfig) -> list[Any]:
+        """Prepare the loaded policy and its reference for training, and return them.
+
+        The adapter begins with its weights, buffers have their precision, and parts are frozen.
+        """
         if run.adapter is not None:
             begin_with(self.model, run.adapter)
         elif run.four_bit:
             in_float32(self.model)
-        models = [one for one in (self.model, self.ref_model) if one is not None]
-        for one in models:
-            restore_buffers(one)
+        models = [self.model]
+        if self.ref_model is not None:
+            models.append(self.ref_model)
+        for model in models:
+            restore_buffers(model)
         if is_peft_model(self.model):
-            name_base(self.model, run.adapters[run.adapter is not None :])
+            name_base(self.model, run.merged_adapters)
             if not self._dist.is_fsdp and not run.four_bit:
                 refuse_unmergeable(self.model, self._dist.gather_params)
         freeze(self.model, args.adora_freeze)
-        self._build_collaborators(args, models)
+        return models
 
     @staticmethod
-    def _reference_of(policy: Any) -> AbstractContextManager[None]:
+    def _reference_of(policy: str | PreTrainedModel) -> AbstractContextManager[None]:
         """Inside, the reference beside a model object is a copy of it.
 
         Stock TRL reads the folder that the object's config names, whatever has become of the
@@ -179,11 +193,13 @@ class AdoraGRPOTrainer(TrainerParts):
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: Any = None,
-    ) -> Any:
-        """Stock TRL leaves this to Transformers, which takes any folder for its own, and goes on
-        from the newest checkpoint in it, of whatever run. Ours holds `output_dir` for this run
+        trial: object = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train, from the beginning or from a checkpoint.
+
+        Stock TRL leaves this to Transformers, which takes any folder for its own, and goes on from
+        the newest checkpoint in it, of whatever run. Ours holds `output_dir` for this run
         alone, goes on from its own checkpoints with all that they have, and notes in
         `manifest.json` how it ends.
 
@@ -194,7 +210,7 @@ class AdoraGRPOTrainer(TrainerParts):
         run = self.run
         output_dir = Path(self.args.output_dir)
         is_main = self.accelerator.is_main_process
-        from_python = run.asked.given is None
+        from_python = run.request.cli_args is None
         if from_python:
             run.take(resume_from_checkpoint)
         try:
@@ -212,7 +228,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 with errors_with_step(
                     lambda: self.state.global_step, self.checkpoints.where_to_go_on
                 ):
-                    found = super().train(run.start.checkpoint, trial, ignore_keys_for_eval)
+                    output = super().train(run.start.checkpoint, trial, ignore_keys_for_eval)
                 if self.bad_steps.reason:
                     raise RunError(f"step {self.state.global_step}: {self.bad_steps.reason}")
             if from_python and is_main:
@@ -222,14 +238,15 @@ class AdoraGRPOTrainer(TrainerParts):
                     status="finished",
                     steps=self.state.global_step,
                 )
-            return found
+            return output
         finally:
             if from_python:
                 run.folder.release()
 
     def _begin_run(self, output_dir: Path) -> None:
-        """The manifest, the folder without an older run, and what the checkpoint has besides
-        weights and optimizer.
+        """Write the manifest, set an older run aside, and restore the checkpoint's state.
+
+        The state is all that the checkpoint has besides weights and optimizer.
         """
         run = self.run
         self.run_facts = {"fingerprint": run.fingerprint}
@@ -265,20 +282,22 @@ class AdoraGRPOTrainer(TrainerParts):
     # ------------------------------------------------------------------------------ 1. a generation
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """Stock TRL shuffles the rows of a generation and divides them into micro-batches, padded
-        to its longest row. Ours keeps groups together, leaves out those without signal, and cuts
-        padding. A second call returns the same.
+        """The micro-batch that is learned from next; a second call returns the same one.
+
+        Stock TRL shuffles the rows of a generation and divides them into micro-batches, padded to
+        its longest row. Ours keeps groups together, leaves out those without signal, and cuts
+        padding.
         """
         if not self.model.training or not self._cuts:
-            found = super()._prepare_inputs(generation_batch)
+            micro_batch = super()._prepare_inputs(generation_batch)
         else:
             present = self._generation
             if present is None or not 0 <= self._step - present.first_micro_step < self.shape.cycle:
                 present = self._generation = self._sample(generation_batch)
-            found = present.micro_batches[self._step % self.shape.steps]
+            micro_batch = present.micro_batches[self._step % self.shape.steps]
         if self.model.training and self.accelerator.sync_gradients:
             self.pool.before_weights_change()
-        return found
+        return micro_batch
 
     @property
     def _cuts(self) -> bool:
@@ -302,16 +321,19 @@ class AdoraGRPOTrainer(TrainerParts):
         return generation
 
     def _engine_awake(self) -> AbstractContextManager[None]:
-        """Inside, the engine stays awake through dynamic sampling, unless passes of the policy need
-        its memory.
+        """Inside, the engine stays awake from the first batch of dynamic sampling to the last.
+
+        It does not where the policy makes a pass after each batch and needs the engine's memory.
         """
         passes = self.beta != 0.0 or not self._skips_old_pass
-        return (
-            nullcontext() if passes or not self.args.adora_rollouts.refill else self.sampler.awake()
-        )
+        if passes or not self.args.adora_rollouts.refill:
+            return nullcontext()
+        return self.sampler.awake()
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
-        """Stock TRL processes the image of every copy of a row twice, samples, makes a pass for the
+        """The batch of a generation, sampled, graded and weighed.
+
+        Stock TRL processes the image of every copy of a row twice, samples, makes a pass for the
         old log-probabilities whenever vLLM samples, grades, and returns group-normalised
         advantages. Ours processes each image once, makes that pass only if it is needed, replaces
         groups without signal, and then weighs all together.
@@ -340,18 +362,20 @@ class AdoraGRPOTrainer(TrainerParts):
         return generation.batch
 
     def _turn(self, prompts: PromptBatch) -> list[list[int]]:
-        """The policy's own rollouts.
+        """Sample one turn by the policy itself, with Transformers: token ids, (B,).
 
         Stock TRL takes settings of the model's folder where no key says another, and samples with
-        dropout, of which the log-probabilities of the answers know nothing.
+        dropout, which the log-probabilities of the answers do not have.
         """
         with folder_settings_left_out(self.model), evaluating(self.model):
             turn = self._generate_single_turn(prompts.ids, prompts.images, prompts.fields, 1)
         return cast("list[list[int]]", turn[0])
 
     def _score(self, batch: Batch, mode: str) -> None:
-        """Put the log-probabilities into a batch that the loss compares its own with: of the policy
-        that has sampled, unless the policy's own pass gives them, and of the reference model.
+        """Put those log-probabilities into a batch that the loss compares its own with.
+
+        They are of the policy that has sampled, unless the policy's own pass gives them, and of the
+        reference model.
         """
         args = self.args
         training = mode == "train"
@@ -363,7 +387,8 @@ class AdoraGRPOTrainer(TrainerParts):
         )
         rows = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
 
-        def scored(model: Any) -> Tensor:
+        def scored(model: PreTrainedModel) -> Tensor:
+            """Log-probabilities of the batch's completions by a model, (B, C)."""
             return generation_logps(
                 batch, partial(self._get_per_token_logps_and_entropies, model), rows
             )
@@ -394,11 +419,13 @@ class AdoraGRPOTrainer(TrainerParts):
 
     # ----------------------------------------------------------------------------- 2. a micro-batch
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        """Stock TRL runs every micro-batch forward and backward, and counts them through all
-        epochs. Ours skips those that are empty, which they are on all ranks alike. Where several
-        generations make a step and an epoch's last one has fewer, the next begins at its own first
-        micro-batch, as in a run that goes on from there.
+    def training_step(self, model: PreTrainedModel, inputs: Any, num_items_in_batch: Any) -> Tensor:
+        """One micro-batch forward and backward; returns its loss, ().
+
+        Stock TRL runs every micro-batch, and counts them through all epochs. Ours skips those that
+        are empty, which they are on all ranks alike. Where several generations make a step and an
+        epoch's last step has fewer, the next one begins at its own first micro-batch, as in a run
+        that resumes from there.
         """
         started = time.perf_counter()
         model.train()
@@ -407,17 +434,24 @@ class AdoraGRPOTrainer(TrainerParts):
         loss = torch.zeros((), device=self.args.device)
         if has_work:
             loss = super().training_step(model, inputs, num_items_in_batch)
-        self._step += not has_work
+        if not has_work:  # TRL counts the others
+            self._step += 1
         if self.shape.has_one_step and self.accelerator.sync_gradients:
-            self._step += -self._step % self.shape.accumulated
+            # The next step begins at its own first micro-batch, however few this one had.
+            begun = self._step % self.shape.accumulated
+            if begun:
+                self._step += self.shape.accumulated - begun
         return loss
 
-    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
-        """Stock TRL takes the ratio to the engine from an earlier pass, averages over the rows of a
-        micro-batch, however many, and clips the ratio of new to old policy on one side only. Ours
-        computes the former in the policy's own pass, weighs a micro-batch by its rows or tokens,
-        and skips a step in which the latter explodes. What is drawn for a micro-batch, as dropout,
-        depends on its place alone, so that a run that goes on draws the same.
+    def _compute_loss(self, model: PreTrainedModel, inputs: Any) -> Tensor:
+        """The loss of a micro-batch, (), with its weight among those of the step.
+
+        Stock TRL takes the ratio to the engine from an earlier pass, averages the loss over the
+        rows of a micro-batch, however many there are, and clips the ratio of new to old policy on
+        one side only. Ours computes the ratio to the engine in the policy's own pass, weighs a
+        micro-batch by its rows or tokens, and skips a step in which the ratio of new to old policy
+        explodes. Random numbers of a micro-batch, such as those of dropout, are seeded by its
+        position alone, so that a resumed run draws the same.
         """
         micro = cast("Batch", {**inputs})
         if self.has_dropout and self.shape.has_one_step:
@@ -430,7 +464,8 @@ class AdoraGRPOTrainer(TrainerParts):
         coefficient = self._entropy_coefficient
         corrects_ratio = self.use_vllm and self.vllm_importance_sampling_correction
 
-        def seen(logps_BC: Tensor, entropies_BC: Tensor | None) -> None:
+        def note_pass(logps_BC: Tensor, entropies_BC: Tensor | None) -> None:
+            """Keep what the policy's pass computed, and complete the ratio to the engine."""
             logps.append(logps_BC)
             if entropies_BC is not None:
                 entropies.append(entropies_BC)
@@ -441,9 +476,9 @@ class AdoraGRPOTrainer(TrainerParts):
                     self.log_figure(name, value)
 
         rank = self.accelerator.process_index
-        place = f"micro-batch/{self.args.seed}/{self._step_key}/{rank}"
-        draws = drawn_at(place) if model.training else nullcontext()
-        with self.policy_pass.watched(seen, micro), draws:
+        seed = f"micro-batch/{self.args.seed}/{self._step_key}/{rank}"
+        draws = drawn_at(seed) if model.training else nullcontext()
+        with self.policy_pass.watched(note_pass, micro), draws:
             loss = super()._compute_loss(model, micro)
         if model.training:
             loss = self.ratio_guard.loss(loss, logps[0] if logps else None, micro)
@@ -456,20 +491,24 @@ class AdoraGRPOTrainer(TrainerParts):
 
     @property
     def _entropy_coefficient(self) -> float:
-        """That of TRL's bonus in this step; its adaptive one changes at the end of the step."""
+        """The coefficient of TRL's bonus in this step; an adaptive one changes at the step's end."""
         too_high = self._last_world_entropy > self.args.entropy_target
         return 0.0 if self.use_adaptive_entropy and too_high else float(self.entropy_coef)
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
-        """Stock TRL chooses the tokens with the highest entropy; ours keeps them for the bonus."""
+        """Which tokens have the highest entropy, (B, C), as stock TRL chooses them.
+
+        Ours keeps them for the entropy bonus.
+        """
         chosen_BC: Tensor = super().get_high_entropy_mask(entropies, mask, threshold)
         self.entropy_bonus.chosen_BC = chosen_BC
         return chosen_BC
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        """Stock TRL computes the prompt again with every rollout, and pads rows to one length.
+        """Log-probabilities of completions, and entropies where they are asked for.
 
-        Ours computes it once per group and without padding where that is less work and the model's
+        Stock TRL computes the prompt again with every rollout, and pads rows to one length. Ours
+        computes it once per group and without padding where that is less work and the model's
         attention allows it.
         """
         return self.policy_pass(super()._get_per_token_logps_and_entropies, *args, **kwargs)
@@ -488,36 +527,45 @@ class AdoraGRPOTrainer(TrainerParts):
 
     # ------------------------------------------------------------------------------ 3. a checkpoint
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Stock TRL writes into `checkpoint-N` itself and deletes older ones on the way, so a crash
-        can leave an incomplete checkpoint, or none. Ours writes into another folder, seals it,
-        renames it, then deletes older ones.
+    def _save_checkpoint(self, model: PreTrainedModel, trial: object) -> None:
+        """Write the checkpoint of the present step.
+
+        Stock TRL writes into `checkpoint-N` itself and deletes older ones on the way, so a crash
+        can leave an incomplete checkpoint, or none. Ours lets it write into another folder, seals
+        the result, renames it, and then deletes older ones.
         """
         stock = super()._save_checkpoint
-        facts = self.unfinished.facts(self._step_began, self._facts())
+        facts = self.unfinished.rewind(self._step_began, self._facts())
 
         def save(folder: Path) -> dict[str, Any]:
+            """Write all parts into the folder; returns the facts for its manifest."""
             stock(model, trial)
             self.reference.save(folder)
             table = trackers.to_json(self._logs)
             self.pool.save(folder)
-            left: list[Batch] | None = self._buffered_inputs
+            micro_batches: list[Batch] | None = self._buffered_inputs
             if self._cuts:
-                left = None if self._generation is None else self._generation.micro_batches
-            left_over = self.unfinished.save(folder, self._step_began, left, table)
-            return {**self.loss_sums.of_all_ranks(facts), **left_over}
+                present = self._generation
+                micro_batches = None if present is None else present.micro_batches
+            unfinished = self.unfinished.save(folder, self._step_began, micro_batches, table)
+            return {**self.loss_sums.of_all_ranks(facts), **unfinished}
 
         self.checkpoints.write(self.state.global_step, save)
 
-    def _get_output_dir(self, trial: Any) -> str:
-        """Stock TRL returns `output_dir`; ours returns the checkpoint's staging folder while one is
-        being written.
+    def _get_output_dir(self, trial: object) -> str:
+        """The folder to write into: a checkpoint's staging folder while one is being written.
+
+        Stock TRL returns `output_dir`, which ours returns otherwise.
         """
         staging = self.checkpoints.staging
         return str(staging) if staging is not None else str(super()._get_output_dir(trial))
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Stock TRL leaves this to Transformers 5.17, which loads weights by their names in the
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: PreTrainedModel | None = None
+    ) -> None:
+        """Load the weights of a checkpoint.
+
+        Stock TRL leaves this to Transformers 5.17, which loads weights by their names in the
         file. Qwen2.5-VL's modules have other names, so a resumed run would only print a warning and
         start from the untrained weights. Of several adapters it reads those in folders alone, and
         not the one that is trained.
@@ -529,9 +577,11 @@ class AdoraGRPOTrainer(TrainerParts):
         else:
             restore_weights(model, folder)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
-        """Stock TRL restores these and the coefficient of the entropy; ours also what no library
-        saves.
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Restore optimizer and scheduler, and what no library saves.
+
+        Stock TRL restores these and the coefficient of the entropy. Ours also restores a moving
+        reference and the sums of the loss.
         """
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
@@ -539,9 +589,10 @@ class AdoraGRPOTrainer(TrainerParts):
             self.loss_sums.load(Path(checkpoint))
 
     def restore(self, checkpoint: str) -> None:
-        """Restore what a checkpoint holds besides weights and optimizer, which `train` restores:
-        what the methods remember, the rollouts that are still to be learned from, and the figures
-        since the last log.
+        """Restore what a checkpoint holds besides weights and optimizer, which `train` restores.
+
+        It is what the methods remember, the rollouts that are still to be learned from, and the
+        figures since the last log.
         """
         facts = facts_of(Path(checkpoint))
         self.checkpoints.began_at = checkpoint
@@ -567,7 +618,7 @@ class AdoraGRPOTrainer(TrainerParts):
         )
 
     def _facts(self) -> dict[str, Any]:
-        """What is known now of the run, for a checkpoint's manifest."""
+        """The present facts of the run, for a checkpoint's manifest."""
         figures = {name: list(values) for name, values in self._metrics["train"].items()}
         return {
             **self.run_facts,
@@ -585,8 +636,10 @@ class AdoraGRPOTrainer(TrainerParts):
         return int(self._step - self._step % self.args.gradient_accumulation_steps)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Stock TRL saves weights and processor; ours also the model card, readable by others as
-        the umask says.
+        """Save weights, processor and model card.
+
+        Stock TRL saves weights and processor. Ours also writes the card, in checkpoints too, and
+        lets others read the weights where the umask does.
         """
         folder = Path(output_dir or self.args.output_dir)
         final = folder == Path(self.args.output_dir)
@@ -599,18 +652,21 @@ class AdoraGRPOTrainer(TrainerParts):
                 write_card(self.manifest, folder, self.state)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Stock TRL copies the model into output_dir, to push it; ours also notes that a run wrote
+        """Push the model of a checkpoint.
+
+        Stock TRL copies the model into `output_dir` to push it. Ours also notes that a run wrote
         it.
         """
         with noted(Path(self.args.output_dir), self.accelerator.is_main_process):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def create_model_card(
-        self, model_name: Any = None, dataset_name: Any = None, tags: Any = None
+        self,
+        model_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
+        tags: str | list[str] | None = None,
     ) -> None:
-        """Stock TRL writes a card of its own into output_dir at every save, which would replace
-        ours.
-        """
+        """Write nothing: stock TRL's card, written at every save, would replace ours."""
 
     # -------------------------------------------------------------- data, log, and the engine's end
 
@@ -623,12 +679,14 @@ class AdoraGRPOTrainer(TrainerParts):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> Any:
-        """Stock TRL reads every copy of a row; ours reads each once, if possible while the policy
-        learns.
+        """The data loader of a training or an evaluation.
+
+        Stock TRL reads and decodes every copy of a row. Ours reads each row of a training batch
+        once, if possible while the policy learns from the batch before.
         """
-        asked = self.args.adora_rollouts
+        options = self.args.adora_rollouts
         share = self.args.own("cache_images")
-        numbered = asked.budget is not None or asked.ahead > 0
+        numbered = options.budget is not None or options.ahead > 0
         if not is_training or not (share or numbered) or not hasattr(dataset, "__len__"):
             return super()._get_dataloader(
                 dataset,
@@ -651,8 +709,10 @@ class AdoraGRPOTrainer(TrainerParts):
         return loader
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        """Stock TRL's sampler draws one epoch's order after the other, from `seed` alone; ours draws
-        each from the epoch's number, and from `data_seed` where it is set.
+        """The sampler that orders the rows.
+
+        Stock TRL's draws one epoch's order after the other, from `seed` alone. Ours draws each from
+        the epoch's number, and from `data_seed` where it is set.
         """
         stock = super()._get_train_sampler(dataset)
         self._row_order = EpochRepeatSampler.like(stock, seed=self.args.seed_of_rows)

@@ -1,5 +1,7 @@
-"""What passes between the parts of a training step: a row, a batch, and the context that the parts
-are built from.
+"""The types that pass between the parts of a training step.
+
+They are a row, a batch, what the host knows of a batch, and the context that the parts are built
+from.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from adora_vl.config import AdoraGRPOConfig
 class Row(TypedDict, total=False):
     """One example of the data set, as TRL's data loader gives it.
 
-    Reward functions get every column, also others.
+    A data set may have further columns; reward functions get all of them.
     """
 
     id: str
@@ -73,9 +75,9 @@ class Batch(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class HostRows:
-    """What the host knows of B rows, so that a pass does not wait for the device to ask it.
+    """What the host knows of B rows, so that a pass does not wait for the device.
 
-    Tensors are on the CPU.
+    Tensors are on the CPU. The rows have P prompt and C completion tokens.
     """
 
     prompt_ids: Tensor  # (B, P)
@@ -84,7 +86,8 @@ class HostRows:
     lengths: list[int]  # completion tokens of each row
     # of each row: references (patches, 1) or pixels, and grids (images, 3)
     images: list[tuple[Tensor, Tensor] | None]
-    own: Tensor | None = None  # (B, C), not 0 where the policy has sampled; None: everywhere
+    # (B, C), not 0 where the policy has sampled; None: everywhere
+    policy_mask: Tensor | None = None
     # (B, C), as `token_types`; None where completions have no images
     answer_types: Tensor | None = None
 
@@ -96,76 +99,95 @@ class HostRows:
         completion_mask: Tensor,
         columns: Mapping[str, Any],
     ) -> HostRows:
-        """Copied from rows and from their `columns` of images and tools.
+        """Copy rows to the host.
 
-        Pixels that are no references stay there.
+        Args:
+            prompt_ids: (B, P).
+            prompt_mask: (B, P).
+            completion_mask: (B, C).
+            columns: the batch's columns of images and tools by their names. Pixels that are not
+                references stay where they are.
         """
-        types, grids, counts = (
-            columns.get(name) for name in ("mm_token_type_ids", "image_grid_thw", "num_images")
-        )
-        pixels = columns.get("pixel_values")
-        images = list[tuple[Tensor, Tensor] | None]([None] * len(prompt_ids))
-        own = columns.get("tool_mask")
+        types = columns.get("mm_token_type_ids")
+        grids = columns.get("image_grid_thw")
+        counts = columns.get("num_images")
+        pixels: Any = columns.get("pixel_values")
+        policy_mask = columns.get("tool_mask")
         width = prompt_ids.size(1)
-        answers = types[:, width:] if types is not None and own is not None else None
+        # Without tools no completion has images.
+        has_answer_types = types is not None and policy_mask is not None
+        answer_types = types[:, width:] if types is not None and has_answer_types else None
         types = types[:, :width] if types is not None else None
         references = pixels if pixels is not None and not pixels.is_floating_point() else None
-        asked = (
-            prompt_ids,
-            prompt_mask,
-            completion_mask.sum(dim=1),
-            types,
-            grids,
-            references,
-            own,
-            answers,
-        )
-        ids, mask, lengths, types, grids, references, own, answers = _on_host(asked)
-        answers = answers if answers is not None and answers.any() else None
+        tensors = {
+            "prompt_ids": prompt_ids,
+            "prompt_mask": prompt_mask,
+            "lengths": completion_mask.sum(dim=1),
+            "types": types,
+            "grids": grids,
+            "references": references,
+            "policy_mask": policy_mask,
+            "answer_types": answer_types,
+        }
+        host = _on_host(tensors)
+        answer_types = host["answer_types"]
+        if answer_types is not None and not answer_types.any():
+            answer_types = None
+        images = list[tuple[Tensor, Tensor] | None]([None] * len(prompt_ids))
+        grids = host["grids"]
         if pixels is not None and grids is not None and counts is not None:
-            by_row = torch.split(grids, counts)
-            sizes = [int(grid.prod(dim=-1).sum()) for grid in by_row]
-            pixels = pixels if references is None else references
-            images = list(zip(torch.split(pixels, sizes), by_row, strict=True))
+            grids_by_row = torch.split(grids, counts)
+            sizes = [int(grid.prod(dim=-1).sum()) for grid in grids_by_row]
+            if references is not None:
+                pixels = host["references"]
+            images = list(zip(torch.split(pixels, sizes), grids_by_row, strict=True))
+        lengths = host["lengths"]
+        ids = host["prompt_ids"]
+        mask = host["prompt_mask"]
         assert ids is not None and mask is not None and lengths is not None
-        return cls(ids, mask, types, lengths.tolist(), images, own, answers)
+        return cls(
+            prompt_ids=ids,
+            prompt_mask=mask,
+            token_types=host["types"],
+            lengths=lengths.tolist(),
+            images=images,
+            policy_mask=host["policy_mask"],
+            answer_types=answer_types,
+        )
 
     def images_of_prompt(self, row: int) -> int:
-        """How many images the prompt of a row has: runs of their tokens, which never touch."""
+        """How many images the prompt of a row has.
+
+        They are counted as runs of image tokens, which never touch.
+        """
         if self.token_types is None:
             return 0
         shows = (self.token_types[row] == 1).int()
         return int(shows[0] + (shows.diff() == 1).sum())
 
     def taken(self, rows: Sequence[int], first: int = 0) -> HostRows:
-        """Of these rows, and of their prompts the columns from `first` on."""
-        own = list(rows)
-        types = self.token_types[own, first:] if self.token_types is not None else None
-        ids = self.prompt_ids[own, first:]
-        mask = self.prompt_mask[own, first:]
-        sampled, answers = (
-            None if part is None else part[own] for part in (self.own, self.answer_types)
-        )
-        lengths = [self.lengths[row] for row in own]
-        images = [self.images[row] for row in own]
+        """The facts of these rows, with the columns of their prompts from `first` on."""
+        rows = list(rows)
         return HostRows(
-            prompt_ids=ids,
-            prompt_mask=mask,
-            token_types=types,
-            lengths=lengths,
-            images=images,
-            own=sampled,
-            answer_types=answers,
+            prompt_ids=self.prompt_ids[rows, first:],
+            prompt_mask=self.prompt_mask[rows, first:],
+            token_types=self.token_types[rows, first:] if self.token_types is not None else None,
+            lengths=[self.lengths[row] for row in rows],
+            images=[self.images[row] for row in rows],
+            policy_mask=self.policy_mask[rows] if self.policy_mask is not None else None,
+            answer_types=self.answer_types[rows] if self.answer_types is not None else None,
         )
 
 
-def _on_host(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Tensors of whole numbers, copied together, so that the host waits once."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    together = torch.cat([tensor.reshape(-1).long() for tensor in given]).cpu()
-    copied = torch.split(together, [each.numel() for each in given])
-    back = (copy.view(each.shape).to(each.dtype) for copy, each in zip(copied, given, strict=True))
-    return [None if tensor is None else next(back) for tensor in tensors]
+def _on_host(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Copy tensors of whole numbers to the host, in one piece, so that the host waits once."""
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    joined = torch.cat([tensor.reshape(-1).long() for tensor in present.values()]).cpu()
+    parts = torch.split(joined, [tensor.numel() for tensor in present.values()])
+    on_host = dict[str, Tensor | None](dict.fromkeys(tensors))
+    for (name, tensor), part in zip(present.items(), parts, strict=True):
+        on_host[name] = part.view(tensor.shape).to(tensor.dtype)
+    return on_host
 
 
 # the checkpoint of the present step, written by all ranks unless it is there
@@ -179,7 +201,7 @@ class PolicyLogps(Protocol):
     def __call__(self, batch: Batch, pixels: Tensor | None = None) -> Tensor:
         """Log-probabilities of the completions, (B, C), without gradients.
 
-        `pixels`: in place of the batch's own.
+        `pixels` is taken in place of the batch's own, if it is given.
         """
 
 
@@ -203,11 +225,13 @@ def loss_mask(batch: Batch) -> Tensor:
 
 
 def compared_mask(batch: Batch) -> Tensor:
-    """The tokens of the loss on which the engine can be compared with the policy, (B, C): both have
-    seen the same prompt, and the present weights have sampled them.
+    """The tokens of the loss on which the engine can be compared with the policy, (B, C).
+
+    Both have seen the same prompt there, and the present weights have sampled the tokens.
     """
     mask_BC = loss_mask(batch)
     if "stale_tokens" in batch:
-        places_C = torch.arange(mask_BC.size(1), device=mask_BC.device)
-        mask_BC = mask_BC * (places_C >= batch["stale_tokens"][:, None])
+        columns_C = torch.arange(mask_BC.size(1), device=mask_BC.device)
+        is_fresh_BC = columns_C >= batch["stale_tokens"][:, None]
+        mask_BC = mask_BC * is_fresh_BC
     return mask_BC

@@ -113,11 +113,11 @@ def main() -> None:
             ]
             asks = [
                 SamplingRequest(
-                    ids=ids,
+                    prompt_ids=ids,
                     images=images,
-                    together=group if together else row,
+                    group=group if together else row,
                     seed=seed if seeded else None,
-                    limit=options.tokens,
+                    max_tokens=options.tokens,
                 )
                 for row, ((ids, images), group, seed) in enumerate(
                     zip(rows, groups, seeds, strict=True)

@@ -1,5 +1,4 @@
-"""ADORA (arXiv 2602.10019): a weight for each group, by how much there is to learn from it at this
-step.
+"""ADORA (arXiv 2602.10019): weighs each group by how much can be learned from it at this step.
 
 The criteria call a group temporarily advantageous (TAS) or temporarily disadvantageous (TDS).
 Attenuation lowers the weight of TDS groups, amplification raises that of TAS groups.
@@ -23,23 +22,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AdoraWeighting:
-    """The weights of one batch and the reasons for them: `weights_P` is float32, `tds_P` and
-    `tas_P` are bool.
+    """The weights of one batch and the reasons for them.
 
-    A group without a correct rollout may be neither TDS nor TAS. `rate` multiplies the learning
-    rate of this batch.
+    A group without a correct rollout may be neither TDS nor TAS.
     """
 
     weights_P: Tensor
+    """The weight of each group, float32."""
     tds_P: Tensor
+    """Whether a group is temporarily disadvantageous, bool."""
     tas_P: Tensor
+    """Whether a group is temporarily advantageous, bool."""
     groups: Groups
-    ties_P: Tensor  # bool: TDS, and the length criterion fails by an equal length
+    """The groups that were weighed."""
+    ties_P: Tensor
+    """Whether a group is TDS and fails the length criterion by an equal length, bool."""
     rate: float = 1.0
+    """The factor of the learning rate for this batch."""
 
 
 @dataclass(frozen=True)
 class Adora(Method):
+    """ADORA's weighting as a method.
+
+    Raises `ValueError` for an unknown word, or a factor on the wrong side of 1.
+    """
+
     source = "arXiv 2602.10019"
 
     mode: str = option(
@@ -108,9 +116,9 @@ class Adora(Method):
             )
         if self.mode == "amplification" and low < 1:
             raise ValueError(f"factor: {low:g} must be at least 1 with mode: amplification")
-        least, most = sorted(scheduled(self.tau).values)
-        if not 0 < least <= most <= 1:
-            raise ValueError(f"tau: {least} to {most} must be above 0 and at most 1")
+        lowest, highest = sorted(scheduled(self.tau).values)
+        if not 0 < lowest <= highest <= 1:
+            raise ValueError(f"tau: {lowest} to {highest} must be above 0 and at most 1")
         if self.steps is not None and not 0 <= self.steps[0] < self.steps[1]:
             raise ValueError(
                 f"steps: {list(self.steps)} must be a half-open range [first, end] with 0 <= "
@@ -128,12 +136,22 @@ class Adora(Method):
     def assigned(
         self, weighting: AdoraWeighting, signal_P: Tensor, *, seed: int, step: int
     ) -> AdoraWeighting:
-        """The weighting with the weights of `assign`; what the criteria say stays.
+        """The weighting with the weights that `assign` says; the criteria are not changed.
 
-        `random` shuffles the weights among the groups that carry signal (`signal_P`, bool, of all
-        ranks), by seed and step alone, so all ranks do the same. `reversed` gives the factor to the
-        other side. `rate` gives every group the weight 1, and the mean of the weights of groups
-        with signal as `rate`.
+        - `criterion` leaves the weights as they are.
+        - `random` shuffles the weights among the groups with signal, so that as many groups are
+          attenuated as by the criteria. Seed and step alone decide the order, so that all ranks
+          shuffle alike.
+        - `reversed` gives the factor to the opposite side: to TAS groups under attenuation, to TDS
+          groups under amplification.
+        - `rate` gives every group the weight 1, and multiplies the learning rate by the mean of the
+          weights that the criteria give to groups with signal.
+
+        Args:
+            weighting: the weights by the criteria.
+            signal_P: which groups of all ranks have signal, bool.
+            seed: that of the run.
+            step: the optimizer step, counted from 0.
         """
         weights_P = weighting.weights_P
         if self.assign == "criterion" or not self.is_on(step):
@@ -149,9 +167,8 @@ class Adora(Method):
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
             shuffled_P = weights_P.clone()
             values = weights_P[signal_P]
-            shuffled_P[signal_P] = values[
-                torch.randperm(len(values), generator=generator).to(values.device)
-            ]
+            order = torch.randperm(len(values), generator=generator)
+            shuffled_P[signal_P] = values[order.to(values.device)]
             return replace(weighting, weights_P=shuffled_P)
         rate = weights_P[signal_P].mean().item() if bool(signal_P.any()) else 1.0
         return replace(weighting, weights_P=torch.ones_like(weights_P), rate=rate)
@@ -161,32 +178,36 @@ class Adora(Method):
         return advantages_PG * run.weighting.weights_P[:, None]
 
     def check(self, keys: RunKeys) -> None:
-        """`assign: rate` scales the learning rate, for whole optimizer steps of one generation
-        each.
+        """Raise `ValueError` where `assign: rate` cannot scale the learning rate.
+
+        It needs optimizer steps that belong to one generation each.
         """
+        if self.assign != "rate":
+            return
         accumulated = keys.gradient_accumulation_steps
-        for holds, why in (
-            (
-                keys.steps_per_generation * keys.num_iterations % accumulated,
+        if keys.steps_per_generation * keys.num_iterations % accumulated:
+            raise ValueError(
                 f"steps_per_generation: {keys.steps_per_generation} with assign: rate, which "
                 "needs optimizer steps of one generation each; make steps_per_generation x "
-                f"num_iterations a multiple of gradient_accumulation_steps: {accumulated}",
-            ),
-            (
-                keys.deepspeed is not None or getattr(keys, "deepspeed_plugin", None) is not None,
+                f"num_iterations a multiple of gradient_accumulation_steps: {accumulated}"
+            )
+        if keys.deepspeed is not None or getattr(keys, "deepspeed_plugin", None) is not None:
+            raise ValueError(
                 "assign: rate does not work with DeepSpeed, which takes its optimizer step before "
-                "its learning rate can be scaled; train without DeepSpeed",
-            ),
-        ):
-            if holds and self.assign == "rate":
-                raise ValueError(why)
+                "its learning rate can be scaled; train without DeepSpeed"
+            )
 
 
 def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) -> AdoraWeighting:
-    """The weight that multiplies the group-normalised advantages of each prompt, and why.
+    """The weights that multiply the group-normalised advantages of each prompt, and their reasons.
 
-    `options`: None is the reference's attenuation by length. `step`: optimizer steps made. Raises
-    `ValueError` for shapes that differ.
+    Args:
+        groups: whole groups. A rollout is correct if its reward is above `groups.correct_above`; NaN
+            marks a rollout that was not scored.
+        options: None is the reference's attenuation by length.
+        step: the number of optimizer steps so far, for options that change during training.
+
+    Raises `ValueError` if rewards and lengths are not both (P, G).
     """
     options = Adora() if options is None else options
     rewards_PG = groups.rewards_PG
@@ -198,9 +219,9 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
         )
     # Without an untruncated wrong rollout there is no mean to compare with: the VLM reference takes
     # it as +inf, so the group is TDS, the LLM reference as -inf, so it is TAS.
-    nothing = torch.inf if options.empty_wrong == "attenuate" else -torch.inf
+    missing_mean = torch.inf if options.empty_wrong == "attenuate" else -torch.inf
     bound_P = torch.where(
-        groups.finished_wrong_PG.any(dim=1), groups.mean_finished_wrong_P, nothing
+        groups.finished_wrong_PG.any(dim=1), groups.mean_finished_wrong_P, missing_mean
     )
     longer_P = groups.longest_correct_P > bound_P
     # Paper, Eq. 6, includes a pass rate of 0. `needs_correct` excludes it, so that TAS means hard
@@ -215,11 +236,9 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
     tds_P = ~tas_P if options.no_correct == "attenuate" else ~tas_P & groups.correct_PG.any(dim=1)
     marked_P = tds_P if options.mode == "attenuation" else tas_P
     ones_P = torch.ones(len(rewards_PG), dtype=torch.float32, device=rewards_PG.device)
-    weights_P = (
-        torch.where(marked_P, scheduled(options.factor).at(step), ones_P)
-        if options.is_on(step)
-        else ones_P
-    )
+    weights_P = ones_P
+    if options.is_on(step):
+        weights_P = torch.where(marked_P, scheduled(options.factor).at(step), ones_P)
     ties_P = tds_P & groups.tied_P if "length" in options.criteria else torch.zeros_like(tds_P)
     return AdoraWeighting(
         weights_P=weights_P, tds_P=tds_P, tas_P=tas_P, groups=groups, ties_P=ties_P

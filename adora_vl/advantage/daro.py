@@ -1,5 +1,4 @@
-"""DARO: prompts are binned by pass rate, and the weight of each bin is learned together with the
-policy.
+"""DARO bins prompts by pass rate and learns the weight of each bin together with the policy.
 
 Source: arXiv 2510.09001. With L_mu the policy loss of a bin, divided by the number of tokens in
 that bin, the loss is
@@ -7,11 +6,18 @@ that bin, the loss is
     L = sum over mu in {1/G, ..., (G-1)/G} of  w_mu L_mu - ln w_mu.
 
 The optimum of the weights is w_mu = 1 / L_mu, at which every difficulty contributes equally. Where
-the ratios are 1 the surrogate loss of a bin, -sum A_i tokens_i / its tokens, is often negative, and
-then there is no minimum; so L_mu is the magnitude of its terms, `sum |A_i| tokens_i / its tokens`,
-or with `bin_loss="surrogate"` the absolute value of the surrogate. w_mu = exp(v_mu) keeps the
-weights positive. A bin that a batch lacks keeps its weight and moments. All is computed from
-gathered tensors, in float64 on the CPU, so every rank has the same weights.
+the paper leaves something open, we read it as follows:
+
+- On freshly sampled rollouts the ratios are 1, and the surrogate loss of a bin has the value
+  -sum A_i tokens_i / tokens of the bin. This is often negative, and then the objective has no
+  minimum. The scale of a bin is therefore the magnitude of its terms,
+  `sum |A_i| tokens_i / tokens of the bin` (`bin_loss="magnitude"`). With `bin_loss="surrogate"` it
+  is the absolute value of the surrogate loss.
+- w_mu = exp(v_mu) keeps the weights positive. A bin that does not occur in a batch keeps its weight
+  and the moments of its optimizer.
+
+Everything is computed from tensors that are gathered across ranks, in float64 on the CPU, so that
+every rank has the same weights.
 """
 
 from __future__ import annotations
@@ -32,7 +38,7 @@ OUTSIDE = -1  # the bin of prompts whose rollouts are all right or all wrong
 
 
 def bins_of(pass_rates: Tensor, generations: int) -> Tensor:
-    """The bin of each prompt: its number of right rollouts minus one, 0 to G - 2. int64, (P,).
+    """The bin of each prompt, its number of right rollouts minus one: int64, (P,), 0 to G - 2.
 
     Prompts without a right rollout, and prompts with only right ones, are `OUTSIDE`. If some
     rollouts are unscored, the pass rate may lie between two bins; the nearer one is taken.
@@ -42,7 +48,7 @@ def bins_of(pass_rates: Tensor, generations: int) -> Tensor:
 
 
 def bin_sums(values_PG: Tensor, bins_P: Tensor, bins: int) -> Tensor:
-    """Sum of the values in each bin. float64, (bins,)."""
+    """The sum of the values in each bin: float64, (bins,)."""
     inside_P = bins_P != OUTSIDE
     zero = torch.zeros(bins, dtype=torch.float64, device=values_PG.device)
     return zero.index_add(0, bins_P[inside_P], values_PG.to(torch.float64).sum(dim=1)[inside_P])
@@ -51,9 +57,14 @@ def bin_sums(values_PG: Tensor, bins_P: Tensor, bins: int) -> Tensor:
 def bin_losses(
     advantages_PG: Tensor, tokens_PG: Tensor, bins_P: Tensor, bins: int, measure: str
 ) -> Tensor:
-    """L_mu of each bin, 0 for an empty bin. float64, (bins,).
+    """The loss L_mu of each bin, 0 for an empty bin: float64, (bins,).
 
-    `measure` is the option `bin_loss`.
+    Args:
+        advantages_PG: the advantages, normalised by group.
+        tokens_PG: the number of tokens that the loss counts.
+        bins_P: the bin of each prompt, from `bins_of`.
+        bins: the number of bins.
+        measure: the option `bin_loss`.
     """
     terms_PG = advantages_PG.abs() if measure == "magnitude" else advantages_PG
     terms_M = bin_sums(terms_PG.to(torch.float64) * tokens_PG, bins_P, bins)
@@ -64,19 +75,28 @@ class DaroWeights:
     """The learnable weights of the bins, and their optimizer (Adam)."""
 
     def __init__(self, bins: int, learning_rate: float, floor: float = 1e-2) -> None:
-        """`floor`: the smallest bin loss that counts, so that no weight can grow beyond 1 / floor."""
+        """All weights start at 1.
+
+        Args:
+            bins: the number of bins.
+            learning_rate: that of Adam.
+            floor: the smallest loss of a bin that counts, so that no weight grows beyond 1 / floor.
+        """
         self.floor = floor
         self.logs = [torch.zeros((), dtype=torch.float64, requires_grad=True) for _ in range(bins)]
         self.optimizer = torch.optim.Adam(self.logs, lr=learning_rate)
 
     @property
     def weights_M(self) -> Tensor:
-        """Positive, float64, (bins,)."""
+        """The weights: positive, float64, (bins,)."""
         return torch.stack([log.detach().exp() for log in self.logs])
 
     def update(self, losses_M: Tensor, present_M: Tensor) -> None:
-        """Take one optimizer step on `sum w_mu L_mu - ln w_mu`, over the bins for which `present_M`
-        (bool) is true.
+        """Take one optimizer step on `sum w_mu L_mu - ln w_mu`.
+
+        Args:
+            losses_M: the loss of each bin.
+            present_M: which bins occur in the batch, bool; the sum is over these alone.
         """
         for log, loss, present in zip(
             self.logs, losses_M.tolist(), present_M.tolist(), strict=True
@@ -87,7 +107,7 @@ class DaroWeights:
         self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
-        """The state as plain numbers, for the JSON of a checkpoint."""
+        """The state as plain numbers, for the JSON of a checkpoint; `load` restores it exactly."""
         moments = [self.optimizer.state.get(log, {}) for log in self.logs]
         return {
             "log_weights": [log.item() for log in self.logs],
@@ -114,6 +134,8 @@ class DaroWeights:
 
 @dataclass(frozen=True)
 class Daro(Method):
+    """DARO as a method. Its state is that of the weights, which the pipeline saves."""
+
     settings: ClassVar[Settings] = {"loss_type": "dapo"}
     source = "arXiv 2510.09001"
 
@@ -149,10 +171,21 @@ class Daro(Method):
         weights_M: Tensor,
         scored_PG: Tensor,
     ) -> Tensor:
-        """Advantages, (P, G), with which TRL's token-mean loss (`loss_type: dapo`) becomes `sum
-        w_mu L_mu`: TRL divides by all T tokens of the loss (`tokens_PG`), and `w_mu T / T_mu` by
-        those of the bin's rollouts that have not left their group. Without `drop_outside` a prompt
-        without a right rollout has a signal if rewards are 0.0 and 0.1.
+        """The advantages with which TRL's token-mean loss becomes `sum w_mu L_mu`: (P, G).
+
+        TRL's loss (`loss_type: dapo`) divides the sum over all tokens by their number T. With
+        advantages multiplied by `w_mu T / T_mu` the part of a bin is divided by T_mu, the number of
+        tokens of its rollouts that have not left their group. With weights of 1 and both options
+        off this is GRPO. Without `drop_outside` a prompt without a right rollout has a signal if
+        rewards are 0.0 and 0.1.
+
+        Args:
+            advantages_PG: normalised by group. With rewards of 0 and 1 the weights absorb any scale
+                per group.
+            tokens_PG: the number of tokens that the loss counts.
+            bins_P: the bin of each prompt.
+            weights_M: the weight of each bin.
+            scored_PG: which rollouts have not left their group, bool.
         """
         factors_M = weights_M
         if self.by_bin_tokens:
@@ -165,18 +198,17 @@ class Daro(Method):
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
         """Weigh the advantages with the present weights, then update the weights on the same loss.
 
-        This runs on the CPU. On a GPU sums by index are added in any order, and all ranks have to
-        agree to the bit.
+        This runs on the CPU: a GPU adds sums by index in any order, and all ranks have to agree to
+        the bit.
         """
         generations = advantages_PG.shape[1]
-        bins = max(1, advantages_PG.shape[1] - 1)
-        raw_PG, tokens_PG, rates_P, scored_PG = (
-            t.cpu()
-            for t in (advantages_PG, groups.loss_tokens_PG, groups.pass_rate_P, groups.scored_PG)
-        )
-        bins_P = bins_of(rates_P, generations)
-        learned = run.daro_weights(bins, self)
-        weights_M = learned.weights_M
+        bins = max(1, generations - 1)
+        raw_PG = advantages_PG.cpu()
+        tokens_PG = groups.loss_tokens_PG.cpu()
+        scored_PG = groups.scored_PG.cpu()
+        bins_P = bins_of(groups.pass_rate_P.cpu(), generations)
+        weights = run.daro_weights(bins, self)
+        weights_M = weights.weights_M
         weighed_PG = self.weighed(raw_PG, tokens_PG, bins_P, weights_M, scored_PG)
         losses_M = bin_losses(
             raw_PG,
@@ -192,7 +224,7 @@ class Daro(Method):
             run.figures[f"daro/weight_{number}_of_{generations}"] = weight.item()
             if present:
                 run.figures[f"daro/loss_{number}_of_{generations}"] = loss.item()
-        learned.update(losses_M, present_M)
+        weights.update(losses_M, present_M)
         return weighed_PG.to(advantages_PG.device)
 
     def signal(self, groups: Groups, signal_P: Tensor, run: AdvantagePipeline) -> Tensor:

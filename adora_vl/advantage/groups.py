@@ -1,4 +1,4 @@
-"""The groups of a generation, and options that may change from step to step."""
+"""The groups of a generation, and options whose value may change from step to step."""
 
 import math
 from dataclasses import dataclass
@@ -14,11 +14,13 @@ SHAPES = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True)
 class Schedule:
-    """`start` up to step `steps[0]`, `end` from step `steps[1]` on, and a line or half a cosine
-    between them.
+    """A value that changes during training.
 
-    ADORA's authors suggest changing lambda and tau during training (arXiv 2602.10019). The shapes
-    are the usual ones.
+    It is `start` up to step `steps[0]` and `end` from step `steps[1]` on, with a line or half a
+    cosine between them. ADORA's authors suggest to change lambda and tau during training (arXiv
+    2602.10019) without a formula; the shapes are the usual ones.
+
+    Raises `ValueError` if the fields contradict each other.
     """
 
     shorthand: ClassVar[str] = "start"  # as an option: 0.1 is {start: 0.1}
@@ -61,89 +63,100 @@ class Schedule:
 
 
 def scheduled(value: Schedule | float) -> Schedule:
-    """The schedule itself, or one that stays at the number."""
+    """The schedule itself, or a constant schedule of the number."""
     return value if isinstance(value, Schedule) else Schedule(value)
 
 
 @dataclass(frozen=True)
 class Groups:
-    """One generation batch of whole groups. `step` counts optimizer steps from 0."""
+    """The groups of one generation, all of them complete."""
 
-    # NaN for a rollout that has left its group: its advantage is 0, and it counts in no mean
     rewards_PG: Tensor
-    lengths_PG: Tensor  # completion tokens
-    truncated_PG: Tensor  # bool
-    tokens_PG: Tensor | None = None  # how many tokens the loss counts; None means all
-    surprisal_PG: Tensor | None = None  # nats per token: the mean of -log p over the sampled tokens
+    """NaN for a rollout that has left its group: its advantage is 0, and it counts in no mean."""
+    lengths_PG: Tensor
+    """The number of completion tokens."""
+    truncated_PG: Tensor
+    """Whether a completion was cut off, bool."""
+    tokens_PG: Tensor | None = None
+    """The number of tokens that the loss counts; None means all."""
+    surprisal_PG: Tensor | None = None
+    """The mean of -log p over the sampled tokens, in nats per token."""
     correct_above: float = 0.5
+    """A rollout is correct if its reward is above this."""
     step: int = 0
-    # bool: whether rewards differ within it; None means whether `rewards_PG` do
+    """The optimizer step, counted from 0."""
     varied_P: Tensor | None = None
+    """Whether rewards differ within a group, bool; None compares `rewards_PG`."""
 
     @property
     def scored_PG(self) -> Tensor:
+        """Which rollouts are scored and in their group, bool."""
         return ~torch.isnan(self.rewards_PG)
 
     @property
     def differs_P(self) -> Tensor:
+        """Whether rewards differ within a group, bool."""
         return ~is_constant(self.rewards_PG) if self.varied_P is None else self.varied_P
 
     @property
     def loss_tokens_PG(self) -> Tensor:
-        """Number of tokens that the loss counts, float32."""
+        """The number of tokens that the loss counts, float32."""
         tokens = self.lengths_PG if self.tokens_PG is None else self.tokens_PG
         return tokens.to(torch.float32)
 
     @property
     def pass_rate_P(self) -> Tensor:
-        """Share of correct rollouts among the scored ones; 0 where none is scored."""
+        """The share of correct rollouts among those scored; 0 where none is scored."""
         return self.correct_PG.sum(dim=1) / self.scored_PG.sum(dim=1).clamp(min=1)
 
     @property
     def correct_PG(self) -> Tensor:
+        """Which rollouts are correct, bool."""
         return self.rewards_PG > self.correct_above
 
     @property
     def wrong_PG(self) -> Tensor:
+        """Which rollouts are scored and not correct, bool."""
         return ~self.correct_PG & self.scored_PG
 
     @property
     def finished_wrong_PG(self) -> Tensor:
-        """Wrong and not truncated."""
+        """Which rollouts are wrong and not truncated, bool."""
         return self.wrong_PG & ~self.truncated_PG
 
     @property
     def longest_correct_P(self) -> Tensor:
-        """Tokens, float32; -inf where no rollout is correct."""
-        return torch.where(self.correct_PG, self.lengths_PG.to(torch.float32), -torch.inf).amax(
-            dim=1
-        )
+        """The length of the longest correct rollout, float32; -inf where no rollout is correct."""
+        lengths_PG = self.lengths_PG.to(torch.float32)
+        return torch.where(self.correct_PG, lengths_PG, -torch.inf).amax(dim=1)
 
     @property
     def mean_finished_wrong_P(self) -> Tensor:
-        """Tokens, float32; NaN where there is no untruncated wrong rollout."""
-        total_P = torch.where(self.finished_wrong_PG, self.lengths_PG.to(torch.float32), 0.0).sum(
-            dim=1
-        )
+        """The mean length of the untruncated wrong rollouts, float32; NaN where a group has none."""
+        lengths_PG = self.lengths_PG.to(torch.float32)
+        total_P = torch.where(self.finished_wrong_PG, lengths_PG, 0.0).sum(dim=1)
         return total_P / self.finished_wrong_PG.sum(dim=1)
 
     @property
     def tied_P(self) -> Tensor:
-        """Whether the longest correct rollout is exactly as long as the mean of the untruncated
-        wrong ones.
-        """
+        """Whether the longest correct rollout is exactly as long as the mean untruncated wrong one."""
         return self.longest_correct_P == self.mean_finished_wrong_P
 
 
 def lacking_scores(
     rewards_BF: Tensor, failed_BF: Tensor, weights_F: Tensor, generations: int
 ) -> Tensor:
-    """Which scores a rollout lacks, bool, (B, F): of functions with a weight that apply to its
-    problem.
+    """Which scores of functions that apply to its problem a rollout lacks: bool, (B, F).
 
-    `rewards_BF` is NaN where a function returned None, `failed_BF` true where the call failed;
-    `weights_F`: TRL's `reward_weights`; `generations`: G. A function does not apply where it
-    returned None for a whole group without a failure: TRL leaves it out of the sum.
+    A function does not apply where it returned None for a whole group and no call of it failed: by
+    TRL's convention for several tasks such a function is left out of the sum. A function with the
+    weight 0 is never lacking.
+
+    Args:
+        rewards_BF: the scores, group by group, NaN where a function returned None.
+        failed_BF: where the call failed, bool.
+        weights_F: TRL's `reward_weights`.
+        generations: the number of rollouts in a group, G.
     """
     none_BF = torch.isnan(rewards_BF)
     applies_PGF = (~none_BF | failed_BF).view(-1, generations, len(weights_F))
@@ -152,15 +165,17 @@ def lacking_scores(
 
 
 def unrewarded(rewards_BF: Tensor, lacks_BF: Tensor, weights_F: Tensor) -> Tensor:
-    """Which rollouts lack a score, or have none from a function with a weight, bool, (B,)."""
+    """Which rollouts lack a score, or have no score from a function with a weight: bool, (B,)."""
     scored_BF = ~torch.isnan(rewards_BF) & (weights_F != 0)
     return lacks_BF.any(dim=1) | ~scored_BF.any(dim=1)
 
 
 def leaving(unrewarded_B: Tensor, generations: int) -> Tensor:
-    """Which rollouts leave their group, bool, (B,): those without a reward, and one that would be
-    left alone.
+    """Which rollouts leave their group: bool, (B,).
+
+    These are the rollouts without a reward, and a single rollout that would remain, since a group of
+    one has no signal.
     """
-    left_P = (~unrewarded_B).view(-1, generations).sum(dim=1)
-    dissolved_P = (left_P < 2) & (left_P < generations)
+    remaining_P = (~unrewarded_B).view(-1, generations).sum(dim=1)
+    dissolved_P = (remaining_P < 2) & (remaining_P < generations)
     return unrewarded_B | dissolved_P.repeat_interleave(generations)

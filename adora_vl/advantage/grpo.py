@@ -1,4 +1,4 @@
-"""GRPO's advantages, and DAPO's changes to them."""
+"""GRPO's advantages, as TRL computes them, and DAPO's changes to them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SCALES = ("group", "batch", "none")
 
 
 def is_constant(rewards_PG: Tensor) -> Tensor:
-    """Which groups carry no signal because all their scored rewards are equal.
+    """Which groups carry no signal because all their scored rewards are equal: bool, (P,).
 
-    Bool, (P,). NaN means unscored.
+    NaN marks an unscored rollout. A group without a scored rollout is constant too.
     """
     scored_PG = ~torch.isnan(rewards_PG)
     highest_P = torch.where(scored_PG, rewards_PG, -torch.inf).amax(dim=1)
@@ -29,28 +29,32 @@ def is_constant(rewards_PG: Tensor) -> Tensor:
 
 
 def deviation(rewards: Tensor, mean: Tensor) -> Tensor:
-    """Sample standard deviation about `mean` along the last dimension.
+    """Sample standard deviation about `mean` along the last dimension, which is kept with size 1.
 
-    NaN is ignored; fewer than two values give 0.
-
-    The order of operations is that of TRL (`trl.trainer.utils.nanstd`), so that both agree to the
-    bit.
+    NaN is ignored, and fewer than two values give 0. The order of operations is that of TRL
+    (`trl.trainer.utils.nanstd`), so that both agree to the bit.
     """
     count = (~torch.isnan(rewards)).sum(dim=-1, keepdim=True)
-    variance = torch.nanmean((rewards - mean) ** 2, dim=-1, keepdim=True) * (
-        count / (count - 1).clamp(min=1)
-    )
+    bessel = count / (count - 1).clamp(min=1)
+    variance = torch.nanmean((rewards - mean) ** 2, dim=-1, keepdim=True) * bessel
     return torch.where(count > 1, variance, 0.0).sqrt()
 
 
 def group_advantages(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4) -> Tensor:
-    """`(r - mean of its group) / (std + eps)`, (P, G), of rewards (P, G), NaN for a rollout that no
-    function scored.
+    """The advantages of GRPO, `(reward - mean of the group) / (std + eps)`: (P, G).
 
-    `scale`, as TRL's `scale_rewards`: the deviation is that of the group or the batch, or `none`
-    divides. `eps`: TRL uses 1e-4, the reference 1e-9. An unscored rollout gets 0, and so does a
-    group of equal rewards, exactly: in float32 the mean of seven times 0.1 is not 0.1, and a tiny
-    `eps` would turn that into advantages near 1. Raises `ValueError` for another scale.
+    An unscored rollout gets 0. A group of equal rewards gets exactly 0: in float32 the mean of seven
+    times 0.1 is not 0.1, and dividing that rounding error by a tiny `eps` would invent advantages
+    near 1.
+
+    Args:
+        rewards: (P, G), NaN for a rollout that no reward function scored.
+        scale: `group` divides by the standard deviation of the group, `batch` by that of all
+            rewards, and `none` does not divide (Dr. GRPO, arXiv 2503.20783). The names are those of
+            TRL's `scale_rewards`.
+        eps: added to the standard deviation. TRL uses 1e-4, the reference 1e-9.
+
+    Raises `ValueError` for an unknown scale.
     """
     if scale not in SCALES:
         raise ValueError(f"scale: {scale!r} is not one of {', '.join(SCALES)}")
@@ -59,10 +63,12 @@ def group_advantages(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4
 
 
 def _normalised(rewards: Tensor, scale: str, eps: float) -> Tensor:
-    """The rewards about the mean of their group, along the last dimension, in the unit that `scale`
-    says.
+    """The rewards minus the mean along the last dimension, divided as `scale` says.
+
+    NaN stays NaN. The order of operations is that of TRL, so that both agree to the bit.
     """
-    centred = rewards - (mean := torch.nanmean(rewards, dim=-1, keepdim=True))
+    mean = torch.nanmean(rewards, dim=-1, keepdim=True)
+    centred = rewards - mean
     unit = torch.ones(())
     if scale == "group":
         unit = deviation(rewards, mean) + eps
@@ -74,31 +80,35 @@ def _normalised(rewards: Tensor, scale: str, eps: float) -> Tensor:
 def stock_advantages(
     rewards: Tensor, weights: Tensor, *, scale: str, sums_rewards: bool, eps: float = 1e-4
 ) -> Tensor:
-    """What TRL's `_generate_and_score_completions` makes of (P, G, F) rewards, NaN where a function
-    gave none: (P, G).
+    """The advantages that TRL's `_generate_and_score_completions` computes: (P, G).
 
-    `weights`: TRL's `reward_weights`. `scale`: its `scale_rewards`. `sums_rewards`: its
-    `sum_then_normalize`, else its `normalize_then_sum`, which normalises each function by group and
-    the sum by batch.
+    Args:
+        rewards: (P, G, F), NaN where a function returned no reward.
+        weights: (F,), TRL's `reward_weights`.
+        scale: TRL's `scale_rewards`.
+        sums_rewards: whether the weighted sum is normalised (`sum_then_normalize`). If not, each
+            function is normalised by group, and their weighted sum by batch
+            (`normalize_then_sum`).
+        eps: added to each standard deviation.
     """
-    parts = (
-        rewards
-        if sums_rewards
-        else _normalised(rewards.transpose(1, 2), "group", eps).transpose(1, 2)
-    )
+    parts = rewards
+    if not sums_rewards:
+        parts = _normalised(rewards.transpose(1, 2), "group", eps).transpose(1, 2)
     sums = (parts * weights.to(rewards.device)).nansum(dim=2)
     sums = torch.where(torch.isnan(rewards).all(dim=2), torch.nan, sums)
-    made = (
-        _normalised(sums, scale, eps)
-        if sums_rewards
-        else _normalised(sums.view(1, -1), "group", eps)
-    )
-    return torch.nan_to_num(made, nan=0.0).view_as(sums)
+    if not sums_rewards:
+        sums = sums.view(1, -1)  # the whole batch as one group
+        scale = "group"
+    advantages = _normalised(sums, scale, eps)
+    return torch.nan_to_num(advantages, nan=0.0).view(rewards.shape[:2])
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
-    """What DAPO adds to the reward (arXiv 2503.14476, equation 13): 0 up to `max_length - cache`
-    tokens, then falling to -1 at `max_length`. Raises `ValueError` for a `cache` outside of that.
+    """The penalty for length that DAPO adds to the reward (arXiv 2503.14476, equation 13).
+
+    It is 0 up to `max_length - cache` tokens and falls linearly from there to -1 at `max_length`. It
+    has the shape of `lengths`. Raises `ValueError` for a `cache` that is not above 0 and at most
+    `max_length`.
     """
     if not 0 < cache <= max_length:
         raise ValueError(
@@ -110,22 +120,27 @@ def overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Grpo(Method):
+    """GRPO: the advantages of TRL, unchanged."""
+
     source = "arXiv 2402.03300"
     plain = True
 
 
 @dataclass(frozen=True)
 class DrGrpo(Grpo):
+    """Dr. GRPO: GRPO without the division by the standard deviation, with its own loss of TRL."""
+
     settings: ClassVar[Settings] = {"loss_type": "dr_grpo", "scale_rewards": "none"}
     source = "arXiv 2503.20783"
 
 
 @dataclass(frozen=True)
 class Dapo(Method):
-    """DAPO samples until a batch is full of groups that are neither all right nor all wrong.
+    """DAPO: its loss, a penalty for overlong completions, and no groups without signal.
 
-    Dropped groups are not replaced here: the batch becomes smaller, and TRL's token mean is taken
-    over the tokens of the rollouts that have a signal and have not left their group.
+    The paper samples until a batch is full of groups that are neither all right nor all wrong. Here
+    dropped groups are not replaced: the batch becomes smaller, and TRL's token mean is taken over
+    the tokens of the rollouts that have a signal and have not left their group.
     """
 
     settings: ClassVar[Settings] = {
@@ -160,16 +175,17 @@ class Dapo(Method):
         if self.drop_constant:
             silent_PG = ~advantages_PG.any(dim=1, keepdim=True) | ~groups.scored_PG
             tokens_PG = groups.loss_tokens_PG
-            left = torch.where(silent_PG, 0.0, tokens_PG).sum()
-            advantages_PG = (
-                advantages_PG * (tokens_PG.sum() / left) if bool(left > 0) else advantages_PG
-            )
+            remaining = torch.where(silent_PG, 0.0, tokens_PG).sum()
+            if bool(remaining > 0):
+                # TRL divides by all tokens of the loss; this makes it a mean over the remaining ones
+                advantages_PG = advantages_PG * (tokens_PG.sum() / remaining)
         return advantages_PG
 
     def signal(self, groups: Groups, signal_P: Tensor, run: AdvantagePipeline) -> Tensor:
         return ~is_constant(self._lowered(groups, run)) if self.overlong_cache else signal_P
 
     def _lowered(self, groups: Groups, run: AdvantagePipeline) -> Tensor:
+        """The rewards with the penalty for overlong completions, (P, G)."""
         return groups.rewards_PG + overlong_penalty(
             groups.lengths_PG, run.max_length, self.overlong_cache or 0
         )

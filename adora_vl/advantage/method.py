@@ -1,4 +1,4 @@
-"""What a method of making advantages is: its options, its formula, and what it needs from a run."""
+"""The interface of a method that computes advantages: its options, formula and needs of a run."""
 
 from __future__ import annotations
 
@@ -31,65 +31,85 @@ class RunKeys(Protocol):
     adora_rollouts: Any
 
 
-def option(default: Any, help: str, *choices: str) -> Any:
+def option(default: object, help: str, *choices: str) -> Any:
     """An option of a method: a field of its dataclass.
 
-    `choices`: the words that it takes, or that a list of it has.
+    Args:
+        default: the value if a run does not set the option.
+        help: a sentence for the documentation.
+        choices: the only words that the option, or the list in it, may have; none allows any value.
     """
-    return field(
-        default=default, metadata={"help": help, **({"choices": list(choices)} if choices else {})}
-    )
+    metadata: dict[str, object] = {"help": help}
+    if choices:
+        metadata["choices"] = list(choices)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method with its options, which are the fields of its class: each has a default, and
-    `option` gives it a help.
+    """A method with its options, which are the fields of its class.
 
-    One that a run names in a file (`adora_method: FILE.py:NAME`) is a subclass too.
+    Each option has a default, and `option` gives it a help. A method of a user's own in a file
+    (`adora_method: FILE.py:NAME`) is a subclass too. `settings` has the keys of TRL that belong to
+    the method, `source` its paper.
     """
 
     settings: ClassVar[Settings] = {}  # TRL's keys that belong to it
     source: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for a value that an option does not take; its text begins with the
-        option.
+        """Raise `ValueError` for a value that an option does not take.
+
+        The text of the error begins with the name of the option.
         """
-        for each in fields(self):
-            value = getattr(self, each.name)
-            choices = each.metadata.get("choices")
-            for word in value if isinstance(each.default, tuple) else (value,):
+        for parameter in fields(self):
+            value = getattr(self, parameter.name)
+            choices = parameter.metadata.get("choices")
+            words = value if isinstance(parameter.default, tuple) else (value,)
+            for word in words:
                 if choices and word not in choices:
-                    raise ValueError(f"{each.name}: {word!r} is not one of {', '.join(choices)}")
+                    raise ValueError(
+                        f"{parameter.name}: {word!r} is not one of {', '.join(choices)}"
+                    )
 
     @property
     def remakes(self) -> bool:
-        """Whether it computes advantages from the rewards of a group, and ignores those before it."""
+        """Whether it computes advantages from the rewards and ignores those of earlier methods."""
         return False
 
     @property
     def plain(self) -> bool:
-        """Whether it leaves every advantage as TRL computed it, whatever the rewards."""
+        """Whether it leaves every advantage as TRL computed it, for any rewards."""
         return False
 
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
-        """The advantages to learn from, (P, G), made of those before it."""
+        """The advantages to learn from, (P, G).
+
+        Args:
+            groups: all groups of the generation that are learned from, of all ranks.
+            advantages_PG: the advantages after the earlier methods.
+            run: the scale, lengths and figures of the run.
+        """
         return advantages_PG
 
     def signal(self, groups: Groups, signal_P: Tensor, run: AdvantagePipeline) -> Tensor:
-        """Which groups have something to teach, bool, (P,); `signal_P` says it of the methods
-        before it.
+        """Which groups have something to teach: bool, (P,).
+
+        Args:
+            groups: some groups; each is judged alone.
+            signal_P: the answer of the earlier methods, bool, (P,).
+            run: the scale and lengths of the run.
         """
         if self.remakes:
             return self.apply(groups, torch.zeros_like(groups.rewards_PG), run).any(dim=1)
         return signal_P
 
     def check(self, keys: RunKeys) -> None:
-        """Raises `ValueError` where the run's other keys do not fit; its text begins with the
-        option or the key.
+        """Raise `ValueError` where the method does not fit the keys of the run.
+
+        The text of the error begins with the name of the option or the key.
         """
 
     def costs(self, keys: RunKeys) -> str:
-        """What it costs beyond GRPO, for the first lines of the run; nothing is an empty text."""
+        """The costs beyond GRPO, for the first lines of a run; an empty text means none."""
         return ""

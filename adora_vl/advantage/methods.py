@@ -1,4 +1,4 @@
-"""The methods by name, and the methods of one run applied in their order."""
+"""The methods by name, and the pipeline that applies the methods of a run in their order."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,7 @@ METHODS: Mapping[str, type[Method]] = {
 
 
 class AdvantagePipeline:
-    """Applies the chosen methods in order. Holds their state and the figures of the last batch."""
+    """Applies the methods of a run in order, and holds their state and the figures of the last batch."""
 
     def __init__(
         self,
@@ -33,21 +33,25 @@ class AdvantagePipeline:
         sums_rewards: bool = True,
         seed: int = 0,
     ) -> None:
-        """`chosen`: the methods by name, in order.
+        """Set up the methods of a run.
 
-        `scale`: TRL's `scale_rewards`. `max_length`: its `max_completion_length`. `sums_rewards`:
-        whether the advantages come from the sum of the rewards, so that a group of equal sums gets
-        0. `seed`: that of the run.
+        Args:
+            chosen: the methods by name, in order.
+            scale: TRL's `scale_rewards`.
+            max_length: TRL's `max_completion_length`.
+            sums_rewards: whether the advantages come from the sum of the rewards, so that a group of
+                equal sums gets 0.
+            seed: that of the run, for methods that draw at random.
         """
         self.chosen = dict(chosen)
         adora = self.chosen.get("adora")
-        # What its criteria say is logged even where it is not among the methods.
+        # The verdicts of ADORA's criteria are logged even if ADORA is not among the methods.
         self.judged_by = adora if isinstance(adora, Adora) else Adora(mode="off")
         self.scale = scale
         self.max_length = max_length
         self.sums_rewards = sums_rewards
         self.seed = seed
-        # by which the learning rate of the present generation's optimizer steps is multiplied
+        # The factor of the learning rate in the optimizer steps of the current generation.
         self.rate = 1.0
         self.figures: dict[str, float] = {}
         self.weighting: AdoraWeighting | None = None  # of the last batch
@@ -60,20 +64,17 @@ class AdvantagePipeline:
         return all(method.plain for method in self.chosen.values())
 
     def weigh(self, groups: Groups) -> AdoraWeighting:
-        """ADORA's weights and their reasons.
-
-        The weights are 1 if ADORA is not among the methods.
-        """
+        """ADORA's weights and their reasons; the weights are 1 if ADORA is not among the methods."""
         weighting = weigh_groups(groups, self.judged_by, groups.step)
         return self.judged_by.assigned(
             weighting, signal_P=self.signal(groups), seed=self.seed, step=groups.step
         )
 
     def signal(self, groups: Groups) -> Tensor:
-        """Which groups have something to teach, bool, (P,).
+        """Which groups have something to teach: bool, (P,).
 
-        Each is judged alone, whatever else is in the batch, so groups can be chosen by it before
-        they are weighed; nothing is remembered.
+        Each group is judged alone, independent of the rest of the batch, so that groups can be
+        selected by it before they are weighed. The call changes no state.
         """
         signal_P = groups.differs_P
         for method in self.chosen.values():
@@ -81,12 +82,11 @@ class AdvantagePipeline:
         return signal_P & groups.scored_PG.any(dim=1)
 
     def __call__(self, groups: Groups, advantages_PG: Tensor) -> Tensor:
-        """Turn TRL's advantages of whole groups into the ones to learn from, both (P, G).
+        """Turn TRL's advantages of whole groups into the advantages to learn from, both (P, G).
 
-        Call it once in a generation, with all groups that are learned from and no others: some
-        methods weigh a group by the rest, and DARO learns.
-
-        Afterwards `weighting` holds the weights that were applied, and their reasons.
+        Call it once in a generation, with exactly the groups that are learned from: some methods
+        weigh a group by the rest, and DARO learns. Afterwards `weighting` holds the weights that were
+        applied and their reasons, and `figures` the figures to log.
         """
         self.weighting = self.weigh(groups)
         self.figures = {}
@@ -102,7 +102,7 @@ class AdvantagePipeline:
         return advantages_PG
 
     def daro_weights(self, bins: int, options: Daro) -> DaroWeights:
-        """DARO's learnable weights, which are created at the first batch."""
+        """The learnable weights of DARO, which are created, or restored, at the first batch."""
         if self._daro is None:
             self._daro = DaroWeights(bins, options.learning_rate, options.floor)
             if self._saved is not None:
@@ -110,13 +110,14 @@ class AdvantagePipeline:
         return self._daro
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs, in a form that JSON can hold.
-
-        Empty if no method remembers anything.
-        """
+        """The state that a resumed run needs, as JSON can hold it; empty if no method has a state."""
+        state: dict[str, Any] = {}
         daro = self._daro.state() if self._daro is not None else self._saved
-        rate = {"rate": self.rate} if self.judged_by.assign == "rate" else {}
-        return {**({} if daro is None else {"daro": daro}), **rate}
+        if daro is not None:
+            state["daro"] = daro
+        if self.judged_by.assign == "rate":
+            state["rate"] = self.rate
+        return state
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned. Call it before the first batch."""

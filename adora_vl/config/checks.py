@@ -1,15 +1,13 @@
-"""What is refused before a weight is loaded, because keys do not fit each other, the model or the
-machine.
-"""
+"""Checks that keys fit each other, the model and the machine, before a weight is loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import GenerationConfig, PretrainedConfig, Trainer, get_scheduler
 
 from adora_vl.config.advantage import check_method, method_needs
@@ -17,14 +15,15 @@ from adora_vl.config.batch_plan import regroup_obstacle, regroups
 from adora_vl.config.losses import check_loss
 from adora_vl.config.values import check_finite
 from adora_vl.utils.cli import spelled
-from adora_vl.utils.errors import UserError, did_you_mean, in_one_line, refuse
+from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 
 if TYPE_CHECKING:
     from adora_vl.config.schema import AdoraGRPOConfig
 
-# updates, where their number is not known; without a warmup in steps the curve is the same
+# Optimizer steps of a schedule whose length is not known yet. Unless its warmup is given in steps,
+# the curve is the same for every length.
 ANY_LENGTH = 1000
-# optimizers that cannot be tried without one
+# Optimizers that cannot be tried without a model.
 _NEED_A_MODEL = (
     "galore",
     "apollo",
@@ -36,7 +35,7 @@ _NEED_A_MODEL = (
 def check_config(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> None:
     """Raise `UserError` for the first fault of the keys alone.
 
-    `trl_evaluates`: on a data set that Python gave.
+    `trl_evaluates`: whether TRL evaluates during training, on a data set from Python.
     """
     _check_unsupported(config)
     if not trl_evaluates:
@@ -48,7 +47,7 @@ def check_config(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> Non
 
 
 def _check_unsupported(config: AdoraGRPOConfig) -> None:
-    """Refuse the keys of TRL that a run would ignore, or would fail on late."""
+    """Raise `UserError` for keys of TRL that a run would ignore, or fail on late."""
     corrects = config.use_vllm and config.vllm_importance_sampling_correction
     mode = config.vllm_importance_sampling_mode
     liger = dict(config.liger_kernel_config or {})
@@ -88,28 +87,27 @@ def _check_unsupported(config: AdoraGRPOConfig) -> None:
 
 
 def _check_evaluation(config: AdoraGRPOConfig) -> None:
+    """Raise `UserError` for keys with which nothing could be evaluated during training."""
     strategy = spelled(config.eval_strategy)
     steps = config.eval_steps
     if strategy == "no":
         return
-    refuse(
-        (
-            strategy != "steps",
-            f"eval_strategy: {strategy!r} is not supported; use steps with eval_steps, or no",
-        ),
-        (
-            not config.use_vllm,
+    if strategy != "steps":
+        raise UserError(
+            f"eval_strategy: {strategy!r} is not supported; use steps with eval_steps, or no"
+        )
+    if not config.use_vllm:
+        raise UserError(
             "eval_strategy: steps needs use_vllm: true; else set it to no and evaluate checkpoints "
-            "with `python -m eval.problems`",
-        ),
-        (
-            not steps or steps != int(steps),  # null: logging_steps
-            f"eval_steps: {steps} must be a whole number of optimizer steps",
-        ),
-    )
+            "with `python -m eval.problems`"
+        )
+    # Transformers replaces null by logging_steps, which may be a share of the run.
+    if not steps or steps != int(steps):
+        raise UserError(f"eval_steps: {steps} must be a whole number of optimizer steps")
 
 
 def _check_rollouts(config: AdoraGRPOConfig) -> None:
+    """Raise `UserError` for keys of sampling that contradict each other."""
     unguarded = config.use_vllm and not config.vllm_importance_sampling_correction
     if unguarded and config.adora_max_drift is not None:
         raise UserError(
@@ -134,13 +132,10 @@ def _check_rollouts(config: AdoraGRPOConfig) -> None:
         )
 
 
-def check_servers(config: Any) -> None:
-    """Raises `UserError` for weights that could not reach the servers of a run by NCCL."""
-    if (
-        not config.use_vllm
-        or config.vllm_mode != "server"
-        or config.adora_weight_transfer != "nccl"
-    ):
+def check_servers(config: AdoraGRPOConfig) -> None:
+    """Raise `UserError` where NCCL could not bring the weights to the vLLM servers of a run."""
+    on_server = config.use_vllm and config.vllm_mode == "server"
+    if not on_server or config.adora_weight_transfer != "nccl":
         return
     if config.use_cpu:
         raise UserError(
@@ -154,8 +149,8 @@ def check_servers(config: Any) -> None:
         )
 
 
-def check_filling(config: Any) -> None:
-    """Check what replaces groups without signal against the other keys. Raises `UserError`."""
+def check_filling(config: AdoraGRPOConfig) -> None:
+    """Check `adora_rollouts.refill`, which replaces groups without signal. Raises `UserError`."""
     if not config.adora_rollouts.refill:
         return
     key = f"adora_rollouts.refill: {config.adora_rollouts.refill}"
@@ -167,17 +162,19 @@ def check_filling(config: Any) -> None:
             "per_device_train_batch_size a multiple of it"
         )
     obstacle = regroup_obstacle(config)
-    _refuse_beside(key, (obstacle, f"{obstacle}, which depends on the rows of a micro-batch"))
+    if obstacle:
+        raise _contradiction(key, f"{obstacle}, which depends on the rows of a micro-batch")
 
 
-def _rows(config: Any) -> int:
-    """Rollouts that a process samples at a time."""
+def _rows(config: AdoraGRPOConfig) -> int:
+    """The number of rollouts that a process samples for one generation."""
     return int(config.per_device_train_batch_size * config.steps_per_generation)
 
 
-# Of vLLM's parameters those that say nothing about the beginning or the length of an answer. A loop
-# that had begun before an answer goes on is found some repetitions later.
-_KNOW_NO_BEGINNING = {
+# Parameters of vLLM that do not depend on the beginning or the length of an answer, so that they
+# mean the same where an answer is continued. (A repetition that began before is found a little
+# later.)
+_FIT_CONTINUED_ANSWERS = {
     "logit_bias",
     "stop_token_ids",
     "ignore_eos",
@@ -187,34 +184,35 @@ _KNOW_NO_BEGINNING = {
 }
 
 
-def check_budget(config: Any) -> None:
-    """Check the budget of partial rollouts against the other keys. Raises `UserError`."""
+def check_budget(config: AdoraGRPOConfig) -> None:
+    """Check `adora_rollouts.budget`, of partial rollouts. Raises `UserError`.
+
+    An answer that is continued was begun by earlier weights, so the ratio to what the engine
+    sampled has to be corrected, token by token; and a group has to stay in one micro-batch.
+    """
     budget = config.adora_rollouts.budget
     rows = _rows(config)
     if budget is None:
         return
     key = f"adora_rollouts.budget: {budget}"
-    parameters = sorted({*(config.generation_kwargs or {})} - _KNOW_NO_BEGINNING)
+    parameters = sorted({*(config.generation_kwargs or {})} - _FIT_CONTINUED_ANSWERS)
     obstacle = regroup_obstacle(config)
-    not_regrouped = obstacle or (
-        "" if regroups(config) else "the keys of micro-batches of whole groups all false"
-    )
-    _refuse_beside(
-        key,
-        (not config.use_vllm, "use_vllm: false"),
-        (
-            not config.vllm_importance_sampling_correction,
-            "vllm_importance_sampling_correction: false",
-        ),
-        (config.vllm_structured_outputs_regex, "vllm_structured_outputs_regex"),
-        (parameters, f"generation_kwargs: {', '.join(parameters)}"),
-        (not_regrouped, not_regrouped),
-        (rows % config.num_generations, f"{rows} rollouts per process, which are no whole groups"),
-        (
-            rows < 2 * config.num_generations,
-            "one group per process, which has to end in every generation",
-        ),
-    )
+    if not config.use_vllm:
+        raise _contradiction(key, "use_vllm: false")
+    if not config.vllm_importance_sampling_correction:
+        raise _contradiction(key, "vllm_importance_sampling_correction: false")
+    if config.vllm_structured_outputs_regex:
+        raise _contradiction(key, "vllm_structured_outputs_regex")
+    if parameters:
+        raise _contradiction(key, f"generation_kwargs: {', '.join(parameters)}")
+    if obstacle:
+        raise _contradiction(key, obstacle)
+    if not regroups(config):
+        raise _contradiction(key, "the keys of micro-batches of whole groups all false")
+    if rows % config.num_generations:
+        raise _contradiction(key, f"{rows} rollouts per process, which are no whole groups")
+    if rows < 2 * config.num_generations:
+        raise _contradiction(key, "one group per process, which has to end in every generation")
     mode = config.vllm_importance_sampling_mode
     if mode.startswith("sequence"):
         raise UserError(
@@ -224,46 +222,48 @@ def check_budget(config: Any) -> None:
         )
 
 
-def _refuse_beside(key: str, *others: tuple[object, str]) -> None:
-    """Raise `UserError` for the first of `others` that holds: it does not go with `key`."""
-    for holds, reason in others:
-        if holds:
-            raise UserError(f"{key} does not go with {reason}; leave out one of the two")
+def _contradiction(key: str, reason: str) -> UserError:
+    """The error for a key that does not go with another setting."""
+    return UserError(f"{key} does not go with {reason}; leave out one of the two")
 
 
-def check_async(config: Any) -> None:
-    """Check rollouts that are asked for a generation ahead against the other keys.
+def check_async(config: AdoraGRPOConfig) -> None:
+    """Check `adora_rollouts.ahead`, of rollouts sampled while the policy learns.
 
-    Raises `UserError`.
+    Servers sample with older weights then, so these have to reach them by files, without stopping
+    the trainer, and the ratio to them has to be corrected. Raises `UserError`.
     """
     if not config.adora_rollouts.ahead:
         return
-    by_file = (
-        config.use_vllm and config.vllm_mode == "server" and config.adora_weight_transfer != "nccl"
-    )
-    uncorrected = not config.vllm_importance_sampling_correction
-    _refuse_beside(
-        f"adora_rollouts.ahead: {config.adora_rollouts.ahead}",
-        (not by_file, "another engine than vllm_mode: server with adora_weight_transfer: file"),
-        (uncorrected, "vllm_importance_sampling_correction: false"),
-        (config.dataloader_num_workers, f"dataloader_num_workers: {config.dataloader_num_workers}"),
-    )
+    key = f"adora_rollouts.ahead: {config.adora_rollouts.ahead}"
+    workers = config.dataloader_num_workers
+    on_server = config.use_vllm and config.vllm_mode == "server"
+    if not on_server or config.adora_weight_transfer == "nccl":
+        reason = "another engine than vllm_mode: server with adora_weight_transfer: file"
+        raise _contradiction(key, reason)
+    if not config.vllm_importance_sampling_correction:
+        raise _contradiction(key, "vllm_importance_sampling_correction: false")
+    if workers:
+        raise _contradiction(key, f"dataloader_num_workers: {workers}")
 
 
-COOLEST = 0.01  # vLLM samples at no lower temperature, and takes 0 for the likeliest token
-# Parameters of vLLM and of Transformers that a key says, by that key
+# vLLM raises lower temperatures to this one, and takes the likeliest token at 0.
+COOLEST = 0.01
+# The key that sets a parameter of vLLM or Transformers, by the parameter.
 _KEYS = {
-    **{
-        name: name
-        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-    },
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "seed": "seed",
     **dict.fromkeys(("max_tokens", "max_new_tokens", "max_length"), "max_completion_length"),
     **dict.fromkeys(("n", "num_return_sequences"), "num_generations"),
     "cache_implementation": "cache_implementation",
 }
-# Those that the trainer sets, since it reads what comes of them, or takes another way of sampling
-# for granted
-_OWN = {
+# Parameters that the trainer itself sets, because it reads their results, or relies on the way of
+# sampling that they would change.
+_SET_BY_TRAINER = {
     "logprobs",
     "prompt_logprobs",
     "prompt_logprob_token_ids",
@@ -287,8 +287,8 @@ _OWN = {
     "stop_strings",
     "disable_compile",
 }
-# They move probability between the tokens that are left, as a temperature does; a ban or a filter
-# takes tokens away
+# Parameters that move probability between tokens, as a temperature does. Filters take tokens away
+# instead.
 _SHIFTS = {
     "presence_penalty",
     "frequency_penalty",
@@ -297,43 +297,48 @@ _SHIFTS = {
     "extra_args",
 }
 _FILTERS = {"allowed_token_ids", "bad_words", "structured_outputs", "min_tokens"}
-_EVERY = GenerationConfig()
+_TRANSFORMERS_DEFAULTS = GenerationConfig()
 
 
 def engine_scores_raw(
-    temperature: float, repetition_penalty: float, further: Mapping[str, Any]
+    temperature: float, repetition_penalty: float, generation_kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether the engine can be asked for log-probabilities before filters and bans, as the trainer
-    computes them: not where temperature or penalties have changed what it samples from. `further`:
-    `generation_kwargs`.
+    """Whether the engine can return log-probabilities before filters, as the trainer computes them.
+
+    It cannot where a temperature or a penalty has changed the distribution that it samples from:
+    vLLM returns either raw log-probabilities, or those after every change and filter.
     """
-    return (temperature, repetition_penalty) == (1.0, 1.0) and not _SHIFTS & {*further}
+    unchanged = (temperature, repetition_penalty) == (1.0, 1.0)
+    return unchanged and not _SHIFTS & {*generation_kwargs}
 
 
-def check_sampling_keys(config: Any) -> None:
-    """Raise `UserError` for `generation_kwargs` beside a key, and for sampling that the trainer
-    cannot account for.
+def check_sampling_keys(config: AdoraGRPOConfig) -> None:
+    """Check `generation_kwargs`, and that the trainer can account for the way of sampling.
+
+    Raises `UserError` for a parameter that a key sets, that the trainer sets, or that Transformers
+    does not know.
     """
-    given = dict(config.generation_kwargs or {})
-    for name, value in given.items():
-        meant = did_you_mean(name, [known for known in vars(_EVERY) if not known.startswith("_")])
+    generation_kwargs = dict(config.generation_kwargs or {})
+    parameters = [name for name in vars(_TRANSFORMERS_DEFAULTS) if not name.startswith("_")]
+    for name, value in generation_kwargs.items():
+        hint = did_you_mean(name, parameters)
         if name in _KEYS:
             raise UserError(
                 f"generation_kwargs: {name}: {value} is what the key {_KEYS.get(name)} says; set "
                 "that one"
             )
-        if name in _OWN:
+        if name in _SET_BY_TRAINER:
             raise UserError(
                 f"generation_kwargs: {name}: {value} is for the trainer to set; leave it out"
             )
-        if not config.use_vllm and not hasattr(_EVERY, name):
+        if not config.use_vllm and not hasattr(_TRANSFORMERS_DEFAULTS, name):
             raise UserError(
-                f"generation_kwargs: {name}: {value} is nothing that Transformers knows{meant}; "
+                f"generation_kwargs: {name}: {value} is nothing that Transformers knows{hint}; "
                 "leave it out"
             )
-    lost = sampling_needs(config)
+    filters = sampling_needs(config)
     mode = config.vllm_importance_sampling_mode
-    if "structured_outputs" in given and config.vllm_structured_outputs_regex:
+    if "structured_outputs" in generation_kwargs and config.vllm_structured_outputs_regex:
         raise UserError(
             "generation_kwargs: structured_outputs contradicts vllm_structured_outputs_regex; "
             "leave out one"
@@ -343,56 +348,66 @@ def check_sampling_keys(config: Any) -> None:
             f"temperature: {config.temperature:g} is below {COOLEST}: vLLM would sample at "
             f"another one than the trainer computes with; set {COOLEST} or more"
         )
-    if lost and mode.startswith("sequence"):
+    if filters and mode.startswith("sequence"):
         raise UserError(
-            f"{''.join(lost)}, and vllm_importance_sampling_mode: {mode} multiplies this over a "
+            f"{''.join(filters)}, and vllm_importance_sampling_mode: {mode} multiplies this over a "
             "whole answer; set it to token_truncate, or sample at temperature: 1.0 without "
             "penalties"
         )
 
 
-def sampling_needs(config: Any) -> list[str]:
-    """What the ratio to the engine lacks, for the first lines of the run: no line or one."""
-    given = dict(config.generation_kwargs or {})
-    raw = not config.use_vllm or engine_scores_raw(
-        config.temperature, config.repetition_penalty, given
-    )
-    if raw or not config.vllm_importance_sampling_correction:
+def sampling_needs(config: AdoraGRPOConfig) -> list[str]:
+    """What the ratio to the engine lacks, for the first lines of the run: no line or one.
+
+    With a temperature or a penalty the engine returns log-probabilities after its filters, which
+    are larger by the probability that the filters took from the other tokens.
+    """
+    generation_kwargs = dict(config.generation_kwargs or {})
+    if not config.use_vllm or not config.vllm_importance_sampling_correction:
         return []
-    filters = {
-        f"top_p: {config.top_p}": config.top_p < 1,
-        f"top_k: {config.top_k}": (config.top_k or 0) > 0,
-        f"min_p: {config.min_p}": bool(config.min_p),
-        "vllm_structured_outputs_regex": bool(config.vllm_structured_outputs_regex),
-        **{f"generation_kwargs: {name}": name in given for name in sorted(_FILTERS)},
-    }
-    lacks = (
-        "with another temperature than 1, or a penalty: each token's ratio to the engine lacks "
-        "the share that"
-    )
-    return [f"{name} {lacks} was cut off" for name, on in filters.items() if on][:1]
+    if engine_scores_raw(config.temperature, config.repetition_penalty, generation_kwargs):
+        return []
+    filters: list[str] = []
+    if config.top_p < 1:
+        filters.append(f"top_p: {config.top_p}")
+    if (config.top_k or 0) > 0:
+        filters.append(f"top_k: {config.top_k}")
+    if config.min_p:
+        filters.append(f"min_p: {config.min_p}")
+    if config.vllm_structured_outputs_regex:
+        filters.append("vllm_structured_outputs_regex")
+    for name in sorted(_FILTERS & generation_kwargs.keys()):
+        filters.append(f"generation_kwargs: {name}")
+    if not filters:
+        return []
+    return [
+        f"{filters[0]} with another temperature than 1, or a penalty: each token's ratio to the "
+        "engine lacks the share that was cut off"
+    ]
 
 
-def schedule_of(config: Any, updates: int) -> Any:
-    """The schedule of a run with so many updates, as Transformers makes it, on one parameter."""
+def schedule_of(config: AdoraGRPOConfig, updates: int) -> LRScheduler:
+    """Build the schedule of a run with `updates` optimizer steps, on a single parameter."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
-    return get_scheduler(
+    schedule: LRScheduler = get_scheduler(
         config.lr_scheduler_type,
         optimizer,
         num_warmup_steps=config.get_warmup_steps(updates),
         num_training_steps=updates,
         scheduler_specific_kwargs=dict(config.lr_scheduler_kwargs or {}),
     )
+    return schedule
 
 
-def is_curve(schedule: Any) -> bool:
+def is_curve(schedule: LRScheduler) -> TypeGuard[LambdaLR]:
     """Whether the rate depends on the step alone, and not on how the training goes."""
     return isinstance(schedule, LambdaLR)
 
 
-def check_optimizer(config: Any) -> None:
-    """Raises `UserError` for an optimizer or kernels not installed here, or an optimizer that
-    refuses its arguments.
+def check_optimizer(config: AdoraGRPOConfig) -> None:
+    """Raise `UserError` for an optimizer that is not installed, or that refuses its arguments.
+
+    Liger's kernels are looked for too.
     """
     if config.use_liger_kernel and find_spec("liger_kernel") is None:
         raise UserError(
@@ -400,21 +415,19 @@ def check_optimizer(config: Any) -> None:
             "out"
         )
     name = spelled(config.optim)
-    for pair in (config.optim_args or "").replace(" ", "").split(",") if config.optim_args else ():
+    pairs = config.optim_args.replace(" ", "").split(",") if config.optim_args else []
+    for pair in pairs:
         key, equals, value = pair.partition("=")
-        if not (key and equals and value) or value.lower().lstrip("+-") in (
-            "nan",
-            "inf",
-            "infinity",
-        ):
+        is_finite = value.lower().lstrip("+-") not in ("nan", "inf", "infinity")
+        if not (key and equals and value and is_finite):
             raise UserError(
                 f"optim_args: {config.optim_args!r} is not NAME=VALUE,NAME=VALUE with finite "
                 "numbers"
             )
     try:
-        made = Trainer.get_optimizer_cls_and_kwargs(config)
-        if isinstance(made[0], type) and issubclass(made[0], torch.optim.Optimizer):
-            made[0]([torch.nn.Parameter(torch.zeros(1))], **made[1])
+        optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(config)
+        if isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer):
+            optimizer_class([torch.nn.Parameter(torch.zeros(1))], **kwargs)
     except ImportError as error:
         raise UserError(
             f"optim: {name} is not installed ({in_one_line(error)}); use adamw_torch"
@@ -426,17 +439,16 @@ def check_optimizer(config: Any) -> None:
             ) from error
 
 
-def check_schedule(config: Any) -> None:
-    """Raises `UserError` for a schedule that Transformers cannot make of its arguments, or that
-    takes none.
-    """
+def check_schedule(config: AdoraGRPOConfig) -> None:
+    """Raise `UserError` for `lr_scheduler_kwargs` that the schedule refuses or does not read."""
     name = spelled(config.lr_scheduler_type)
     updates = config.max_steps if config.max_steps > 0 else ANY_LENGTH
-    given = dict(config.lr_scheduler_kwargs or {})
-    check_finite("lr_scheduler_kwargs", given)
-    if given and name.startswith("constant"):  # Transformers does not look at them
+    kwargs = dict(config.lr_scheduler_kwargs or {})
+    check_finite("lr_scheduler_kwargs", kwargs)
+    # Transformers ignores them for these schedules.
+    if kwargs and name.startswith("constant"):
         raise UserError(
-            f"lr_scheduler_kwargs: {given} has no meaning for lr_scheduler_type: {name}; leave it "
+            f"lr_scheduler_kwargs: {kwargs} has no meaning for lr_scheduler_type: {name}; leave it "
             "out"
         )
     try:
@@ -444,19 +456,19 @@ def check_schedule(config: Any) -> None:
         if is_curve(schedule):
             schedule.lr_lambdas[0](updates // 2)
     except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
-        why = f"does not fit lr_scheduler_type: {name} ({in_one_line(error)})"
-        raise UserError(f"lr_scheduler_kwargs: {given} {why}") from error
+        reason = f"does not fit lr_scheduler_type: {name} ({in_one_line(error)})"
+        raise UserError(f"lr_scheduler_kwargs: {kwargs} {reason}") from error
 
 
 def check_machines(config: AdoraGRPOConfig, processes: int, machines: int) -> None:
-    """Raise `UserError` for what several machines, or one process, cannot do.
+    """Raise `UserError` for what several machines, or a single process, cannot do.
 
-    `processes`: of all machines together.
+    `processes`: their number on all machines together.
     """
     parts = config.vllm_tensor_parallel_size
-    local = processes // machines
+    local_processes = processes // machines
     several = machines > 1
-    divided = config.use_vllm and config.vllm_mode == "colocate"
+    colocated = config.use_vllm and config.vllm_mode == "colocate"
     if config.fsdp and processes == 1:
         raise UserError(
             f"fsdp: {config.fsdp} needs several processes; leave it out, or start with accelerate "
@@ -468,9 +480,9 @@ def check_machines(config: AdoraGRPOConfig, processes: int, machines: int) -> No
             "which all machines write; leave it out, and choose an output_dir on a disk that they "
             "share"
         )
-    if several and divided and local % parts:
+    if several and colocated and local_processes % parts:
         raise UserError(
-            f"vllm_tensor_parallel_size: {parts} does not divide the {local} "
+            f"vllm_tensor_parallel_size: {parts} does not divide the {local_processes} "
             "processes of one machine; an engine lies on one machine"
         )
 
@@ -478,66 +490,60 @@ def check_machines(config: AdoraGRPOConfig, processes: int, machines: int) -> No
 def check_tensor_parallel(
     config: AdoraGRPOConfig, model_config: PretrainedConfig, processes: int
 ) -> None:
-    """Refuse a division that vLLM would refuse only when it loads the weights: each process gets an
-    equal part.
+    """Raise `UserError` for a model that cannot be divided evenly over the engine's processes.
+
+    vLLM would refuse it only when it loads the weights.
     """
     parts = config.vllm_tensor_parallel_size
     if not config.use_vllm or config.vllm_mode != "colocate" or parts == 1:
         return
     text = model_config.get_text_config()
     vision = getattr(model_config, "vision_config", None)
-    keys = getattr(text, "num_key_value_heads", None) or parts
-    of_parts = f"vllm_tensor_parallel_size: {parts} does not divide the "
-    refuse(
-        *(
-            (
-                number % parts,
-                f"{of_parts}{number} {things}; an engine is divided into equal parts, one per "
-                "process",
+    key_value_heads = getattr(text, "num_key_value_heads", None) or parts
+    counts = [
+        (processes, "processes"),
+        (text.num_attention_heads, "attention heads of the model"),
+        (getattr(vision, "num_heads", parts), "attention heads of its vision tower"),
+        (getattr(vision, "intermediate_size", parts), "columns of its vision tower's MLP"),
+    ]
+    # vLLM copies key-value heads to several processes where there are fewer heads than processes.
+    if parts % key_value_heads:
+        counts.insert(2, (key_value_heads, "key-value heads of the model"))
+    for count, things in counts:
+        if count % parts:
+            raise UserError(
+                f"vllm_tensor_parallel_size: {parts} does not divide the {count} {things}; an "
+                "engine is divided into equal parts, one per process"
             )
-            for number, things in (
-                (processes, "processes"),
-                (text.num_attention_heads, "attention heads of the model"),
-                (
-                    keys if parts % keys else parts,
-                    "key-value heads of the model",
-                ),  # vLLM copies them if they are fewer
-                (getattr(vision, "num_heads", parts), "attention heads of its vision tower"),
-                (getattr(vision, "intermediate_size", parts), "columns of its vision tower's MLP"),
-            )
-        )
-    )
 
 
 def check_tools(
-    config: Any, *, tools: bool, environments: bool, trl_evaluates: bool = False
+    config: AdoraGRPOConfig, *, tools: bool, environments: bool, trl_evaluates: bool = False
 ) -> None:
     """Check rollouts of several turns, with tools or environments, against the other keys.
 
-    Raises `UserError`.
+    `tools`, `environments`: whether the run has any. `trl_evaluates`: whether TRL evaluates during
+    training, on a data set from Python. Raises `UserError`.
     """
     rollouts = config.adora_rollouts
     if environments:
-        budget = rollouts.budget
-        ahead = rollouts.ahead
-        why = "as no checkpoint could keep their state"
+        key = "environment_factory"
+        reason = "as no checkpoint could keep their state"
         evaluates = spelled(config.eval_strategy) != "no" and not trl_evaluates
-        _refuse_beside(
-            "environment_factory",
-            (budget, f"adora_rollouts.budget: {budget}, {why}"),
-            (ahead, f"adora_rollouts.ahead: {ahead}, {why}"),
-            (evaluates, "eval_strategy: steps, whose evaluators know no environments"),
-        )
-    _refuse_beside(
-        "tools" if tools else "environment_factory",
-        (not config.use_vllm, "use_vllm: false"),
-    )
-    most = config.max_completion_length
-    least = config.adora_tool_options.turn_tokens
-    if least and least > most:
+        if rollouts.budget:
+            raise _contradiction(key, f"adora_rollouts.budget: {rollouts.budget}, {reason}")
+        if rollouts.ahead:
+            raise _contradiction(key, f"adora_rollouts.ahead: {rollouts.ahead}, {reason}")
+        if evaluates:
+            raise _contradiction(key, "eval_strategy: steps, whose evaluators know no environments")
+    if not config.use_vllm:
+        raise _contradiction("tools" if tools else "environment_factory", "use_vllm: false")
+    max_tokens = config.max_completion_length
+    turn_tokens = config.adora_tool_options.turn_tokens
+    if turn_tokens and turn_tokens > max_tokens:
         raise UserError(
-            f"adora_tool_options.turn_tokens: {least} is above max_completion_length: {most}; "
-            "lower it"
+            f"adora_tool_options.turn_tokens: {turn_tokens} is above max_completion_length: "
+            f"{max_tokens}; lower it"
         )
 
 

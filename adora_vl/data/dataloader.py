@@ -1,6 +1,4 @@
-"""From rows on disk to the generations of a run: the order, each row read once, and images read
-ahead.
-"""
+"""Loading of a run's rows: their order, each row read once per batch, and images read ahead."""
 
 from __future__ import annotations
 
@@ -25,24 +23,24 @@ def shown_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
     stays one; a picture that cannot be shown becomes an `UnreadableImage`, and what is no picture
     stays as it is.
     """
-    known: dict[int, Any] = {}
+    shown_images: dict[int, Any] = {}
 
     def shown(image: Any) -> Any:
         if isinstance(image, KeptImage) or not isinstance(image, Image.Image):
             return image
-        if id(image) not in known:
-            known[id(image)] = _shown(image)
-        return known[id(image)]
+        if id(image) not in shown_images:
+            shown_images[id(image)] = _shown(image)
+        return shown_images[id(image)]
 
-    made = []
+    new_rows = []
     for row in rows:
         changed = dict(row)
         if isinstance(row.get("images"), list | tuple):
             changed["images"] = [shown(image) for image in row["images"]]
         if isinstance(row.get("image"), Image.Image):
             changed["image"] = shown(row["image"])
-        made.append(changed)
-    return made
+        new_rows.append(changed)
+    return new_rows
 
 
 def _shown(image: Image.Image) -> Any:
@@ -57,8 +55,7 @@ ROW_NUMBER = "adora_row"
 
 
 class DistinctRows(Dataset[dict[str, Any]]):
-    """A dataset that decodes each row of a batch once; the copies that a sampler asks for share its
-    images.
+    """A dataset that decodes each row of a batch once; copies of the row share its images.
 
     TRL's sampler repeats the rows of a generation for each of its micro-batches, so those of the
     last batch are kept. `read_ahead` is called on another thread (by `ImagePrefetch`), everything
@@ -88,10 +85,10 @@ class DistinctRows(Dataset[dict[str, Any]]):
             return [self._read(index) for index in indices]
         before = self._last
         ahead = self._ahead
-        wanted = dict.fromkeys(indices)
+        distinct = dict.fromkeys(indices)
         self._last = {
             index: before.get(index) or ahead.pop(index, None) or self._read(index)
-            for index in wanted
+            for index in distinct
         }
         return [dict(self._last[index]) for index in indices]
 
@@ -113,9 +110,9 @@ class DistinctRows(Dataset[dict[str, Any]]):
     def rows_after(
         self, numbers: Sequence[int], order: EpochRepeatSampler, generations: int = 1
     ) -> list[Any]:
-        """The rows that take the places of these so many generations later, read now.
+        """Read the rows that take the places of rows `numbers` `generations` generations later.
 
-        Empty where that is not known.
+        Returns an empty list where those rows are not known.
         """
         distinct = list(dict.fromkeys(numbers))
         after = dict(
@@ -125,9 +122,7 @@ class DistinctRows(Dataset[dict[str, Any]]):
         return [dict(read(after[number])) for number in numbers] if after else []
 
     def forget_ahead(self, but: Collection[int] = ()) -> None:
-        """Let go of rows that were read ahead and that no batch has asked for, `but` of those that
-        may still be.
-        """
+        """Drop rows that were read ahead and that no batch has asked for, except those in `but`."""
         self._ahead = {index: row for index, row in self._ahead.items() if index in but}
 
     def _read(self, index: int) -> dict[str, Any]:
@@ -153,17 +148,18 @@ class NoPrefetch:
 
 
 class ImagePrefetch(NoPrefetch):
-    """Reads and processes the next generation's images on a thread, while the policy learns from
-    the present one. It draws no random number and moves no loader, so a run with it takes the same
-    steps; a row that cannot be read or processed is skipped, and the error raised where the loader
-    reads it.
+    """Reads and processes the next generation's images on a thread while the policy trains.
+
+    It draws no random number and moves no loader, so a run with it takes the same steps. A row that
+    cannot be read or processed is skipped, and the error is raised where the loader reads it.
     """
 
     def __init__(
         self, rows: DistinctRows, order: EpochRepeatSampler, process: Process, limit_bytes: int
     ) -> None:
-        """It stops after `limit_bytes` of processed images: with more, the cache would drop some
-        before their use.
+        """Create a prefetch that stops after `limit_bytes` of processed images.
+
+        With more, the cache would drop some before their use.
         """
         self._rows = rows
         self._order = order
@@ -173,8 +169,9 @@ class ImagePrefetch(NoPrefetch):
         self._ending = threading.Event()
 
     def start(self) -> None:
-        """Process the loader's last batch, which may be ahead of the generation, then read and
-        process the next one.
+        """Process the loader's last batch and then read and process the next one.
+
+        The loader's last batch may be ahead of the generation that the policy learns from.
         """
         self.finish()
         latest = self._rows.latest
@@ -193,13 +190,13 @@ class ImagePrefetch(NoPrefetch):
             self._thread = None
 
     def _work(self, coming: list[int]) -> None:
-        held = 0
+        processed_bytes = 0
         for index in coming:
             interpreter_ends = not threading.main_thread().is_alive()  # it waits for this thread
-            if self._ending.is_set() or interpreter_ends or held > self._limit_bytes:
+            if self._ending.is_set() or interpreter_ends or processed_bytes > self._limit_bytes:
                 return
             with suppress(Exception):
-                held += self._process(self._rows.read_ahead(index))
+                processed_bytes += self._process(self._rows.read_ahead(index))
 
 
 class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped to mypy
@@ -214,9 +211,8 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._orders: dict[
-            int, list[int]
-        ] = {}  # of the epochs that `following` was asked about last
+        # by epoch, for the last epochs that `following` was called for
+        self._orders: dict[int, list[int]] = {}
 
     @classmethod
     def like(cls, sampler: RepeatSampler, seed: int) -> EpochRepeatSampler:
@@ -235,19 +231,20 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         self.epoch = epoch
 
     def following(self, rows: Sequence[int], epoch: int, generations: int = 1) -> list[int]:
-        """The rows that take the places of `rows`, one process's distinct ones of a generation of
-        this epoch, so many generations later; empty where they are not of one. No random state is
-        used or changed.
+        """Return the rows that take the places of `rows` `generations` generations later.
+
+        `rows`: the distinct rows of one process in one generation of `epoch`. The result is empty
+        where they are not all of one generation. No random state is used or changed.
         """
         order = self._order(epoch)
         size = self.batch_size
         try:
             first = order.index(rows[0]) // size * size
-            places = [order.index(row, first, first + size) - first for row in rows]
+            offsets = [order.index(row, first, first + size) - first for row in rows]
         except (IndexError, ValueError):
             return []
         epochs, after = divmod(first + generations * size, len(order))
-        return [self._order(epoch + epochs)[after + place] for place in places]
+        return [self._order(epoch + epochs)[after + offset] for offset in offsets]
 
     def _order(self, epoch: int) -> list[int]:
         """The distinct rows of an epoch in their order, whole generations only."""
@@ -255,7 +252,7 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
             once = type(self)(self.data_source, 1, self.batch_size, 1, self.shuffle, self.seed)
             once.set_epoch(epoch)
             self._orders = {
-                near: order for near, order in self._orders.items() if near == epoch - 1
+                number: order for number, order in self._orders.items() if number == epoch - 1
             }
             self._orders[epoch] = list(once)
         return self._orders[epoch]
@@ -266,6 +263,6 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
             self.generator.manual_seed((self.seed or 0) + 1_000_003 * self.epoch)
             return iter(super().__iter__())
         rows = self.num_samples
-        whole = rows // self.batch_size * self.batch_size
-        first = self.epoch * whole
+        rows_per_epoch = rows // self.batch_size * self.batch_size
+        first = self.epoch * rows_per_epoch
         return ((first + index) % rows for index in super().__iter__())

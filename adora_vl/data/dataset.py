@@ -1,6 +1,4 @@
-"""A prepared data set on disk: Parquet files with the images inside, and a manifest that says where
-they come from.
-"""
+"""A prepared data set on disk: Parquet files that contain the images, and a manifest of origins."""
 
 from __future__ import annotations
 
@@ -70,7 +68,7 @@ _PACKAGES = (
 
 @cache
 def schema() -> Features:
-    """The columns as `datasets` and Parquet have them."""
+    """Return our columns as `Features`, the schema that `datasets` and Parquet use."""
     from datasets import Features, Image, List, Value
 
     kinds = {"text": Value("string"), "texts": List(Value("string")), "images": List(Image())}
@@ -106,11 +104,12 @@ def write_split(
 
 
 def _group(rows: Iterator[Row]) -> Iterator[Row]:
-    left = _GROUP_BYTES
+    """Yield the rows of the next row group, limited in rows and in bytes of images."""
+    remaining_bytes = _GROUP_BYTES
     for row in islice(rows, _GROUP_ROWS):
         yield row
-        left -= sum(len(image["bytes"] or b"") for image in row["images"])
-        if left <= 0:
+        remaining_bytes -= sum(len(image["bytes"] or b"") for image in row["images"])
+        if remaining_bytes <= 0:
             return
 
 
@@ -119,15 +118,13 @@ def _stored(row: Row, features: Features) -> Row:
     assert row["meta"].keys() == features["meta"].keys(), (
         f"meta {sorted(row['meta'])} is not that of the schema"
     )
-    made = (
-        png_bytes(image) if isinstance(image, Image.Image) else image for image in row["images"]
-    )
-    return {
-        **row,
-        "images": [
-            {"bytes": each, "path": None} if isinstance(each, bytes) else each for each in made
-        ],
-    }
+    return {**row, "images": [_stored_image(image) for image in row["images"]]}
+
+
+def _stored_image(image: Any) -> Any:
+    if isinstance(image, Image.Image):
+        image = png_bytes(image)
+    return {"bytes": image, "path": None} if isinstance(image, bytes) else image
 
 
 def write_manifest(
@@ -159,17 +156,13 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder that we prepared; None where there is no manifest or it is not one
-    of ours.
-    """
+    """Return the manifest of a folder that we prepared, or None without a manifest of ours."""
     manifest = read_object(folder / MANIFEST_NAME)
     return manifest if manifest.get("made_by") == MADE_BY else None
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
-    """SHA-256 in hexadecimal of every file below `folder` but the manifest, by its path inside
-    `folder`.
-    """
+    """Return the SHA-256 of every file below `folder` but the manifest, by path inside `folder`."""
     files = {
         path.relative_to(folder).as_posix(): path
         for path in sorted(folder.rglob("*"))
@@ -179,8 +172,9 @@ def file_hashes(folder: Path) -> dict[str, str]:
 
 
 def data_hash(folder: Path, split: str = "*") -> str:
-    """The `content_hash` of a prepared folder's manifest, where there is one, and of the files of
-    `split`, or all.
+    """Return the `content_hash` of a prepared folder: its manifest and the files of `split`.
+
+    A folder without a manifest is hashed by its files alone. `split`: all splits by default.
     """
     return content_hash([*folder.glob(MANIFEST_NAME), *folder.glob(f"data/{split}-*.parquet")])
 
@@ -200,9 +194,10 @@ def split_files(folder: Path) -> dict[str, list[Path]]:
 
 
 def stored_rows(folder: Path, split: str) -> Iterator[Row]:
-    """The rows of a split with images as they are stored, `{"bytes": ..., "path": ...}`, a batch in
-    memory at a time, without a copy in the cache of `datasets`. Raises `UserError` as `load_split`
-    does.
+    """Yield the rows of a split with images as they are stored, `{"bytes": ..., "path": ...}`.
+
+    A batch is in memory at a time, and nothing is copied into the cache of `datasets`. Raises
+    `UserError` as `load_split` does.
     """
     for path in _files_of(folder, split):
         with _parquet(path) as file:
@@ -212,24 +207,23 @@ def stored_rows(folder: Path, split: str) -> Iterator[Row]:
 
 
 def example_row(folder: Path, splits: Iterable[str]) -> Row | None:
-    """A row to show, with its images as they are stored: the first with choices, else the first;
-    None without any row. No image of another row is read. Raises `UserError`.
+    """Return a row to show: the first with choices, else the first; None without any row.
+
+    Its images are as they are stored, and no image of another row is read. Raises `UserError`.
     """
     first: tuple[Path, int, int] | None = None
     for path in (path for split in splits for path in _files_of(folder, split)):
         with _parquet(path) as file:
-            listed = "choices" in file.schema_arrow.names
+            has_column = "choices" in file.schema_arrow.names
             for group in range(file.num_row_groups):
                 first = first or (path, group, 0)
-                choices = (
-                    file.read_row_group(group, columns=["choices"])["choices"].to_pylist()
-                    if listed
-                    else []
-                )
+                choices = []
+                if has_column:
+                    table = file.read_row_group(group, columns=["choices"])
+                    choices = table["choices"].to_pylist()
                 if any(choices):
-                    return _row_at(
-                        path, group, next(index for index, found in enumerate(choices) if found)
-                    )
+                    index = next(number for number, texts in enumerate(choices) if texts)
+                    return _row_at(path, group, index)
     return None if first is None else _row_at(*first)
 
 
@@ -250,14 +244,12 @@ def row_count(folder: Path, split: str) -> int:
 
 
 def features_of(folder: Path, split: str) -> Features:
-    """The schema of a split: ours, and behind it the columns of the user's own (`data_prep
-    convert`).
-    """
+    """Return the schema of a split: our columns, then those of the user (`data_prep convert`)."""
     from datasets import Features, Value
 
     with _parquet(_files_of(folder, split)[0]) as file:
-        own = [name for name in file.schema_arrow.names if name not in COLUMNS]
-    return Features({**schema(), **{name: Value("string") for name in own}})
+        user_columns = [name for name in file.schema_arrow.names if name not in COLUMNS]
+    return Features({**schema(), **{name: Value("string") for name in user_columns}})
 
 
 def load_split(folder: str | Path, split: str) -> Dataset:
@@ -284,11 +276,11 @@ def load_split(folder: str | Path, split: str) -> Dataset:
     if not sys.stderr.isatty():
         disable_progress_bars()  # a log is no place for one, and an error is one line
     try:
-        # The library knows a file by its path and its time; the name is a part of what its cache
-        # goes by.
-        held = f"content-{content_hash(files)}"
+        # `datasets` identifies a file by its path and time only; the name is part of its cache key,
+        # so changed contents are read again.
+        config_name = f"content-{content_hash(files)}"
         return load_dataset(
-            "parquet", held, data_files={split: [str(path) for path in files]}, split=split
+            "parquet", config_name, data_files={split: [str(path) for path in files]}, split=split
         )
     except (OSError, DatasetGenerationError) as error:
         cause = error.__cause__ or error
@@ -305,7 +297,7 @@ def load_split(folder: str | Path, split: str) -> Dataset:
 
 @contextmanager
 def _parquet(path: Path) -> Iterator[Any]:
-    """An open Parquet file. What goes wrong in reading it is one line for the user."""
+    """Open a Parquet file; errors in reading it become a `UserError` of one line."""
     try:
         with pq.ParquetFile(path) as file:
             yield file
@@ -327,16 +319,14 @@ def _require_columns(schema: pa.Schema, folder: Path, split: str) -> None:
     where = f"{str(folder)!r} split {split!r}"
     remedy = "prepare it with `python -m data_prep`"
     missing = next((column for column in REQUIRED_COLUMNS if column not in schema.names), None)
-    lacks = (
-        f"dataset: {where} lacks the column {missing!r}; it has {', '.join(schema.names)}; {remedy}"
-    )
     if missing is not None:
-        raise UserError(lacks)
+        raise UserError(
+            f"dataset: {where} lacks the column {missing!r}; it has {', '.join(schema.names)}; "
+            f"{remedy}"
+        )
     images = schema.field("images").type
-    listed = pa.types.is_list(images) or pa.types.is_large_list(images)
-    other = (
-        f"dataset: the column 'images' of {where} is {str(images)!r:.80}, not a list of images; "
-        f"{remedy}"
-    )
-    if not listed:
-        raise UserError(other)
+    if not (pa.types.is_list(images) or pa.types.is_large_list(images)):
+        raise UserError(
+            f"dataset: the column 'images' of {where} is {str(images)!r:.80}, not a list of "
+            f"images; {remedy}"
+        )

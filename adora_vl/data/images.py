@@ -74,11 +74,11 @@ def image_tokens(size: tuple[int, int], unit: int, low: int, high: int, row: obj
     try:
         width, height = model_size(*size, unit, low, high)
     except ValueError as error:
-        what = (
+        reason = (
             f"row {row} has an image of {size[0]} x {size[1]} pixels, which the model's "
             "processor refuses"
         )
-        raise UserError(f"dataset: {what} ({error}); remove the row") from error
+        raise UserError(f"dataset: {reason} ({error}); remove the row") from error
     return width // unit * (height // unit)
 
 
@@ -89,9 +89,11 @@ def size_within(
     max_pixels: int | None,
     unit: int = VISIONS[DEFAULT_FAMILY].unit,
 ) -> tuple[int, int]:
-    """The size to store: unchanged where a processor with these limits would only round it to
-    multiples of `unit`, else the size that it would choose. Raises `ValueError` where its rule has
-    none within the limits.
+    """Return the width and height, in pixels, at which to store a picture.
+
+    They are unchanged where a processor with these limits would only round them to multiples of
+    `unit`, else those that the processor would choose. None: no limit. Raises `ValueError` where
+    the processor's rule has no size within the limits.
     """
     rounded = round(width / unit) * round(height / unit) * unit**2
     if (min_pixels or 0) <= rounded <= (max_pixels or sys.maxsize):
@@ -120,10 +122,11 @@ class UnreadableImageError(ValueError):
 def clean_image(
     encoded: bytes, low: int | None = None, high: int | None = None, unit: int = UNIT
 ) -> Image.Image:
-    """The picture upright, flattened on white, in mode RGB, and resized where its pixels are not
-    within `low` and `high` (None: no limit). `unit`: the side of an image token, in pixels. Raises
-    `UnreadableImageError`: as `decoded_image`, with nothing on it, or with values of which it
-    cannot be told what is white.
+    """Return the picture upright, flattened on white, in mode RGB, and within the pixel limits.
+
+    It is resized where its number of pixels is not within `low` and `high` (None: no limit).
+    `unit`: the side of an image token, in pixels. Raises `UnreadableImageError` as `decoded_image`
+    does, and for a picture with nothing on it, or with values that leave open what is white.
     """
     flat = decoded_image(encoded)
     _refuse_degenerate(flat)
@@ -136,13 +139,13 @@ def clean_image(
     return flat if size == flat.size else flat.resize(size, Image.Resampling.BICUBIC)
 
 
-def png_bytes(image: Image.Image, **how: int) -> bytes:
+def png_bytes(image: Image.Image, **options: int) -> bytes:
     """The image as PNG without metadata, so that equal pixels are equal bytes.
 
-    `how`: options of Pillow's writer.
+    `options`: of Pillow's writer.
     """
     stream = io.BytesIO()
-    image.save(stream, "PNG", icc_profile=None, **how)
+    image.save(stream, "PNG", icc_profile=None, **options)
     return stream.getvalue()
 
 
@@ -167,10 +170,11 @@ _TURNS = range(2, 9)  # EXIF's orientations but the upright one
 
 
 def stored_bytes(encoded: bytes, image: Image.Image) -> bytes:
-    """What to store for `image`, which `clean_image` made of `encoded`: the file itself, without a
-    camera's data, texts and profiles, where it is a PNG or JPEG with these pixels, since encoding
-    takes as long as all other work on a row; else a new PNG. Of a JPEG that lies on its side the
-    tag that says so stays.
+    """Return the bytes to store for `image`, which `clean_image` made of `encoded`.
+
+    A PNG or JPEG with the same pixels is stored as the file itself, without a camera's data, texts
+    and profiles, since encoding takes as long as all other work on a row; anything else becomes a
+    new PNG. A JPEG that lies on its side keeps its orientation tag.
     """
     with open_picture(io.BytesIO(encoded)) as original:
         if original.mode == "RGB" and original.format == "PNG" and original.size == image.size:
@@ -192,7 +196,7 @@ def stored_bytes(encoded: bytes, image: Image.Image) -> bytes:
 
 
 def _plain_segments(encoded: bytes) -> Iterator[bytes]:
-    """What a JPEG has between its start and its end, without a camera's data."""
+    """Yield the segments of a JPEG between its start and end markers, without a camera's data."""
     at = 2
     while (marker := _MARKER.search(encoded, at)) and marker[1] != b"\xd9":
         end = marker.end() + int.from_bytes(encoded[marker.end() : marker.end() + 2], "big")
@@ -285,13 +289,17 @@ _HEIF = re.compile(rb".{4}ftyp(?:hei[cxms]|hev[cmxs]|mif1|msf1)", re.DOTALL)
 
 
 def named_content(start: bytes) -> tuple[str, str] | None:
-    """A word for a file that begins with these bytes and is neither picture nor table, and what it
-    is; else None.
+    """Return a word and a description for the start of a file that is no picture and no table.
+
+    None where the content is not recognized.
     """
     if _HEIF.match(start):
         return "heic", "a photograph in HEIC that cannot be read; save it as JPEG"
     text = start.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
-    return next(((word, said) for sign, word, said in _NO_PICTURES if text.startswith(sign)), None)
+    for sign, word, description in _NO_PICTURES:
+        if text.startswith(sign):
+            return word, description
+    return None
 
 
 def is_picture(encoded: bytes) -> bool:
@@ -315,9 +323,11 @@ def _register_heif(encoded: bytes) -> None:
 
 
 def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
-    """The picture upright, flattened on white, in mode RGB; of several frames the first, where
-    `first_frame` is asked for. Raises `UnreadableImageError`: not a picture, truncated, too large
-    to decode, or with several frames.
+    """Return the picture upright, flattened on white, in mode RGB.
+
+    `first_frame`: take the first of several frames, which are refused otherwise. Raises
+    `UnreadableImageError` for bytes that are no picture, or one that is truncated, too large to
+    decode, or has several frames.
     """
     with warnings.catch_warnings():
         # Pillow's own pixel limit is higher, and only a warning; so are broken tags
@@ -356,8 +366,9 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
 
 
 def as_shown(image: Image.Image) -> Image.Image:
-    """A new picture of what a person sees in this one: upright, flattened on white, in mode RGB;
-    of several frames the present one.
+    """Return a new picture as a person sees this one: upright, flattened on white, in mode RGB.
+
+    Several frames give the present one.
 
     It is the door for each picture that somebody else's code hands over as an object: a row of
     Python's, or the answer of a tool. `decoded_image` is the same for encoded ones. The object that

@@ -61,13 +61,12 @@ def _decoded(stored: dict[str, Any]) -> Any:
         return kept(decoded_image(encoded, first_frame=True))
     except UnreadableImageError as error:
         return UnreadableImage(str(error))
-    except (
-        Exception
-    ) as error:  # Pillow raises what its formats raise: OSError, SyntaxError, struct.error, ...
+    # Pillow raises what its formats raise: OSError, SyntaxError, struct.error, ...
+    except Exception as error:
         return UnreadableImage(in_one_line(error))
 
 
-def only_decodes(dataset: Any) -> bool:
+def only_decodes(dataset: object) -> bool:
     """Whether reading a row gives the same at any time and on any thread.
 
     A transform of the user's may draw random numbers, and so may a data set of the user's own
@@ -80,9 +79,10 @@ def only_decodes(dataset: Any) -> bool:
 
 
 def mark_unreadable(dataset: Dataset) -> Dataset:
-    """`dataset` with its images decoded on access, and an `UnreadableImage` where that fails: an
-    error would be raised in the data loader of one rank, without the row's id, while the others
-    wait.
+    """Return `dataset` with images decoded on access, `UnreadableImage` where that fails.
+
+    An error would be raised in the data loader of one rank, without the row's id, while the other
+    ranks wait.
     """
     feature = dataset.features.get("images")
     if not isinstance(feature, List) or not isinstance(feature.feature, Image):
@@ -95,13 +95,13 @@ def mark_unreadable(dataset: Dataset) -> Dataset:
 
 
 def unreadable_rows(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Id and reason of each row with an image that could not be read, each id once."""
-    found: dict[str, str] = {}
+    """Return id and reason of each row with an image that could not be read, each id once."""
+    reasons: dict[str, str] = {}
     for number, row in enumerate(rows):
         for image in images_of(row):
             if isinstance(image, UnreadableImage):
-                found.setdefault(str(row.get("id", f"#{number} of the batch")), image.reason)
-    return list(found.items())
+                reasons.setdefault(str(row.get("id", f"#{number} of the batch")), image.reason)
+    return list(reasons.items())
 
 
 # The rows of all data sets and the texts of their problems -> the numbers of those to train on,
@@ -112,19 +112,21 @@ Fitting = Callable[[Dataset, Sequence[str]], Sequence[int]]
 def load_rows(
     script: Any, folders: Sequence[str], seed: int, fitting: Fitting | None = None
 ) -> Dataset:
-    """The rows with a conversational `prompt` column; images are decoded when a row is read.
+    """Return the rows with a conversational `prompt` column; images are decoded on access.
 
-    `script`: the keys of the data. `fitting`: says which rows to train on, before data sets are
-    mixed by their shares. Raises `UserError`.
+    `script`: the script arguments, with the keys of the data. `folders`: the prepared data sets.
+    `seed`: of the mixture. `fitting`: chooses the rows to train on, before data sets are mixed by
+    their shares. Raises `UserError`.
     """
     split = script.dataset_train_split
-    made = template(script.adora_prompt) if script.adora_prompt else None
-    parts, prompts = [], []
+    prompt_template = template(script.adora_prompt) if script.adora_prompt else None
+    parts = []
+    prompts = []
     for folder in folders:
         dataset = load_split(folder, split)
         where = f"dataset: {folder!r} split {split!r}"
         require_sound_rows(rows_without_pixels(dataset.data.table), where)
-        prompts += problem_texts(dataset, made, where)
+        prompts += problem_texts(dataset, prompt_template, where)
         parts.append(dataset)
     _require_different_ids(parts, folders)
     try:
@@ -136,10 +138,10 @@ def load_rows(
     images = pc.list_value_length(dataset.data.table["images"]).to_pylist()
     messages = conversations(prompts, images, script.adora_system_prompt)
     dataset = mark_unreadable(dataset.add_column("prompt", messages))
-    kept = range(len(dataset)) if fitting is None else fitting(dataset, prompts)
+    fitting_rows = range(len(dataset)) if fitting is None else fitting(dataset, prompts)
     if script.adora_mixture is None or len(parts) == 1:
-        return dataset if len(kept) == len(dataset) else dataset.select(kept)
-    ends = [bisect_left(kept, end) for end in accumulate(len(part) for part in parts)]
+        return dataset if len(fitting_rows) == len(dataset) else dataset.select(fitting_rows)
+    ends = [bisect_left(fitting_rows, end) for end in accumulate(len(part) for part in parts)]
     sizes = [end - start for start, end in pairwise([0, *ends])]
     if 0 in sizes:
         empty = (
@@ -150,25 +152,28 @@ def load_rows(
             f"{empty} leaves none of its rows; remove it from dataset_name, or raise the limit"
         )
     return dataset.select(
-        [kept[number] for number in mixed_rows(sizes, script.adora_mixture, seed)]
+        [fitting_rows[number] for number in mixed_rows(sizes, script.adora_mixture, seed)]
     )
 
 
-def problem_texts(dataset: Dataset, made: Template | None, where: str) -> list[str]:
-    """The text of each row's message: its problem, or what the template makes of its columns.
+def problem_texts(dataset: Dataset, prompt_template: Template | None, where: str) -> list[str]:
+    """Return the text of each row's message: its problem, or the template filled with its columns.
 
-    Raises `UserError` for a column that is not there, and for a row whose text has a fault.
+    `where` names the data set in messages. Raises `UserError` for a column that is not there, and
+    for a row whose text has a fault.
     """
-    if made is None:
+    if prompt_template is None:
         return list(dataset["problem"])
-    made.check_columns(dataset.column_names, where)
+    prompt_template.check_columns(dataset.column_names, where)
     images = pc.list_value_length(dataset.data.table["images"]).to_pylist()
     columns = [
-        name for name in dict.fromkeys(("id", *made.columns)) if name in dataset.column_names
+        name
+        for name in dict.fromkeys(("id", *prompt_template.columns))
+        if name in dataset.column_names
     ]
     texts = []
     for row, count in zip(dataset.data.table.select(columns).to_pylist(), images, strict=True):
-        text = made(row)
+        text = prompt_template(row)
         fault = problem_with_prompt(text, count)
         if fault:
             raise UserError(f"adora_prompt: row {row['id']} of {where}: {fault}")
@@ -177,22 +182,23 @@ def problem_texts(dataset: Dataset, made: Template | None, where: str) -> list[s
 
 
 def as_asked(script: Any, table: pa.Table) -> Any:
-    """The arguments for a fingerprint.
+    """Return a copy of the script arguments for the fingerprint of a run.
 
-    `adora_prompt` is None in them if the template gives each row its problem alone, so that a run
-    with such a template, and one without any, can resume each other.
+    `adora_prompt` is None in the copy if the template gives each row its problem alone, so that a
+    run with such a template and one without any can resume each other.
     """
-    known = copy(script)
+    arguments = copy(script)
     if script.adora_prompt and template(script.adora_prompt).asks_the_problem_alone(
         with_choices=has_choices(table)
     ):
-        known.adora_prompt = None
-    return known
+        arguments.adora_prompt = None
+    return arguments
 
 
 def mixed_rows(sizes: Sequence[int], shares: Sequence[float], seed: int) -> list[int]:
-    """Row numbers of data sets that stand one after the other, drawn by `shares` until each row has
-    come once. Rows of a data set that is too small for its share are repeated.
+    """Return row numbers of concatenated data sets, drawn by `shares` until each row has come once.
+
+    `sizes`: rows of each data set. Rows of a data set that is too small for its share are repeated.
     """
     ends = pairwise([0, *accumulate(sizes)])
     numbers = [Dataset.from_dict({"row": list(range(first, end))}) for first, end in ends]
@@ -205,12 +211,12 @@ def mixed_rows(sizes: Sequence[int], shares: Sequence[float], seed: int) -> list
 
 def _require_different_ids(parts: Sequence[Dataset], folders: Sequence[str]) -> None:
     """Raise `UserError` where two rows share an id, by which rollouts are recorded and shown."""
-    seen: dict[Any, str] = {}
+    folder_of_id: dict[Any, str] = {}
     for part, folder in zip(parts, folders, strict=True):
         ids = part.data.table["id"].to_pylist()
         twice = next((row for row, count in Counter(ids).items() if count > 1), None)
-        double = next((row for row in ids if row in seen), None)
-        names = f"{Path(seen.get(double, '')).name} and {Path(folder).name}"
+        double = next((row for row in ids if row in folder_of_id), None)
+        names = f"{Path(folder_of_id.get(double, '')).name} and {Path(folder).name}"
         if twice is not None:
             raise UserError(
                 f"dataset_name: {folder!r} has the row {twice!r} twice; give each row its own id"
@@ -219,4 +225,4 @@ def _require_different_ids(parts: Sequence[Dataset], folders: Sequence[str]) -> 
             raise UserError(
                 f"dataset_name: {names} both have a row {double!r}; convert one with another --name"
             )
-        seen.update(dict.fromkeys(ids, folder))
+        folder_of_id.update(dict.fromkeys(ids, folder))

@@ -1,4 +1,4 @@
-"""What the output folder of a preparation may replace; it appears complete or not at all."""
+"""The output folder of a preparation: it appears complete or not at all, and replaces only ours."""
 
 import json
 import shutil
@@ -24,8 +24,7 @@ _DECIDES_NO_ROW = "allow_quarantined"  # people are told to raise it, and the ro
 def complete_or_absent(
     output: Path, description: Mapping[str, Any] | None = None, *, overwrite: bool = True
 ) -> Iterator[Path]:
-    """A folder to write into, hidden beside `output`, that takes the place of `output` when the
-    block ends.
+    """Yield a hidden folder beside `output` that takes its place when the block ends.
 
     On any exception it is removed and `output` stays as it was. Raises `UserError` where that holds
     what we did not prepare, without `overwrite` also another dataset than that of `description`,
@@ -41,13 +40,13 @@ def complete_or_absent(
             _refuse(output, description, overwrite)  # again, since preparing takes long
     except OSError as error:
         path = Path(error.filename or output)
-        places = [
-            place
-            for place in (path, *path.parents)
-            if place.parent == output.parent and is_partial(place)
+        partial_folders = [
+            folder
+            for folder in (path, *path.parents)
+            if folder.parent == output.parent and is_partial(folder)
         ]
         # in the hidden folder beside it
-        hidden = any(place.name.startswith(f".{output.name}.") for place in places)
+        hidden = any(folder.name.startswith(f".{output.name}.") for folder in partial_folders)
         if error.errno is None or not (hidden or path in (output, *output.parents)):
             raise  # something else than what is written here
         raise unwritable("output", output, error) from error
@@ -59,29 +58,31 @@ def _refuse(output: Path, description: Mapping[str, Any] | None, overwrite: bool
     if overwrite or manifest is None:
         return
     assert description is not None, "without it no dataset is the same"
-    here, new = (_identity(found) for found in (manifest, json.loads(json.dumps(description))))
-    at = next((at for at in (*new, *here) if here.get(at) != new.get(at)), None)
-    if at is not None:
-        difference = f"{at[-1]} {here.get(at)!r:.60}, this one {new.get(at)!r:.60}"
+    present = _identity(manifest)
+    # through JSON, as the manifest was: tuples become lists
+    new = _identity(json.loads(json.dumps(description)))
+    differing = next((key for key in (*new, *present) if present.get(key) != new.get(key)), None)
+    if differing is not None:
+        difference = (
+            f"{differing[-1]} {present.get(differing)!r:.60}, this one {new.get(differing)!r:.60}"
+        )
         holds = f"{str(output)!r} holds another prepared dataset ({difference})"
         raise UserError(f"output: {holds}; choose another folder, or replace it with --overwrite")
 
 
 def _identity(description: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    """What identifies a dataset: where it is equal, the same command makes it again."""
+    """Return what identifies a dataset: two with equal identities come from the same command."""
     arguments = {
-        key: one
-        for key, one in (description.get("arguments") or {}).items()
+        key: value
+        for key, value in (description.get("arguments") or {}).items()
         if key != _DECIDES_NO_ROW
     }
-    found = {(key,): description.get(key) for key in ("source", "input", "revision")}
-    return found | {("arguments", key): value for key, value in arguments.items()}
+    origin = {(key,): description.get(key) for key in ("source", "input", "revision")}
+    return origin | {("arguments", key): value for key, value in arguments.items()}
 
 
 def refuse_foreign(output: Path) -> None:
-    """Raise `UserError` unless `output` is absent, empty, or a prepared folder with nothing else in
-    it.
-    """
+    """Raise `UserError` unless `output` is absent, empty, or holds only a prepared dataset."""
     with written_to("output", output):
         if not output.exists():
             return
@@ -91,10 +92,12 @@ def refuse_foreign(output: Path) -> None:
             return
     manifest = read_manifest(output)
     if manifest is None:
-        what = f"is not empty and not a prepared dataset (no {MANIFEST_NAME} of ours)"
-        raise UserError(f"output: {str(output)!r} {what}; choose another folder or empty it")
-    there = {path.relative_to(output).as_posix() for path in output.rglob("*") if not path.is_dir()}
-    foreign = there - {MANIFEST_NAME, *manifest["files"]}
+        reason = f"is not empty and not a prepared dataset (no {MANIFEST_NAME} of ours)"
+        raise UserError(f"output: {str(output)!r} {reason}; choose another folder or empty it")
+    present = {
+        path.relative_to(output).as_posix() for path in output.rglob("*") if not path.is_dir()
+    }
+    foreign = present - {MANIFEST_NAME, *manifest["files"]}
     if foreign:
         holds = (
             f"{str(output)!r} holds {min(foreign)!r}, which is not part of the prepared dataset "

@@ -1,6 +1,4 @@
-"""From a row to its prompt: the conversation that the model reads, and a template of one's own for
-it.
-"""
+"""Prompts of rows: the conversation that the model reads, and the user's template for its text."""
 
 import json
 import re
@@ -110,13 +108,13 @@ class Template:
 
     def check_columns(self, columns: Iterable[str], where: str) -> None:
         """Raise `UserError` for a column that the data set `where` lacks."""
-        known = [name for name in columns if name not in (*_HIDDEN, "images", "prompt")]
+        usable_columns = [name for name in columns if name not in (*_HIDDEN, "images", "prompt")]
         for name in self.columns:
-            if name not in known and name != _CHOICES:
-                close = did_you_mean(name, [*known, _MADE])
+            if name not in usable_columns and name != _CHOICES:
+                close = did_you_mean(name, [*usable_columns, _MADE])
                 raise UserError(
                     f"adora_prompt: {name!r} is no column of {where}{close}; it has "
-                    f"{', '.join(known)}"
+                    f"{', '.join(usable_columns)}"
                 )
 
     def asks_the_problem_alone(self, *, with_choices: bool) -> bool:
@@ -124,22 +122,22 @@ class Template:
 
         `with_choices`: whether some row has choices.
         """
-        others = dict.fromkeys(self.columns, "another column")
-        return self({**others, "problem": "?", _CHOICES: ["!"] if with_choices else None}) == "?"
+        values = dict.fromkeys(self.columns, "another column")
+        return self({**values, "problem": "?", _CHOICES: ["!"] if with_choices else None}) == "?"
 
     def __call__(self, row: Mapping[str, Any]) -> str:
-        """The text for a row. A line is left out where what it names is null or an empty list."""
+        """Return the text for a row, without the lines whose columns are all null or empty lists."""
         choices = row.get(_CHOICES)
         values = {**row, _CHOICES: choices, _MADE: multiple_choice(choices)}
-        made = []
+        lines = []
         for line in self.lines:
             named = [values[name] for _, name in line if name is not None]
             if named and all(value in (None, [], ()) for value in named):
                 continue
-            made.append(
+            lines.append(
                 "".join(text + (_value_text(values[name]) if name else "") for text, name in line)
             )
-        return "\n".join(made)
+        return "\n".join(lines)
 
 
 def template(source: str) -> Template:
@@ -164,28 +162,26 @@ def template(source: str) -> Template:
         if name is None:
             continue
         if not name.isidentifier() or form or conversion:
-            whole = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
+            field = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
             raise _wrong(
-                source, f"has {whole!r:.60} in braces, which is not the plain name of a column"
+                source, f"has {field!r:.60} in braces, which is not the plain name of a column"
             )
         if name in _HIDDEN:
             raise _wrong(source, f"has {{{name}}}, which would tell the model the answer")
         lines[-1].append(("", name))
-    found = Template(source, tuple(map(tuple, lines)))
-    if not found.names:
+    parsed = Template(source, tuple(map(tuple, lines)))
+    if not parsed.names:
         raise _wrong(source, "names no column, so every prompt would be the same")
-    return found
+    return parsed
 
 
-def _value_text(value: Any) -> str:
-    """A column's value in a prompt: a list as `(A) 12 (B) 13`, null as nothing."""
-    return (
-        " ".join(lettered(value))
-        if isinstance(value, list | tuple)
-        else ""
-        if value is None
-        else str(value)
-    )
+def _value_text(value: object) -> str:
+    """Return a column's value as text of a prompt: a list as `(A) 12 (B) 13`, null as nothing."""
+    if isinstance(value, list | tuple):
+        return " ".join(lettered(value))
+    if value is None:
+        return ""
+    return str(value)
 
 
 def _wrong(source: str, why: str) -> UserError:
@@ -196,8 +192,9 @@ def _wrong(source: str, why: str) -> UserError:
 
 
 def lettered(values: Sequence[Any]) -> list[str]:
-    """`(A) 12`, `(B) 13`: a list as it stands in every prompt, in the form of MathVista; after Z
-    come numbers.
+    """Return the values with letters, `(A) 12`, `(B) 13`, in the form of MathVista.
+
+    Values after the 26th get numbers, from 27 on.
     """
     values = without_letters(values)
     letters = [
@@ -211,15 +208,20 @@ _OWN_LETTER = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])\s*[.):、：])\s*(?=\S)")
 
 
 def without_letters(values: Sequence[Any]) -> Sequence[Any]:
-    """The choices without letters of their own, where all have theirs: `3`, `4` for `A. 3`, `B. 4`."""
+    """Return the choices without letters of their own: `3`, `4` for `A. 3`, `B. 4`.
+
+    They are returned unchanged unless all of them have letters, in order from A.
+    """
     if len(values) < 2 or not _OWN_LETTER.match(str(values[0])):
         return values
-    found = [_OWN_LETTER.match(str(value)) for value in values]
-    if [match and (match[1] or match[2]) for match in found] != list(
+    matches = [_OWN_LETTER.match(str(value)) for value in values]
+    if [match and (match[1] or match[2]) for match in matches] != list(
         ascii_uppercase[: len(values)]
     ):
         return values
-    return [str(value)[match.end() :] for value, match in zip(values, found, strict=True) if match]
+    return [
+        str(value)[match.end() :] for value, match in zip(values, matches, strict=True) if match
+    ]
 
 
 def multiple_choice(choices: Sequence[str] | None) -> str | None:
@@ -231,15 +233,18 @@ def multiple_choice(choices: Sequence[str] | None) -> str | None:
 
 
 def asks_for_answer_tags(*prompts: str | None) -> bool:
-    """Whether a system prompt or a template asks for `<answer> </answer>`, so that an answer may
-    stand there alone.
+    """Whether a system prompt or a template asks for `<answer> </answer>`.
+
+    An answer may then stand between these tags alone, without a box.
     """
     return any("<answer>" in (prompt or "") for prompt in prompts)
 
 
-def control_tokens(processor: Any) -> tuple[str, ...]:
-    """The texts that this processor, or tokenizer, reads as tokens of its own: `CONTROL_TOKENS` and
-    the special ones of its vocabulary. `processor`: None where it is not known.
+def control_tokens(processor: object) -> tuple[str, ...]:
+    """Return the texts that a processor or tokenizer reads as tokens of its own.
+
+    They are `CONTROL_TOKENS` and the special tokens of its vocabulary. `processor`: None where it
+    is not known.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
@@ -247,8 +252,8 @@ def control_tokens(processor: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*CONTROL_TOKENS, *special]))
 
 
-def control_token_in(value: Any, tokens: Sequence[str] = CONTROL_TOKENS) -> str | None:
-    """The first of `tokens` in a text, or in any text of lists and mappings; None without one."""
+def control_token_in(value: object, tokens: Sequence[str] = CONTROL_TOKENS) -> str | None:
+    """Return the first of `tokens` in a text, or in any text of lists and mappings, else None."""
     if isinstance(value, str):
         return next((token for token in tokens if token in value), None)
     inside: Iterable[Any] = ()
@@ -256,13 +261,17 @@ def control_token_in(value: Any, tokens: Sequence[str] = CONTROL_TOKENS) -> str 
         inside = value.values()
     elif isinstance(value, list | tuple):
         inside = value
-    found = (control_token_in(one, tokens) for one in inside)
-    return next((token for token in found if token is not None), None)
+    for item in inside:
+        token = control_token_in(item, tokens)
+        if token is not None:
+            return token
+    return None
 
 
-def problem_with_messages(prompt: Any, tokens: Sequence[str] = CONTROL_TOKENS) -> str | None:
-    """What makes a finished prompt unusable, with what templates, tools and environments have put
-    into it; None where nothing does.
+def problem_with_messages(prompt: object, tokens: Sequence[str] = CONTROL_TOKENS) -> str | None:
+    """Return what makes a finished prompt unusable, or None where nothing does.
+
+    A finished prompt contains what templates, tools and environments have put into it.
 
     `prompt`: messages, or a text of TRL's, which its user has written with the marks of turns
     already, so only those of pictures are refused in it.
@@ -284,23 +293,24 @@ def problem_with_messages(prompt: Any, tokens: Sequence[str] = CONTROL_TOKENS) -
 
 
 def with_tools(system_prompt: str | None, schemas: Sequence[Mapping[str, Any]]) -> str | None:
-    """The system prompt with what the tools are, where there are some."""
+    """Return the system prompt followed by the schemas of the tools, or unchanged without tools."""
     if not schemas:
         return system_prompt
-    told = _TOOLS.format("\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas))
-    return f"{system_prompt}\n\n{told}" if system_prompt else told
+    tools_text = _TOOLS.format(
+        "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
+    )
+    return f"{system_prompt}\n\n{tools_text}" if system_prompt else tools_text
 
 
 def tool_response(parts: Sequence[Any]) -> list[Any]:
-    """What a user's turn says of a call: texts and pictures of the tool, between the template's
-    marks.
-    """
+    """Return a tool's reply, texts and pictures, between the template's marks for a user's turn."""
     return ["<tool_response>\n", *parts, "\n</tool_response>"]
 
 
 def conversation(problem: str, system_prompt: str | None = SYSTEM_PROMPT) -> list[Message]:
-    """Messages for a problem without `<image>`; TRL puts the row's images before the text of the
-    first user message.
+    """Return the messages for a problem without `<image>`.
+
+    TRL puts the row's images before the text of the first user message.
     """
     messages: list[Message] = [{"role": "user", "content": problem}]
     if system_prompt:
@@ -311,8 +321,9 @@ def conversation(problem: str, system_prompt: str | None = SYSTEM_PROMPT) -> lis
 def conversation_with_images(
     problem: str, n_images: int, system_prompt: str | None = SYSTEM_PROMPT
 ) -> list[Message]:
-    """The same with one placeholder an image, as a chat template expects it: at each `<image>`, or
-    before the text.
+    """Return the messages for a problem with one image part per image, as chat templates expect.
+
+    The parts stand at each `<image>` of the problem, or before the text where it has none.
     """
     messages = conversation(problem, system_prompt)
     messages[-1] = {"role": "user", "content": _parts(problem, n_images)}
@@ -322,18 +333,20 @@ def conversation_with_images(
 def conversations(
     problems: list[str], n_images: list[int], system_prompt: str | None
 ) -> list[list[Message]]:
-    """The conversations of a whole data set, in one form, since a column of a table has one type:
-    plain texts, unless an image has its place inside a problem.
+    """Return the conversations of a whole data set, all in one form.
+
+    A column of a table has one type, so all contents are plain texts, or all are lists of parts if
+    any problem has an image inside its text.
     """
     if not any(PLACEHOLDER in problem for problem in problems):
         return [conversation(problem, system_prompt) for problem in problems]
-    made = []
+    all_messages = []
     for problem, count in zip(problems, n_images, strict=True):
         messages = conversation_with_images(problem, count, system_prompt)
         if system_prompt:
             messages[0] = {"role": "system", "content": [{"type": "text", "text": system_prompt}]}
-        made.append(messages)
-    return made
+        all_messages.append(messages)
+    return all_messages
 
 
 def as_text(messages: Sequence[Message]) -> str:
@@ -341,11 +354,9 @@ def as_text(messages: Sequence[Message]) -> str:
     lines = []
     for message in messages:
         parts = message.get("content") or ""
-        text = (
-            parts
-            if isinstance(parts, str)
-            else "".join(part.get("text", PLACEHOLDER) for part in parts)
-        )
+        text = parts
+        if not isinstance(parts, str):
+            text = "".join(part.get("text", PLACEHOLDER) for part in parts)
         lines += [f"[{message['role']}]", text]
     return "\n".join(lines)
 
@@ -363,6 +374,6 @@ def _parts(problem: str, n_images: int) -> list[Message]:
 
 def shown_lines(prompt: str) -> list[str]:
     """The lines of a prompt for a terminal."""
-    more = len(prompt) - _SHOWN_PROMPT
+    hidden = len(prompt) - _SHOWN_PROMPT
     lines = [printable(line) for line in prompt[:_SHOWN_PROMPT].split("\n")]
-    return [*lines, f"... {more} more characters"] if more > 0 else lines
+    return [*lines, f"... {hidden} more characters"] if hidden > 0 else lines

@@ -1,4 +1,4 @@
-"""What is wrong with a row of a dataset, said before anything is learned from it or asked about it."""
+"""Checks of the rows of a dataset, made before a row is trained on or evaluated."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -17,8 +17,10 @@ Row = Mapping[str, Any]
 
 
 def problem_with_row(row: Row) -> str | None:
-    """What makes `row` unusable, as `column: value; remedy` in one line without the row's id; None
-    for a sound row. Its images are counted and not decoded: each may be anything that is not null.
+    """Return what makes `row` unusable, or None for a sound row.
+
+    The result is one line, `column: value; remedy`, without the row's id. Images are counted and
+    not decoded: each may be anything that is not null.
     """
     for column in _TEXTS:
         text = row.get(column)
@@ -50,29 +52,31 @@ def problem_with_row(row: Row) -> str | None:
     fault = _fault_in(row["problem"], len(images))
     if fault:
         return f"problem: {shown(row['problem'])} {fault}"
-    wrong = ((choice, fault) for choice in choices or () if (fault := _fault_in(choice)))
-    return next((f"choices: {shown(choice)} {fault}" for choice, fault in wrong), None)
+    for choice in choices or ():
+        fault = _fault_in(choice)
+        if fault:
+            return f"choices: {shown(choice)} {fault}"
+    return None
 
 
 def _fault_in(text: str, images: int | None = None) -> str | None:
-    """What makes a text of a prompt unusable, behind its name.
+    """Return what makes a text of a prompt unusable, worded to follow its name; None if nothing.
 
-    `images`: how many it may have places for.
+    `images`: the number of images of the row, which placeholders have to match where the text has
+    any; None where placeholders are not checked.
     """
     token = control_token_in(text)
     if token is not None:
         return f"has the model's own token {token}; remove it from the text"
-    found = text.count(PLACEHOLDER)
-    if images is not None and found and found != images:
-        has = f"has {found} {PLACEHOLDER} with {amount(images, 'image')}"
+    placeholders = text.count(PLACEHOLDER)
+    if images is not None and placeholders and placeholders != images:
+        has = f"has {placeholders} {PLACEHOLDER} with {amount(images, 'image')}"
         return f"{has}; give one for each image, or none to have them before the text"
     return None
 
 
 def problem_with_prompt(text: str, images: int) -> str | None:
-    """What makes the text that a template made of a row unusable, in one line; None where nothing
-    does.
-    """
+    """Return what makes the text that a template made of a row unusable, in one line, else None."""
     if fault := _fault_in(text, images):
         return f"its text {fault}"
     return None if text.strip() else "its text is empty; name a column that has a value"
@@ -84,11 +88,11 @@ def require_sound_rows(rows: Iterable[Row], where: str) -> None:
     `where` begins the message.
     """
     first = ""
-    more = 0
+    later_faults = 0
     for number, row in enumerate(rows):
         problem = problem_with_row(row)
         if problem and first:
-            more += 1
+            later_faults += 1
         elif problem:
             name = row.get("id")
             first = (
@@ -96,12 +100,15 @@ def require_sound_rows(rows: Iterable[Row], where: str) -> None:
                 f"{problem}"
             )
     if first:
-        raise UserError(f"{where}: {first}{f' (and {more} more such rows)' if more else ''}")
+        raise UserError(
+            f"{where}: {first}{f' (and {later_faults} more such rows)' if later_faults else ''}"
+        )
 
 
 def rows_without_pixels(table: pa.Table) -> Iterator[dict[str, Any]]:
-    """The rows of a table of the schema for `problem_with_row`: an image is True, or None where it
-    has no bytes, of which none is copied.
+    """Yield the rows of a table of the schema, for `problem_with_row`, without copying image bytes.
+
+    An image is True, or None where it has neither bytes nor a path.
     """
     names = [name for name in (*_TEXTS, "choices") if name in table.column_names]
     columns = {name: table[name].to_pylist() for name in names}
@@ -113,9 +120,9 @@ def rows_without_pixels(table: pa.Table) -> Iterator[dict[str, Any]]:
 
 
 def images_of(row: Mapping[str, Any]) -> list[Any]:
-    """The images of a row, in either of TRL's columns."""
-    one = row.get("image")
-    return list(row.get("images") or ([] if one is None else [one]))
+    """Return the images of a row, from either of TRL's columns, `images` or `image`."""
+    image = row.get("image")
+    return list(row.get("images") or ([] if image is None else [image]))
 
 
 def has_images(table: pa.Table) -> bool:
@@ -124,8 +131,9 @@ def has_images(table: pa.Table) -> bool:
 
 
 def has_choices(table: pa.Table) -> bool:
-    """Whether any row of a table of the schema has choices; an empty list is none, and so is
-    anything but a list.
+    """Whether any row of a table of the schema has choices.
+
+    An empty list counts as no choices, and so does a column that holds anything but lists.
     """
     kind = table.schema.field("choices").type if "choices" in table.column_names else None
     if kind is None or not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
@@ -134,15 +142,13 @@ def has_choices(table: pa.Table) -> bool:
 
 
 def _image_marks(chunk: pa.ListArray) -> Iterator[list[bool | None] | None]:
-    """For each row of a chunk of lists of images: None where the list is null, else one mark for
-    each image.
-    """
+    """Yield for each row of a chunk of image lists one mark per image, or None for a null list."""
     lengths = pc.list_value_length(chunk).to_pylist()
     values = chunk.flatten()
-    there = values.is_valid()
+    present = values.is_valid()
     if pa.types.is_struct(values.type):
         parts = [values.field(name).is_valid() for name in ("bytes", "path")]
-        there = pc.and_(there, pc.or_(*parts))
-    marks = iter([True if mark else None for mark in there.to_pylist()])
+        present = pc.and_(present, pc.or_(*parts))
+    marks = iter([True if mark else None for mark in present.to_pylist()])
     for length in lengths:
         yield None if length is None else [next(marks) for _ in range(length)]

@@ -132,7 +132,9 @@ def paper_checks(run: ResolvedRun) -> list[Check]:
     )
     rows = [without_images[number] for number in range(min(ROWS, len(run.dataset)))]
     checks = [check_golds(rows, rounding=rounds(script.adora_reward))]
-    if is_healthy(checks) and not run.rewards.own:  # those were tried, and may mean something else
+    if (
+        is_healthy(checks) and not run.rewards.user_functions
+    ):  # those were tried, and may mean something else
         checks.append(
             check_rewards(
                 rows,
@@ -144,7 +146,7 @@ def paper_checks(run: ResolvedRun) -> list[Check]:
     folder = Path(config.output_dir)
     checks.append(check_writable(folder))
     shape = run.shape
-    one = checkpoint_of(config, shape, run.where.sharding)
+    one = checkpoint_of(config, shape, run.context.sharding)
     kept = (config.save_total_limit or 1) if config.save_strategy == "steps" else 0
     needed = (
         run_bytes(one, shape.total * shape.weight_bytes, kept)

@@ -8,7 +8,15 @@ from typing import Literal
 
 import numpy as np
 
-from adora_vl.geometry.solve import TIGHT, Budget, Problem, Solution, is_collapsed, is_free, is_same
+from adora_vl.geometry.solve import (
+    TIGHT,
+    Budget,
+    FigureProblem,
+    Solution,
+    is_collapsed,
+    is_free,
+    is_same,
+)
 
 Status = Literal["answered", "open", "ambiguous", "conflict", "collapsed", "unread"]
 _ROUNDED = 0.01  # largest residual of a figure whose facts were rounded
@@ -25,7 +33,7 @@ class Outcome:
     """What the figures of a problem say: a status, and where there is one the answer with its
     figure.
 
-    `others` are the answers of other figures that fulfil the facts as well. `doubled`: the answer
+    `rival_values` are the answers of other figures that fulfil the facts as well. `doubled`: the answer
     is known to about four digits alone, since the equations have a double root there. `disordered`:
     lines on which the only figures have the points in another order, which is a conflict with what
     lies on them.
@@ -34,13 +42,13 @@ class Outcome:
     status: Status
     value: float | None = None
     solution: Solution | None = None
-    others: tuple[float, ...] = ()
+    rival_values: tuple[float, ...] = ()
     doubled: bool = False
     disordered: tuple[str, ...] = ()
 
 
 def outcome(
-    problem: Problem, budget: Budget, *, starts: int | None = None, rounded: bool = False
+    problem: FigureProblem, budget: Budget, *, starts: int | None = None, rounded: bool = False
 ) -> Outcome:
     """Solve a problem. `rounded`: facts may be off by as much as a book rounds them."""
     result = _outcome(problem, budget=budget, starts=starts, rounded=rounded)
@@ -53,7 +61,9 @@ def outcome(
     return replace(result, status="conflict", value=value, disordered=disordered)
 
 
-def _outcome(problem: Problem, budget: Budget, *, starts: int | None, rounded: bool) -> Outcome:
+def _outcome(
+    problem: FigureProblem, budget: Budget, *, starts: int | None, rounded: bool
+) -> Outcome:
     loose = _ROUNDED if rounded else TIGHT
     solutions = problem.solutions(budget, starts, loose)
     if not solutions:
@@ -76,9 +86,11 @@ def _outcome(problem: Problem, budget: Budget, *, starts: int | None, rounded: b
     share = _SAME_ROUNDED if rounded else _SAME
     rivals = [solution for solution in pool if _is_rival(solution, best, share)]
     agreeing = sum(1 for solution in sound if is_same(solution.value, best.value, share))
-    others = tuple(sorted({round(solution.value, 6) for solution in rivals}))
+    rival_values = tuple(sorted({round(solution.value, 6) for solution in rivals}))
     if rivals or (agreeing < 2 and best.faults > 0):
-        return Outcome(status="ambiguous", value=best.value, solution=best, others=others)
+        return Outcome(
+            status="ambiguous", value=best.value, solution=best, rival_values=rival_values
+        )
     return Outcome(status="answered", value=best.value, solution=best)
 
 
@@ -101,10 +113,10 @@ def _is_rival(solution: Solution, best: Solution, share: float) -> bool:
     return _unlikeness(solution)[0] < _NEARER * _unlikeness(best)[0] + _NEAR
 
 
-def _without_places(problem: Problem, alike: Sequence[Solution], budget: Budget) -> Outcome:
+def _without_places(problem: FigureProblem, alike: Sequence[Solution], budget: Budget) -> Outcome:
     """Where there is no picture to choose by, all figures have to agree."""
     best = min(alike, key=lambda solution: (solution.faults, solution.residual, solution.start))
-    others = sorted(
+    rival_values = sorted(
         {
             round(solution.value, 6)
             for solution in alike
@@ -113,12 +125,17 @@ def _without_places(problem: Problem, alike: Sequence[Solution], budget: Budget)
     )
     fixed = [solution for solution in alike if not is_free(solution)]
     if len(fixed) < len(alike):
-        if not others and problem.stays(best, budget):
+        if not rival_values and problem.stays(best, budget):
             return Outcome(status="answered", value=best.value, solution=best, doubled=True)
-        return Outcome(status="open", value=best.value, solution=best, others=tuple(others[:3]))
-    if others:
         return Outcome(
-            status="ambiguous", value=best.value, solution=best, others=tuple(others[:3])
+            status="open", value=best.value, solution=best, rival_values=tuple(rival_values[:3])
+        )
+    if rival_values:
+        return Outcome(
+            status="ambiguous",
+            value=best.value,
+            solution=best,
+            rival_values=tuple(rival_values[:3]),
         )
     if len(alike) < 2:
         return Outcome(status="ambiguous", value=best.value, solution=best)
@@ -126,7 +143,7 @@ def _without_places(problem: Problem, alike: Sequence[Solution], budget: Budget)
 
 
 def _at_free(
-    problem: Problem, best: Solution, alike: Sequence[Solution], budget: Budget
+    problem: FigureProblem, best: Solution, alike: Sequence[Solution], budget: Budget
 ) -> Outcome:
     """Where the goal seems free: open, but at a double root, where pushing the figure does not move
     the goal.
@@ -135,11 +152,13 @@ def _at_free(
     if len(same) == len(alike) and problem.stays(best, budget):
         value = float(np.median([solution.value for solution in same]))
         return Outcome(status="answered", value=value, solution=best, doubled=True)
-    others = sorted(
+    rival_values = sorted(
         {
             round(solution.value, 6)
             for solution in alike
             if not is_same(solution.value, best.value, _SAME_DOUBLE)
         }
     )
-    return Outcome(status="open", value=best.value, solution=best, others=tuple(others[:3]))
+    return Outcome(
+        status="open", value=best.value, solution=best, rival_values=tuple(rival_values[:3])
+    )

@@ -12,7 +12,7 @@ from adora_vl.geometry.choose import Outcome, outcome
 from adora_vl.geometry.forms import Form, Term
 from adora_vl.geometry.measures import unit_of
 from adora_vl.geometry.primitives import Reading, read
-from adora_vl.geometry.solve import Budget, Problem, is_same
+from adora_vl.geometry.solve import Budget, FigureProblem, is_same
 
 _MOST_TRIED = 14  # facts of one kind that are left out one by one
 _STARTS = 4
@@ -26,7 +26,7 @@ class Repair:
 
     left_out: tuple[int, ...]
     outcome: Outcome
-    problem: Problem
+    problem: FigureProblem
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
     terms = reading.drawing.terms
     used = {source for source in reading.sources if source is not None}
     values = [number for number in sorted(used) if is_value(terms[number])]
-    given = [number for number in values if number < len(reading.drawing.facts)]
-    others = [
+    value_facts = [number for number in values if number < len(reading.drawing.facts)]
+    relation_facts = [
         number for number in sorted(used - set(values)) if number < len(reading.drawing.facts)
     ]
-    asked = [number for number in sorted(used) if number >= len(reading.drawing.facts)]
-    involved = _involved(Problem(reading), budget)
+    question_facts = [number for number in sorted(used) if number >= len(reading.drawing.facts)]
+    involved = _involved(FigureProblem(reading), budget)
     groups: list[list[tuple[int, ...]]] = [_other_kind(reading, values)]
-    for numbers in (given, others, asked):
+    for numbers in (value_facts, relation_facts, question_facts):
         likely = [number for number in numbers if number in involved]
         rest = [number for number in numbers if number not in involved]
         groups.append([(number,) for number in [*likely, *rest][:_MOST_TRIED]])
@@ -65,11 +65,8 @@ def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
     chosen: Repair | None = None
     is_settled = False
     for group in groups:
-        fitting = [
-            repair
-            for left_out in group
-            if (repair := _repaired(form, left_out, budget)) is not None
-        ]
+        attempts = [_repaired(form, left_out, budget) for left_out in group]
+        fitting = [repair for repair in attempts if repair is not None]
         repairs += fitting
         answered = [repair for repair in fitting if repair.outcome.status == "answered"]
         if answered and not is_settled:
@@ -117,19 +114,19 @@ def _kind_of_goal(reading: Reading) -> str:
 
 def _repaired(form: Form, left_out: Iterable[int], budget: Budget) -> Repair | None:
     numbers = tuple(left_out)
-    if budget.left <= 0:
+    if budget.remaining <= 0:
         return None
     reading = read(form, without=numbers)
     if reading.goal is None:
         return None
-    problem = Problem(reading)
+    problem = FigureProblem(reading)
     result = outcome(problem, budget, starts=_STARTS)
     if result.solution is None or result.solution.faults:
         return None
     return Repair(left_out=numbers, outcome=result, problem=problem)
 
 
-def _involved(problem: Problem, budget: Budget) -> list[int]:
+def _involved(problem: FigureProblem, budget: Budget) -> list[int]:
     """The facts that a figure misses which misses all of them together as little as it can; the
     worst missed first.
     """
@@ -141,9 +138,10 @@ def _involved(problem: Problem, budget: Budget) -> list[int]:
             best = residuals
     if best is None or not len(best):
         return []
-    sources: dict[int, int | None] = {}
-    for relation, source in zip(problem.reading.relations, problem.reading.sources, strict=True):
-        sources[id(relation)] = source
+    sources = {
+        id(relation): source
+        for relation, source in zip(problem.reading.relations, problem.reading.sources, strict=True)
+    }
     misses: dict[int, float] = {}
     for residual, relation in zip(np.abs(best), problem.system.residual_relations, strict=True):
         source = sources.get(id(relation))

@@ -11,7 +11,7 @@ from typing import Literal
 from adora_vl.geometry.choose import Status
 from adora_vl.geometry.forms import Form, Point, form_of, record_of
 from adora_vl.geometry.primitives import read
-from adora_vl.geometry.solve import Problem, Solution
+from adora_vl.geometry.solve import FigureProblem, Solution
 
 How = Literal["facts", "angles", "looks", "without a fact", "rounded", ""]
 _DIGITS = 9  # of the figure's size, that a stored place has
@@ -62,7 +62,7 @@ class Verdict:
 
 
 def figure_of(
-    problem: Problem,
+    problem: FigureProblem,
     solution: Solution,
     form: Form,
     assumed: tuple[str, ...] = (),
@@ -73,12 +73,12 @@ def figure_of(
     """
     v = solution.v
     names = problem.system.points
-    places = {name: problem.place(v, name) for name in names}
+    places = {name: problem.location(v, name) for name in names}
     turn = _turn_to_picture(problem, places)
     digits = _DIGITS - math.floor(math.log10(max(problem.size, 1e-9)))
     at = {}
-    for name, place in places.items():
-        turned = place * turn * problem.size
+    for name, location in places.items():
+        turned = location * turn * problem.size
         at[name] = (round(turned.real, digits), round(turned.imag, digits))
     first = problem.system.first_unknown
     values = {name: float(v[first + number]) for number, name in enumerate(problem.system.unknowns)}
@@ -86,7 +86,7 @@ def figure_of(
     return Figure(at=at, values=rounded, form=form, assumed=assumed, left_out=left_out)
 
 
-def _turn_to_picture(problem: Problem, places: Mapping[str, complex]) -> complex:
+def _turn_to_picture(problem: FigureProblem, places: Mapping[str, complex]) -> complex:
     """The turn that lays the figure as the picture lies."""
     names = [name for name in problem.places if name in places]
     if len(names) < 2:
@@ -102,7 +102,7 @@ def _turn_to_picture(problem: Problem, places: Mapping[str, complex]) -> complex
 def written(figure: Figure) -> str:
     """The figure as one line of JSON, for a table."""
     record = {
-        "at": {name: list(place) for name, place in figure.at.items()},
+        "at": {name: list(location) for name, location in figure.at.items()},
         "values": dict(figure.values),
         "form": record_of(figure.form),
         "assumed": list(figure.assumed),
@@ -136,11 +136,12 @@ def figure_from(text: str) -> Figure:
 
 
 def residual_of(figure: Figure) -> float:
-    """By how much the places of a figure miss its facts, at worst, in shares of its size or in
-    radians.
+    """The largest residual of a figure's facts at its places.
+
+    Lengths are in shares of the figure's size, angles in radians.
     """
     reading = read(figure.form, without_words=figure.left_out)
-    problem = Problem(reading)
+    problem = FigureProblem(reading)
     v = problem.start(0)
     for name, (x, y) in figure.at.items():
         if name in problem.system.position:

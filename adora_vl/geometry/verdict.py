@@ -15,16 +15,16 @@ from adora_vl.geometry.choose import Outcome, Status, outcome
 from adora_vl.geometry.conflict import Conflict, conflict_of
 from adora_vl.geometry.exact import exact
 from adora_vl.geometry.figure import Verdict, figure_of
-from adora_vl.geometry.forms import Form, Term
+from adora_vl.geometry.forms import Form
 from adora_vl.geometry.primitives import Reading, read
 from adora_vl.geometry.shapes import UnreadError, terms_of
-from adora_vl.geometry.solve import Budget, Problem
+from adora_vl.geometry.solve import Budget, FigureProblem
 from adora_vl.geometry.words import words_of
 
 MAX_POINTS = 60
 MAX_FACTS = 120
 MAX_SEGMENTS = 200
-MAX_FACT_LENGTH = 400  # characters
+MAX_FACT_LENGTH = 400
 # Evaluations of all equations. Of Geometry3K no problem needs more than a fifth of the first.
 EVALUATIONS = 6000
 REPAIR_EVALUATIONS = 9000
@@ -79,17 +79,18 @@ def unread_of(form: Form, reading: Reading) -> Iterator[str]:
         for number, text in enumerate(texts, start=1):
             if text.strip() and not any(True for _ in terms_of([text])):
                 yield f"{name} {number}, {text!r:.60}: its brackets do not close"
-    places: dict[Term, str] = {}
-    for number, text in enumerate(form.facts, start=1):
-        for term in terms_of([text]):
-            places.setdefault(term, f"fact {number}")
+    places = {
+        term: f"fact {number}"
+        for number, text in reversed(list(enumerate(form.facts, start=1)))
+        for term in terms_of([text])
+    }
     for term, reason in reading.unread:
         yield f"{places.get(term, 'the question')}, {str(term)!r:.60}: {reason}"
 
 
 def _solved(form: Form, reading: Reading, *, looks: bool, repair: bool) -> Verdict:
     budget = Budget(EVALUATIONS)
-    problem = Problem(reading)
+    problem = FigureProblem(reading)
     result = outcome(problem, budget)
     if result.status == "answered" and not reading.assumed:
         return _answered(form, problem, result)
@@ -144,7 +145,7 @@ def _plain(value: float) -> float:
     return float(f"{value:.10g}")
 
 
-def _answered(form: Form, problem: Problem, result: Outcome) -> Verdict:
+def _answered(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
     assert result.value is not None and result.solution is not None, "an answer has a figure"
     value = _plain(result.value)
     answer = answer_of(result.value, problem.reading)
@@ -179,7 +180,7 @@ def _by_angles(reading: Reading) -> Verdict | None:
     )
 
 
-def _seen(form: Form, problem: Problem, result: Outcome) -> Verdict:
+def _seen(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
     """An answer that needs what only the picture shows."""
     assert result.value is not None and result.solution is not None, "an answer has a figure"
     assumed = tuple(dict.fromkeys(problem.reading.assumed))
@@ -194,7 +195,7 @@ def _seen(form: Form, problem: Problem, result: Outcome) -> Verdict:
     )
 
 
-def _with_looks(form: Form, problem: Problem, result: Outcome, budget: Budget) -> Verdict:
+def _with_looks(form: Form, problem: FigureProblem, result: Outcome, budget: Budget) -> Verdict:
     """Where the facts leave the goal open: what the picture shows beside them, first tangents, then
     everything.
     """
@@ -202,15 +203,19 @@ def _with_looks(form: Form, problem: Problem, result: Outcome, budget: Budget) -
         reading = read(form, looks=level)
         if reading.goal is None or len(reading.assumed) == len(problem.reading.assumed):
             continue
-        trial = Problem(reading)
-        seen = outcome(trial, budget)
-        if seen.status == "answered" and seen.solution is not None and seen.solution.faults == 0:
-            return _seen(form, trial, seen)
+        trial = FigureProblem(reading)
+        trial_outcome = outcome(trial, budget)
+        if (
+            trial_outcome.status == "answered"
+            and trial_outcome.solution is not None
+            and trial_outcome.solution.faults == 0
+        ):
+            return _seen(form, trial, trial_outcome)
     return _open(form, problem, result)
 
 
-def _open(form: Form, problem: Problem, result: Outcome) -> Verdict:
-    values = [value for value in (result.value, *result.others) if value is not None]
+def _open(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
+    values = [value for value in (result.value, *result.rival_values) if value is not None]
     examples = " or ".join(f"{value:.4g}" for value in values[:2])
     return Verdict(
         status="open",
@@ -218,8 +223,8 @@ def _open(form: Form, problem: Problem, result: Outcome) -> Verdict:
     )
 
 
-def _ambiguous(form: Form, problem: Problem, result: Outcome) -> Verdict:
-    values = [value for value in (result.value, *result.others) if value is not None]
+def _ambiguous(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
+    values = [value for value in (result.value, *result.rival_values) if value is not None]
     examples = " and ".join(f"{value:.6g}" for value in values[:2])
     if len(values) < 2:
         why = (
@@ -230,7 +235,7 @@ def _ambiguous(form: Form, problem: Problem, result: Outcome) -> Verdict:
     return Verdict(status="ambiguous", why=f"two figures fit, with {examples}")
 
 
-def _out_of_order(problem: Problem, result: Outcome) -> Verdict:
+def _out_of_order(problem: FigureProblem, result: Outcome) -> Verdict:
     """Where figures fit only with the points of a line in another order than facts or picture have
     them.
     """
@@ -248,7 +253,7 @@ def _out_of_order(problem: Problem, result: Outcome) -> Verdict:
     )
 
 
-def _repaired(form: Form, problem: Problem, result: Outcome, budget: Budget) -> Verdict:
+def _repaired(form: Form, problem: FigureProblem, result: Outcome, budget: Budget) -> Verdict:
     reading = problem.reading
     clash = conflict_of(form, reading, Budget(REPAIR_EVALUATIONS))
     why = _no_figure(result, clash, reading)
@@ -295,9 +300,15 @@ def _no_figure(result: Outcome, clash: Conflict | None, reading: Reading) -> str
         return f"{kind}: {names[0]} contradicts the other facts"
     values = []
     for number in clash.facts:
-        without = [repair.outcome for repair in clash.repairs if repair.left_out == (number,)]
-        answers = [outcome.value for outcome in without if outcome.status == "answered"]
-        values.append(f"{answers[0]:.6g}" if answers and answers[0] is not None else "-")
+        value = next(
+            (
+                repair.outcome.value
+                for repair in clash.repairs
+                if repair.left_out == (number,) and repair.outcome.status == "answered"
+            ),
+            None,
+        )
+        values.append("-" if value is None else f"{value:.6g}")
     return (
         f"{kind}: {_listed(names)} exclude each other (leaving out one of them gives: "
         f"{', '.join(values)})"

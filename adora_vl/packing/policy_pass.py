@@ -139,8 +139,8 @@ class PackedForward:
             # A rank on which sharing does not pay takes part with separate rows on both sides.
             packed_chunk = partial(packed, 1) if pays else separate_chunk
             mask_BC = attention_mask[:step, -completion:]
-            if host.own is not None:
-                mask_BC = mask_BC * host.own[:step, :completion].to(mask_BC.device)
+            if host.policy_mask is not None:
+                mask_BC = mask_BC * host.policy_mask[:step, :completion].to(mask_BC.device)
             self._check(
                 model, packed=packed_chunk, separate=separate_chunk, mask_BC=mask_BC, pays=pays
             )

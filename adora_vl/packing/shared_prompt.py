@@ -201,8 +201,8 @@ def pack(
             else:
                 position_parts.append(completion_positions[..., row, :tokens])
             sampled = torch.arange(length)
-            if host.own is not None:
-                sampled = host.own[row, :length].nonzero()[:, 0]
+            if host.policy_mask is not None:
+                sampled = host.policy_mask[row, :length].nonzero()[:, 0]
             label_parts.append(begin + sampled)
             predicting += torch.tensor([last, *range(at, at + tokens)])[sampled].tolist()
             source_BC[row, sampled] = torch.arange(scored, scored + len(sampled))
@@ -221,8 +221,8 @@ def pack(
     predicting_K = on_device(torch.tensor(predicting or [0]))  # a head needs one position at least
     flat = input_ids.flatten()
     mask_BC = attention_mask[:, prompt:]
-    if host.own is not None:
-        mask_BC = mask_BC * host.own[:, :completion].to(mask_BC.device, non_blocking=True)
+    if host.policy_mask is not None:
+        mask_BC = mask_BC * host.policy_mask[:, :completion].to(mask_BC.device, non_blocking=True)
     return Packed(
         ids_NS=flat[id_index][None],
         positions=sequence_positions[..., None, :],

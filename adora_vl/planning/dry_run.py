@@ -85,7 +85,7 @@ def make_plan(command: CliArgs, options: DryRunOptions) -> Plan:
     run = prepare_on_paper(command, options)
     script = run.script
     lengths = run.lengths
-    sharding = run.where.sharding
+    sharding = run.context.sharding
     assert script is not None and lengths is not None, (
         "a dry run has the keys of a command, and measures"
     )

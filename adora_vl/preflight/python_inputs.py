@@ -1,6 +1,10 @@
-"""What Python gives as objects: a model, data sets, functions; what is refused, and how a run knows
-them again.
+"""The objects that Python code passes to the trainer: a model, data sets, functions.
+
+They are checked here before a weight is loaded, and hashed, so that a run that resumes can tell
+whether it has got the same ones.
 """
+
+from __future__ import annotations
 
 import hashlib
 import json
@@ -9,13 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyarrow as pa  # pyarrow ships no types
 import pyarrow.compute as pc
 import torch
 import xxhash
 from datasets import Dataset, IterableDataset
+from transformers import PreTrainedModel
 from trl import ModelConfig
 from trl.trainer.utils import get_config_model_id
 
@@ -28,8 +33,14 @@ from adora_vl.rewards.choose import NAMES, ChosenRewards, choose_rewards
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import function_name, is_own, source_hash
 
-_ROWS = 1000  # that are read at once
-_COLUMNS = ("images", "image")
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+_ROWS = 1000  # rows that are read at once
+_IMAGE_COLUMNS = ("images", "image")
+
+
+AnyDatasets: TypeAlias = Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset]
 
 
 @dataclass(frozen=True)
@@ -37,13 +48,13 @@ class Datasets:
     """The rows to train on, and those that TRL evaluates on."""
 
     train: Dataset | IterableDataset
-    evaluate: Any = None
+    evaluate: AnyDatasets | None = None
 
 
-def config_of(args: Any, model: Any) -> AdoraGRPOConfig:
-    """The trainer's `args`; None is TRL's default.
+def config_of(args: object, model: str | PreTrainedModel) -> AdoraGRPOConfig:
+    """The trainer's `args`; for None, a config named after the model, as in TRL.
 
-    Raises `UserError` for another config than ours.
+    Raises `UserError` for a config that is not an `AdoraGRPOConfig`.
     """
     if args is None:
         return AdoraGRPOConfig(f"{_name_of(model).split('/')[-1]}-GRPO")
@@ -57,11 +68,12 @@ def config_of(args: Any, model: Any) -> AdoraGRPOConfig:
 
 
 def refuse_objects(
-    train_dataset: Any, reward_funcs: Any, rollout_func: Any, environment_factory: Any
+    train_dataset: object,
+    reward_funcs: object,
+    rollout_func: object,
+    environment_factory: object,
 ) -> None:
-    """Raises `UserError` for an argument of the trainer that would be ignored, or fail after the
-    weights are loaded.
-    """
+    """Raise `UserError` for an argument that would be ignored, or would fail after loading."""
     if rollout_func:
         raise UserError(
             "rollout_func: a sampler of your own is not supported, because its rollouts have "
@@ -81,16 +93,23 @@ def refuse_objects(
         )
 
 
-def _name_of(model: Any) -> str:
-    return model if isinstance(model, str) else str(get_config_model_id(model.config) or "")
+def _name_of(model: str | PreTrainedModel) -> str:
+    """The model's folder or hub id; empty where an object does not know it."""
+    if isinstance(model, str):
+        return model
+    return str(get_config_model_id(model.config) or "")
 
 
 def model_keys(
-    model: Any, config: AdoraGRPOConfig, peft_config: Any, quantised: Any = None
+    model: str | PreTrainedModel,
+    config: AdoraGRPOConfig,
+    peft_config: PeftConfig | None,
+    quantised: Any = None,
 ) -> ModelConfig:
-    """What a command's keys would say of the model.
+    """The keys that a command would have for this model.
 
-    `quantised`: `quantization_config`. Raises `UserError`.
+    `quantised`: the trainer's `quantization_config`, which may stand in `model_init_kwargs` too.
+    Raises `UserError` for a quantisation that is not supported.
     """
     init = dict(config.model_init_kwargs or {})
     quantised = quantised or init.pop("quantization_config", None)
@@ -106,62 +125,82 @@ def model_keys(
             )
         attention = getattr(model.config, "_attn_implementation", None)
         init = {"dtype": model.dtype, "attn_implementation": attention, "revision": None}
+    has_adapter = not isinstance(model, str) and hasattr(model, "peft_config")
     return ModelConfig(
         model_name_or_path=_name_of(model),
         model_revision=init.get("revision"),
         dtype=str(init.get("dtype", "float32")).removeprefix("torch."),
         attn_implementation=init.get("attn_implementation"),
-        use_peft=peft_config is not None
-        or (not isinstance(model, str) and hasattr(model, "peft_config")),
+        use_peft=peft_config is not None or has_adapter,
         load_in_4bit=quantised is not None,
         bnb_4bit_quant_type=getattr(quantised, "bnb_4bit_quant_type", "nf4"),
         use_bnb_nested_quant=bool(getattr(quantised, "bnb_4bit_use_double_quant", False)),
     )
 
 
-def rewards_given(given: Any, output_dir: Path) -> ChosenRewards:
-    """The trainer's `reward_funcs`, as in TRL, or as in the key; a name with a slash is a model.
+def rewards_from_python(reward_funcs: object, output_dir: Path) -> ChosenRewards:
+    """The reward functions of the trainer's `reward_funcs`.
 
-    Raises `UserError`.
+    `reward_funcs` is what TRL takes, or what the key `adora_reward` takes: a function, the name of
+    a reward model, a preset, FILE.py:FUNCTION, a mapping with options, or a list of these; None is
+    none. Raises `UserError`.
     """
-    asked = [*given] if isinstance(given, list | tuple) else [] if given is None else [given]
-    # with a slash, or of a folder, it is the name of a reward model, for which TRL looks
-    models = [
-        one
-        for one in asked
-        if isinstance(one, str) and not is_own(one) and ("/" in one or Path(one).is_dir())
+    if reward_funcs is None:
+        requests: list[Any] = []
+    elif isinstance(reward_funcs, list | tuple):
+        requests = [*reward_funcs]
+    else:
+        requests = [reward_funcs]
+    reward_models = [request for request in requests if _is_reward_model(request)]
+    presets = [
+        request
+        for request in requests
+        if isinstance(request, Mapping | str) and request not in reward_models
     ]
-    ours = [one for one in asked if isinstance(one, Mapping | str) and one not in models]
-    chosen = choose_rewards(ours, output_dir=output_dir) if ours else ChosenRewards((), (), {})
-    made = zip(chosen.entries, chosen.functions, strict=True)
+    chosen = ChosenRewards((), (), {})
+    if presets:
+        chosen = choose_rewards(presets, output_dir=output_dir)
+    chosen_pairs = zip(chosen.entries, chosen.functions, strict=True)
     entries: list[str] = []
     functions: list[Any] = []
     hashes = {**chosen.hashes}
-    for one in asked:
-        if one in ours:
-            for entry, function in islice(made, len(one) if isinstance(one, Mapping) else 1):
+    for request in requests:
+        if request in presets:
+            # a mapping may have several presets
+            count = len(request) if isinstance(request, Mapping) else 1
+            for entry, function in islice(chosen_pairs, count):
                 entries.append(entry)
                 functions.append(function)
             continue
-        if not isinstance(one, str) and not callable(one):
+        if not isinstance(request, str) and not callable(request):
             raise UserError(
-                f"reward_funcs: {one!r:.80} is no function; give a function, a preset or a list "
-                "of them"
+                f"reward_funcs: {request!r:.80} is no function; give a function, a preset or a "
+                "list of them"
             )
-        name = one if isinstance(one, str) else function_name(one)
-        entries.append(f"{name} of Python" if name in NAMES else name)
-        functions.append(one)
-        hashes[entries[-1]] = _identity_of_reward(one)
-    tried = {entry for entry, one in zip(entries, functions, strict=True) if _can_be_tried(one)}
+        name = request if isinstance(request, str) else function_name(request)
+        entry = f"{name} of Python" if name in NAMES else name
+        entries.append(entry)
+        functions.append(request)
+        hashes[entry] = _identity_of_reward(request)
+    pairs = zip(entries, functions, strict=True)
+    tried = {entry for entry, function in pairs if _can_be_tried(function)}
     return ChosenRewards(
-        entries=tuple(entries), functions=tuple(functions), hashes=hashes, given=frozenset(tried)
+        entries=tuple(entries),
+        functions=tuple(functions),
+        hashes=hashes,
+        from_python=frozenset(tried),
     )
 
 
+def _is_reward_model(request: object) -> bool:
+    """Whether an entry names a reward model, which TRL loads: a hub id, or a folder."""
+    if not isinstance(request, str) or is_own(request):
+        return False
+    return "/" in request or Path(request).is_dir()
+
+
 def _identity_of_reward(function: Any) -> str:
-    """By what a run knows a reward of Python's again: a reward model by its weights, a function by
-    its source.
-    """
+    """A text that tells this reward from others: a reward model's weights, a function's source."""
     if isinstance(function, torch.nn.Module):
         return identity_of_model(function)
     if isinstance(function, str):
@@ -170,82 +209,94 @@ def _identity_of_reward(function: Any) -> str:
 
 
 def _can_be_tried(function: Any) -> bool:
-    """Whether it is a function of the user's: a reward model is loaded later, and ours are known."""
-    ours = (getattr(function, "__module__", None) or type(function).__module__).startswith(
-        "adora_vl."
-    )
-    return callable(function) and not isinstance(function, torch.nn.Module) and not ours
+    """Whether a reward is a function of the user's, which is called once before the run.
+
+    A reward model is not loaded yet at that time, and our own functions are known to work.
+    """
+    module = getattr(function, "__module__", None) or type(function).__module__
+    is_ours = module.startswith("adora_vl.")
+    return callable(function) and not isinstance(function, torch.nn.Module) and not is_ours
 
 
-def told_of_tools(dataset: Any, schemas: Sequence[Mapping[str, Any]]) -> Any:
-    """The data set, or each of several, with the tools in its system messages.
+def with_tool_descriptions(dataset: Any, schemas: Sequence[Mapping[str, Any]]) -> Any:
+    """A data set, or each of a mapping of them, with the tools in its system messages.
 
-    Raises `UserError` for a text prompt.
+    `schemas`: the JSON schemas of the tools. Raises `UserError` for a prompt that is a text.
     """
     if not schemas or dataset is None:
         return dataset
     if isinstance(dataset, Mapping):
-        return {name: told_of_tools(each, schemas) for name, each in dataset.items()}
+        return {name: with_tool_descriptions(part, schemas) for name, part in dataset.items()}
 
-    def told(row: Mapping[str, Any]) -> dict[str, Any]:
-        first = row["prompt"][0] if row["prompt"] else None
-        if not isinstance(first, Mapping):
-            raise UserError(
-                'train_dataset: with tools a prompt has to be messages, such as [{"role": "user", '
-                '"content": "..."}]'
-            )
-        has_one = first["role"] == "system"
-        said = first["content"] if has_one else None
-        if has_one and not isinstance(said, str):
-            said = "".join(part.get("text") or "" for part in first["content"])
-        text: Any = with_tools(said, schemas)
-        if not isinstance(first["content"], str):
-            text = [{**dict.fromkeys(first["content"][0]), "type": "text", "text": text}]
-        return {"prompt": [{"role": "system", "content": text}, *row["prompt"][has_one:]]}
+    def described(row: Mapping[str, Any]) -> dict[str, Any]:
+        return {"prompt": _describe_tools(row["prompt"], schemas)}
 
+    # `map` would decode all images; of a stored table only the column of the prompts is read.
     if not is_stored(dataset):
-        return dataset.map(told)
-    made = [told(row)["prompt"] for row in dataset.select_columns("prompt").with_format(None)]
-    return dataset.remove_columns("prompt").add_column("prompt", made)
+        return dataset.map(described)
+    rows = dataset.select_columns("prompt").with_format(None)
+    prompts = [described(row)["prompt"] for row in rows]
+    return dataset.remove_columns("prompt").add_column("prompt", prompts)
+
+
+def _describe_tools(prompt: Any, schemas: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The messages of a prompt, with the tools in the first one, the system message."""
+    first = prompt[0] if prompt else None
+    if not isinstance(first, Mapping):
+        raise UserError(
+            'train_dataset: with tools a prompt has to be messages, such as [{"role": "user", '
+            '"content": "..."}]'
+        )
+    has_system_message = first["role"] == "system"
+    system_text = first["content"] if has_system_message else None
+    if has_system_message and not isinstance(system_text, str):
+        system_text = "".join(part.get("text") or "" for part in first["content"])
+    content: Any = with_tools(system_text, schemas)
+    if not isinstance(first["content"], str):
+        # Arrow wants the same keys in the parts of every message.
+        empty_part = dict.fromkeys(first["content"][0])
+        content = [{**empty_part, "type": "text", "text": content}]
+    remaining = prompt[1:] if has_system_message else prompt
+    return [{"role": "system", "content": content}, *remaining]
 
 
 def check_prompts(dataset: Dataset) -> bool:
-    """Whether a row of a data set of Python's has an image.
+    """Whether any row of a data set from Python has an image.
 
-    Raises `UserError` for a row that cannot be asked.
+    Raises `UserError` without a column `prompt`, and for a row with images whose prompt is a text.
     """
     if "prompt" not in dataset.column_names:
         raise UserError(
             f"train_dataset: lacks the column 'prompt' (it has {', '.join(dataset.column_names)})"
         )
-    pictured = False
+    any_images = False
     for name, prompt, sizes in prompts_of(dataset):
-        pictured = pictured or bool(sizes)
+        any_images = any_images or bool(sizes)
         if sizes and isinstance(prompt, str):
             remedy = 'write the prompt as messages, such as [{"role": "user", "content": "..."}]'
             raise UserError(
                 f"train_dataset: row {name} has images and a text as its prompt; {remedy}"
             )
-    return pictured
+    return any_images
 
 
 def refuse_unusable_prompts(key: str, dataset: Any, tokens: Sequence[str]) -> None:
-    """Hold the finished prompts of a data set, or of each of several, against `tokens` of the
-    model's own. Those of a stream are held against them when they come.
+    """Check the finished prompts of a data set, or of each of a mapping of them.
 
-    Raises `UserError` for the first row with a fault (`problem_with_messages`).
+    `tokens`: the control tokens of the model, which no prompt may contain. The rows of a stream
+    are checked when they are drawn. Raises `UserError` for the first row with a fault
+    (`problem_with_messages`).
     """
     if isinstance(dataset, Mapping):
-        for one in dataset.values():
-            refuse_unusable_prompts(key, one, tokens)
-    # A command's rows have a transform, too, which decodes pictures and changes no text.
+        for part in dataset.values():
+            refuse_unusable_prompts(key, part, tokens)
+    # The rows of a command have a transform too, which decodes images and changes no text.
     if not (is_stored(dataset) or only_decodes(dataset)) or "prompt" not in dataset.column_names:
         return
-    number = 0
+    first_number = 0
     for table in _tables(dataset, ["id", "prompt"]):
-        named = "id" in table.column_names
-        names = table["id"].to_pylist() if named else range(number, number + table.num_rows)
-        number += table.num_rows
+        names = _names_of_rows(table, first_number)
+        first_number += table.num_rows
         for name, prompt in zip(names, table["prompt"].to_pylist(), strict=True):
             fault = problem_with_messages(prompt, tokens)
             if fault is not None:
@@ -253,66 +304,80 @@ def refuse_unusable_prompts(key: str, dataset: Any, tokens: Sequence[str]) -> No
 
 
 def prompts_of(dataset: Dataset) -> Iterator[tuple[str, Any, Sequence[Size | None]]]:
-    """The id, the prompt and the sizes of the images of each row; no image is decoded."""
-    number = 0
-    for table in _tables(dataset, ["id", "prompt", *_COLUMNS]):
-        names = (
-            table["id"].to_pylist()
-            if "id" in table.column_names
-            else range(number, number + table.num_rows)
-        )
+    """The id, the prompt and the sizes of the images of each row; no image is decoded.
+
+    A row without an `id` has its number in its place.
+    """
+    first_number = 0
+    for table in _tables(dataset, ["id", "prompt", *_IMAGE_COLUMNS]):
+        names = _names_of_rows(table, first_number)
         prompts = table["prompt"].to_pylist()
-        number += table.num_rows
+        first_number += table.num_rows
         yield from zip(map(str, names), prompts, _sizes(table), strict=True)
 
 
-def fewest_pictures(dataset: Any) -> int | None:
-    """How many the row with the fewest has; None where that cannot be told without reading rows."""
+def _names_of_rows(table: pa.Table, first_number: int) -> Sequence[Any]:
+    """The ids of the rows of a table; without them their numbers, from `first_number` on."""
+    if "id" in table.column_names:
+        ids: list[Any] = table["id"].to_pylist()
+        return ids
+    return range(first_number, first_number + table.num_rows)
+
+
+def fewest_images(dataset: object) -> int | None:
+    """The number of images of the row with the fewest.
+
+    None where it cannot be known without decoding rows: for a stream, and behind a transform.
+    """
     if not isinstance(dataset, Dataset) or not (is_stored(dataset) or only_decodes(dataset)):
         return None
-    if not set(_COLUMNS) & set(dataset.column_names):
+    if not set(_IMAGE_COLUMNS) & set(dataset.column_names):
         return 0
-    fewest = [min(_counts(table), default=None) for table in _tables(dataset, _COLUMNS)]
+    fewest = [min(_image_counts(table), default=None) for table in _tables(dataset, _IMAGE_COLUMNS)]
     return min((count for count in fewest if count is not None), default=None)
 
 
-def _counts(table: pa.Table) -> list[int]:
-    """How many pictures each row has; nothing is decoded."""
+def _image_counts(table: pa.Table) -> list[int]:
+    """The number of images of each row; nothing is decoded."""
     name = "images" if "images" in table.column_names else "image"
     kind = table.schema.field(name).type
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
-        return [int(there) for there in pc.is_valid(table[name]).to_pylist()]
+        return [int(has_image) for has_image in pc.is_valid(table[name]).to_pylist()]
     return [count or 0 for count in pc.list_value_length(table[name]).to_pylist()]
 
 
 def _sizes(table: pa.Table) -> Iterator[Sequence[Size | None]]:
+    """The sizes of the images of each row; of a column `image` there is one in each row."""
     if "images" in table.column_names and pa.types.is_list(table.schema.field("images").type):
         return sizes_in(table)
     if "image" in table.column_names:
-        one = table["image"].combine_chunks()
-        lists = pa.ListArray.from_arrays(pa.array(range(len(one) + 1), pa.int32()), one)
+        images = table["image"].combine_chunks()
+        offsets = pa.array(range(len(images) + 1), pa.int32())
+        lists = pa.ListArray.from_arrays(offsets, images)
         return sizes_in(pa.table({"images": lists}))
     return iter([()] * table.num_rows)
 
 
 def _tables(dataset: Dataset, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """The rows in their order, as they are stored."""
-    kept = [name for name in dataset.column_names if columns is None or name in columns]
-    plain = dataset.select_columns(kept).with_format("arrow")
+    """The rows in their order, as they are stored, in tables of up to `_ROWS` rows."""
+    names = [name for name in dataset.column_names if columns is None or name in columns]
+    plain = dataset.select_columns(names).with_format("arrow")
     for first in range(0, len(plain), _ROWS):
         yield plain[first : first + _ROWS]
 
 
-def is_stored(dataset: Any) -> bool:
-    """Whether its rows can be looked at beforehand: not those of a stream, and not what a transform
-    makes of them.
+def is_stored(dataset: object) -> bool:
+    """Whether the rows can be read before the run, as they will be trained on.
+
+    The rows of a stream cannot, nor what a transform makes of the stored ones.
     """
     return isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
 
 
-def identity_of_rows(dataset: Any) -> str:
-    """Rows and a hash of all, of images by their bytes, to know them again; of a stream its
-    columns.
+def identity_of_rows(dataset: Dataset | IterableDataset) -> str:
+    """A text that tells these rows from others: their number and a hash of all of them.
+
+    Images that lie in files count by their bytes. A stream is known by its columns alone.
     """
     if not isinstance(dataset, Dataset):
         return f"a stream of {dataset.column_names}"
@@ -329,20 +394,23 @@ def identity_of_rows(dataset: Any) -> str:
 
 
 def _paths(table: pa.Table) -> Iterator[str]:
-    """Of the images whose bytes lie elsewhere."""
-    for name in (name for name in _COLUMNS if name in table.column_names):
-        for value in (
-            table[name].to_pylist() if pa.types.is_nested(table.schema.field(name).type) else ()
-        ):
-            for image in value if isinstance(value, list) else [value]:
+    """The files of the images whose bytes are not in the table itself."""
+    for name in _IMAGE_COLUMNS:
+        # A column of plain values has no images.
+        if name not in table.column_names or not pa.types.is_nested(table.schema.field(name).type):
+            continue
+        for value in table[name].to_pylist():
+            images = value if isinstance(value, list) else [value]
+            for image in images:
                 if isinstance(image, Mapping) and image.get("path") and not image.get("bytes"):
                     yield str(image["path"])
 
 
 def identity_of_model(model: torch.nn.Module) -> str:
-    """By what a run knows a model object again: its class, its config, those of its adapters, and
-    every byte of its weights and stored buffers. Under ZeRO-3 a rank has no whole tensor, and none
-    is read.
+    """A text that tells this model object from others.
+
+    It holds the class, and a hash of the config, of those of its adapters, and of every byte of
+    its weights and stored buffers. Under ZeRO-3 a rank has no whole tensor, and none is read.
     """
     config = getattr(model, "config", None)
     adapters = getattr(model, "peft_config", {})
@@ -358,10 +426,10 @@ def identity_of_model(model: torch.nn.Module) -> str:
     return f"{type(model).__name__} {digest.hexdigest()}"
 
 
-def adapter_text(peft_config: Any) -> str:
-    """PEFT's config for a fingerprint."""
+def adapter_text(peft_config: PeftConfig) -> str:
+    """PEFT's config as JSON, for a fingerprint; sets are sorted, as their order is random."""
 
-    def plain(value: Any) -> Any:
+    def plain(value: object) -> object:
         return sorted(value) if isinstance(value, set) else str(value)
 
     return json.dumps(peft_config.to_dict(), default=plain, sort_keys=True)

@@ -1,6 +1,8 @@
 """Every check before a weight is loaded, once and in one order, the cheapest first.
 
-A user's own code is run by the stops `rewards` and `tries` alone, after all keys are right.
+A command, a dry run, the doctor and Python code all come this way, so a mistake is refused by the
+same line wherever it is made. Only the checks `rewards` and `tries` run code of the user's own,
+after all keys are right.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +21,7 @@ from transformers import TrainerState
 from adora_vl.builtin.builtin_data import data_folders, resolve_model
 from adora_vl.checkpoint.fingerprint import Fingerprint, fingerprint, sharding_of
 from adora_vl.checkpoint.resume import StartPoint
-from adora_vl.config import AdoraGRPOConfig, checks
+from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments, checks
 from adora_vl.config.batch_plan import batch_plan, check_rows
 from adora_vl.config.command import check_output_dir
 from adora_vl.config.run_context import RunContext
@@ -45,7 +47,7 @@ from adora_vl.rewards import try_rewards
 from adora_vl.rewards.choose import check_sums, choose_rewards
 from adora_vl.rollout.engine_settings import refuse_on_cpu
 from adora_vl.rollout.prompt_tokens import refuse_prefill
-from adora_vl.rollout.rollouts import RolloutGroup, graded, groups_of
+from adora_vl.rollout.rollouts import RolloutGroup, groups_of, row_for_rewards
 from adora_vl.tools.environments import Environments, environments_of
 from adora_vl.tools.room import Room, refuse_no_room
 from adora_vl.tools.run import Toolbox, choose_tools, view_of
@@ -62,47 +64,49 @@ _ELSEWHERE = (
 )
 
 
-def walk(asked: RunRequest, where: RunContext) -> ResolvedRun:
-    """Make every stop. Raises `UserError` at the first thing that cannot work."""
-    run = ResolvedRun(asked, where)
-    if not where.here:
+def resolve_run(request: RunRequest, context: RunContext) -> ResolvedRun:
+    """Run every check. Raises `UserError` at the first thing that cannot work."""
+    run = ResolvedRun(request, context)
+    if not context.local:
         run.unknown.append(_ELSEWHERE)
-    for stop in CHECKS:
-        stop(run)
+    for check in CHECKS:
+        check(run)
     return run
 
 
 def versions(run: ResolvedRun) -> None:
-    """The libraries, and vLLM where it is used."""
-    check_versions(run.config.use_vllm and run.where.here)
+    """Check the versions of the libraries, and of vLLM where it is used."""
+    check_versions(run.config.use_vllm and run.context.local)
 
 
 def keys(run: ResolvedRun) -> None:
-    """What the keys alone say."""
-    by_trl = run.asked.trl_evaluates
-    checks.check_config(run.config, trl_evaluates=by_trl)
-    refuse_unused(run.config, trl_evaluates=by_trl)
+    """Check the keys against each other, before anything is read from the disk or the hub."""
+    trl_evaluates = run.request.trl_evaluates
+    checks.check_config(run.config, trl_evaluates=trl_evaluates)
+    refuse_unused(run.config, trl_evaluates=trl_evaluates)
     run.extensions = chosen_extensions(run.config)
-    tools = bool(run.config.tools or run.asked.tools)
+    tools = bool(run.config.tools or run.request.tools)
     environments = run.environment is not None
     if tools or environments:
-        checks.check_tools(run.config, tools=tools, environments=environments, trl_evaluates=by_trl)
+        checks.check_tools(
+            run.config, tools=tools, environments=environments, trl_evaluates=trl_evaluates
+        )
 
 
 def batches(run: ResolvedRun) -> None:
-    """Micro-batches, groups and machines."""
-    sharding = run.where.sharding
+    """Work out micro-batches and groups, and check how they are spread over machines."""
+    sharding = run.context.sharding
     checks.check_machines(run.config, sharding.processes, sharding.machines)
     run.plan = batch_plan(run.config, sharding.processes)
 
 
 def machine(run: ResolvedRun) -> None:
-    """Optimizer, trackers and the hub, where this is the machine."""
-    if not run.where.here:
+    """Check optimizer, trackers and the hub, where this machine will run the training."""
+    if not run.context.local:
         return
     checks.check_optimizer(run.config)
     check_trackers(run.config.report_to)
-    # Transformers makes the repository when the weights are loaded
+    # Transformers would create the repository only after the weights are loaded.
     if run.config.push_to_hub and no_hub():
         raise UserError(
             f"push_to_hub: true, but {no_hub()}; set it to false and upload output_dir afterwards"
@@ -110,7 +114,7 @@ def machine(run: ResolvedRun) -> None:
 
 
 def rewards(run: ResolvedRun) -> None:
-    """Presets, files, functions and options, and which sums they can reach; and the tools."""
+    """Choose the reward functions and the tools, and check which sums the rewards can reach."""
     output_dir = Path(run.config.output_dir)
     if run.script is not None:
         tags = asks_for_answer_tags(run.script.adora_system_prompt, run.script.adora_prompt)
@@ -118,57 +122,61 @@ def rewards(run: ResolvedRun) -> None:
             run.script.adora_reward, answer_tags=tags, output_dir=output_dir
         )
     else:
-        run.rewards = python_inputs.rewards_given(run.asked.rewards, output_dir)
+        run.rewards = python_inputs.rewards_from_python(run.request.rewards, output_dir)
     environments = environments_of(run.environment, run.config.adora_tool_options.seconds)
-    run.tools = choose_tools([*run.config.tools, *run.asked.tools], environments)
+    run.tools = choose_tools([*run.config.tools, *run.request.tools], environments)
     if environments is not None:
-        _graded_by(run, environments)
+        _add_environment_reward(run, environments)
     check_sums(run.rewards.entries, run.config.reward_weights, run.config.adora_correct_above)
 
 
-def _graded_by(run: ResolvedRun, environments: Environments) -> None:
-    """Their own reward beside the others: as in TRL it weighs 1, unless `reward_weights` has one
-    more.
+def _add_environment_reward(run: ResolvedRun, environments: Environments) -> None:
+    """Add the reward of the environments to the others.
+
+    Its weight is 1, as in TRL, unless `reward_weights` has one value more than there are functions.
     """
-    found = run.rewards
+    chosen = run.rewards
     weights = run.config.reward_weights
     name = environments.name
     if not environments.grades:
-        if not found.functions:
+        if not chosen.functions:
             raise UserError(
                 f"reward_funcs: None would train on nothing, as {name} has no "
                 "get_reward; give a function"
             )
         return
-    same = name in (*found.entries, *map(function_name, found.functions))
-    if same:
+    taken_names = (*chosen.entries, *map(function_name, chosen.functions))
+    if name in taken_names:
         raise UserError(
             f"environment_factory: a reward function has the name {name!r}, too; rename the class"
         )
-    if weights is not None and len(weights) == len(found.entries):
+    if weights is not None and len(weights) == len(chosen.entries):
         run.config.reward_weights = [*weights, 1.0]
-    entries = (*found.entries, name)
-    functions = (*found.functions, environments.reward())
-    run.rewards = replace(found, entries=entries, functions=functions, given=found.given | {name})
+    run.rewards = replace(
+        chosen,
+        entries=(*chosen.entries, name),
+        functions=(*chosen.functions, environments.reward()),
+        from_python=chosen.from_python | {name},
+    )
 
 
 def model(run: ResolvedRun) -> None:
-    """The model's config and family, and what the engine can do with it."""
+    """Find the model, and check its family, its precision and what the engine can do with it."""
     keys = run.model
     config = run.config
-    here = run.where.here
+    local = run.context.local
     run.name = str(keys.model_name_or_path or "")
     run.revision = keys.model_revision
-    if run.asked.model.loaded is not None:
-        run.model_config = run.asked.model.loaded.config
+    if run.request.model.loaded is not None:
+        run.model_config = run.request.model.loaded.config
     else:
         if not run.name:
             raise UserError("model_name_or_path: not set; name a model folder, a hub id, or 'tiny'")
         _find_adapters(run)
         with config.main_process_first(desc="building the tiny model where it is missing"):
             run.name = resolve_model(run.name)
-        # whose report, and the config that it writes, name the model as the user does
-        if run.where.paper:
+        # The report of a dry run, and the config that it writes, name the model as the user does.
+        if run.context.dry_run:
             run.model_config, note = config_for_planning(run.name, run.revision)
             run.unknown += [note] if note else []
         else:
@@ -177,28 +185,29 @@ def model(run: ResolvedRun) -> None:
             run.model_config = load_config(run.name, run.revision)
         run.notes += notes_on(run.name)
     run.notes += fits.check_family(keys, config, run.model_config)
-    stage = run.where.sharding.stage
+    stage = run.context.sharding.stage
     run.four_bit = check_four_bit(
-        keys, config, run.model_config, run.peft_config, stage=stage, here=here
+        keys, config, run.model_config, run.peft_config, stage=stage, here=local
     )
-    if run.four_bit and len(run.adapters) > (run.adapter is not None):
+    if run.four_bit and len(run.merged_adapters):
         merged = (
             f"{run.adapters[-1].name!r} would be merged into a base in 4 bits, which rounds it away"
         )
         remedy = "make a model of it with `python -m adora_vl.export` and name that"
         raise UserError(f"model_name_or_path: {merged}; {remedy}")
     check_extensions(run.extensions, run.model_config)
-    checks.check_tensor_parallel(config, run.model_config, run.where.sharding.processes)
-    if here and config.use_vllm and config.vllm_mode == "colocate":
+    checks.check_tensor_parallel(config, run.model_config, run.context.sharding.processes)
+    if local and config.use_vllm and config.vllm_mode == "colocate":
         refuse_on_cpu(run.model_config, config.vllm_enable_sleep_mode)
     sharded = config.deepspeed_plugin is not None
     lost = run.adapter is None and fits.loses_updates(keys, run.model_config, deepspeed=sharded)
-    if lost and not run.where.paper:  # a dry run says it by itself
+    # a dry run says so in its report
+    if lost and not run.context.dry_run:
         run.notes.append(fits.LOST_UPDATES)
 
 
 def _find_adapters(run: ResolvedRun) -> None:
-    """The adapters that were named in the place of a model, and their base in its name."""
+    """Follow an adapter that was named in place of a model down to its base model."""
     run.adapters = adapters_of("model_name_or_path", run.name, run.revision)
     if not run.adapters:
         return
@@ -211,17 +220,20 @@ def _find_adapters(run: ResolvedRun) -> None:
             f"the adapter {named} is merged into its base {first.base}, and a new one is trained"
         )
     else:
-        check_keys(first, run.model, run.asked.given.words if run.asked.given else ())
+        cli_args = run.request.cli_args
+        check_keys(first, run.model, cli_args.words if cli_args else ())
         run.notes.append(f"the adapter {named} of {first.base} goes on training")
 
 
 def parts(run: ResolvedRun) -> None:
-    """Frozen parts, layers with an adapter, attention, what `from_pretrained` is given, and the
-    keys that do nothing with them.
+    """Check what is trained, how the model is loaded, and which keys do nothing with that.
+
+    What is trained: frozen parts, layers with an adapter, the reference of a KL term. How it is
+    loaded: the attention kernel and the arguments of `from_pretrained`.
     """
-    if run.where.here:
+    if run.context.local:
         fits.check_attention(run.model, run.config.model_init_kwargs or {})
-    loaded = run.asked.model.loaded
+    loaded = run.request.model.loaded
     if loaded is None:
         fits.check_arguments(run.model_config, dict(run.config.model_init_kwargs or {}))
     _check_reference(run)
@@ -231,21 +243,21 @@ def parts(run: ResolvedRun) -> None:
         refuse_embedding_adapters(loaded)
     adapted = run.peft_config is not None or hasattr(loaded, "peft_config")
     fits.check_trainable(run.config, run.model_config, adapted=adapted)
-    settings = RunSettings(run.config, run.model, adapted, run.asked.trl_evaluates)
+    settings = RunSettings(run.config, run.model, adapted, run.request.trl_evaluates)
     run.notes += unused_keys(settings)
-    wanted = run.config.resume_from_checkpoint
-    if run.script is None and wanted is not None:
+    checkpoint = run.config.resume_from_checkpoint
+    if run.script is None and checkpoint is not None:
         run.notes.append(
-            f"resume_from_checkpoint: {wanted} in the config is not read by train(), as in "
+            f"resume_from_checkpoint: {checkpoint} in the config is not read by train(), as in "
             "Transformers; write train(resume_from_checkpoint=...)"
         )
     run.notes += fits.dropout_notes(run.peft_config, run.config, one_step=run.plan.has_one_step)
 
 
 def _check_reference(run: ResolvedRun) -> None:
-    """Whether the reference of a KL term can be the policy that the run starts from."""
+    """Check that the reference of a KL term can be the policy that the run starts from."""
     beta = run.config.beta
-    loaded = run.asked.model.loaded
+    loaded = run.request.model.loaded
     if loaded is None:
         is_new = run.adapter is None
         reference.check_adapter_start(run.peft_config, beta, is_new=is_new)
@@ -257,12 +269,12 @@ def _check_reference(run: ResolvedRun) -> None:
 
 
 def processor(run: ResolvedRun) -> None:
-    """The processor, its limits in pixels, and how long a prompt may be."""
+    """Load the processor, limit its pixels, and work out how long a prompt may be."""
     config = run.config
-    run.processor = run.asked.model.processor
+    run.processor = run.request.model.processor
     if run.processor is None:
-        where = processor_folder(run.adapters, run.name, sees=sees_images(run.model_config))
-        run.processor = _load_processor(run, where, run.revision)
+        source = processor_folder(run.adapters, run.name, sees=sees_images(run.model_config))
+        run.processor = _load_processor(run, source, run.revision)
     if run.processor is not None:
         limit_pixels(run.processor, config.min_pixels, config.max_pixels)
     pixels = lengths.limits_of(
@@ -272,7 +284,7 @@ def processor(run: ResolvedRun) -> None:
         max_pixels=config.max_pixels,
     )
     tokens = control_tokens(run.processor)
-    _refuse_in_template(config.chat_template_kwargs or {}, tokens)
+    _refuse_control_tokens(config.chat_template_kwargs or {}, tokens)
     if run.tools.environments is not None:
         run.tools.environments.control_tokens = tokens
     if run.tools.functions:
@@ -286,21 +298,25 @@ def processor(run: ResolvedRun) -> None:
         _counter(run),
         pixels,
         run.script.adora_overlong_prompts if run.script is not None else None,
-        speaks=run.first and not run.where.paper,
-        paper=run.where.paper,
-        most=run.asked.most,
+        speaks=run.is_main_process and not run.context.dry_run,
+        paper=run.context.dry_run,
+        most=run.request.max_rows,
     )
-    if run.overlong.limit is None and run.first and not run.where.paper:
+    if run.overlong.limit is None and run.is_main_process and not run.context.dry_run:
         print(
             "the lengths of the prompts are not checked: "
             f"{unknown or 'neither a key nor the model has a limit'}"
         )
 
 
-def _refuse_in_template(options: Mapping[str, Any], tokens: Sequence[str]) -> None:
-    """What a chat template is given stands in every prompt; a whole template may have tokens."""
-    given = {name: value for name, value in options.items() if name != "chat_template"}
-    token = control_token_in(given, tokens)
+def _refuse_control_tokens(options: Mapping[str, Any], tokens: Sequence[str]) -> None:
+    """Raise `UserError` for a control token in `chat_template_kwargs`.
+
+    The values stand in every prompt, where such a token would end a turn. A `chat_template` among
+    them is left out: a whole template needs the tokens.
+    """
+    values = {name: value for name, value in options.items() if name != "chat_template"}
+    token = control_token_in(values, tokens)
     if token is not None:
         raise UserError(
             f"chat_template_kwargs: it has the model's own token {token}; remove it from the text"
@@ -308,11 +324,11 @@ def _refuse_in_template(options: Mapping[str, Any], tokens: Sequence[str]) -> No
 
 
 def _load_processor(run: ResolvedRun, name: str, revision: str | None) -> Any:
-    """Where a dry run cannot reach the hub, None with a line about it."""
+    """Load the processor; None, with a line for the user, where a dry run cannot reach the hub."""
     try:
         return load_processor(name, revision)
     except UserError:
-        if not run.where.paper or Path(name).is_dir():
+        if not run.context.dry_run or Path(name).is_dir():
             raise
         guess = (
             f"{lengths.CHARACTERS_A_TOKEN} characters per token, images follow the published rule"
@@ -324,6 +340,7 @@ def _load_processor(run: ResolvedRun, name: str, revision: str | None) -> Any:
 
 
 def _counter(run: ResolvedRun) -> Any:
+    """The function that counts the tokens of prompts, exact where the processor is here."""
     if run.script is None:
         return lengths.message_counter(run.processor, run.config.chat_template_kwargs)
     if run.processor is None:
@@ -334,14 +351,22 @@ def _counter(run: ResolvedRun) -> Any:
 
 
 def _limit(run: ResolvedRun) -> lengths.ContextLimit | None:
-    """The limit of prompts and answers. The first rank alone asks a server for its own."""
+    """The limit on the length of a prompt with its answer; None where nothing limits it.
+
+    Collective with a server: rank 0 alone asks it for its limit, and broadcasts the reply.
+    """
     config = run.config
-    on_server = run.config.use_vllm and run.config.vllm_mode == "server"
-    served = [lengths.served_length(config) if on_server and run.where.here and run.first else None]
-    if on_server and run.where.here and config.world_size > 1:
-        broadcast_object_list(served)
-    limit = lengths.context_limit(config, run.model_config, served[0])
-    if on_server and served[0] is None and run.first and not run.where.paper:
+    on_server = config.use_vllm and config.vllm_mode == "server"
+    served_length = None
+    if on_server and run.context.local:
+        if run.is_main_process:
+            served_length = lengths.served_length(config)
+        if config.world_size > 1:
+            broadcast_list = [served_length]
+            broadcast_object_list(broadcast_list)
+            served_length = broadcast_list[0]
+    limit = lengths.context_limit(config, run.model_config, served_length)
+    if on_server and served_length is None and run.is_main_process and not run.context.dry_run:
         print(
             "the vLLM server does not answer yet, so prompts are held against "
             f"{limit.name if limit else None}"
@@ -350,55 +375,63 @@ def _limit(run: ResolvedRun) -> lengths.ContextLimit | None:
 
 
 def rows(run: ResolvedRun) -> None:
-    """The rows to train on: those that the model can read, and whose prompts leave room for an
-    answer.
-    """
-    asked = run.asked.rows
+    """Load the rows that the model can read and whose prompts leave room for an answer."""
+    request = run.request.rows
     run.data = []
     run.dataset = None
-    if isinstance(asked, python_inputs.Datasets):
-        run.dataset = python_inputs.told_of_tools(asked.train, run.schemas)
-        run.evaluated = python_inputs.told_of_tools(asked.evaluate, run.schemas)
-        for one in (asked.train, asked.evaluate):
-            refuse_prefill(one)
-        _check_stream(run.config, asked.train)
-        tokens = control_tokens(run.processor)
-        python_inputs.refuse_unusable_prompts("train_dataset", run.dataset, tokens)
-        python_inputs.refuse_unusable_prompts("eval_dataset", run.evaluated, tokens)
-        if python_inputs.is_stored(run.dataset):
-            fits.check_sees(
-                run.model, run.model_config, has_images=python_inputs.check_prompts(run.dataset)
-            )
-            run.overlong.kept_of(python_inputs.prompts_of(run.dataset), len(run.dataset))
+    if isinstance(request, python_inputs.Datasets):
+        _take_datasets(run, request)
     else:
         with run.config.main_process_first(desc="making the dataset where it is missing"):
-            run.data = data_folders(asked)
-        missing = (
-            next((name for name in run.data if not Path(name).is_dir()), None)
-            if run.where.paper
-            else None
-        )
-        if missing is not None:
-            guess, words = lengths.assumed(run.overlong.pixels, sees=sees_images(run.model_config))
-            run.unknown.append(
-                f"the dataset {missing!r} is not here, so rows and prompts are not known; {words}"
-            )
-            run.lengths = guess
+            run.data = data_folders(request)
+        if run.context.dry_run and not all(Path(folder).is_dir() for folder in run.data):
+            _assume_lengths(run)
             return
-        told = copy(asked)
-        told.adora_system_prompt = run.system_prompt
-        run.dataset = load_rows(
-            told, folders=run.data, seed=run.config.seed_of_rows, fitting=partial(_fitting, run)
-        )
-        python_inputs.refuse_unusable_prompts("dataset", run.dataset, control_tokens(run.processor))
+        _load_rows_of_keys(run, request)
     run.lengths = run.overlong.lengths
     count = count_of(run.dataset)
     if count is not None:
         check_rows(run.plan, count)
 
 
-def _check_stream(config: AdoraGRPOConfig, dataset: Any) -> None:
-    """Raise `UserError` for a seed that TRL does not shuffle a streamed data set by."""
+def _take_datasets(run: ResolvedRun, datasets: python_inputs.Datasets) -> None:
+    """Check the data sets that Python code passed, and take them into the run."""
+    run.dataset = python_inputs.with_tool_descriptions(datasets.train, run.schemas)
+    run.evaluated = python_inputs.with_tool_descriptions(datasets.evaluate, run.schemas)
+    for dataset in (datasets.train, datasets.evaluate):
+        refuse_prefill(dataset)
+    _check_stream(run.config, datasets.train)
+    tokens = control_tokens(run.processor)
+    python_inputs.refuse_unusable_prompts("train_dataset", run.dataset, tokens)
+    python_inputs.refuse_unusable_prompts("eval_dataset", run.evaluated, tokens)
+    if python_inputs.is_stored(run.dataset):
+        any_images = python_inputs.check_prompts(run.dataset)
+        fits.check_sees(run.model, run.model_config, has_images=any_images)
+        run.overlong.kept_of(python_inputs.prompts_of(run.dataset), len(run.dataset))
+
+
+def _assume_lengths(run: ResolvedRun) -> None:
+    """Assume the lengths of prompts for a dry run whose data set is not on this machine."""
+    missing = next(folder for folder in run.data if not Path(folder).is_dir())
+    guess, words = lengths.assumed(run.overlong.pixels, sees=sees_images(run.model_config))
+    run.unknown.append(
+        f"the dataset {missing!r} is not here, so rows and prompts are not known; {words}"
+    )
+    run.lengths = guess
+
+
+def _load_rows_of_keys(run: ResolvedRun, script: AdoraScriptArguments) -> None:
+    """Load the rows that a command names, with the system prompt that tools add to."""
+    script = copy(script)
+    script.adora_system_prompt = run.system_prompt
+    run.dataset = load_rows(
+        script, folders=run.data, seed=run.config.seed_of_rows, fitting=partial(_fitting, run)
+    )
+    python_inputs.refuse_unusable_prompts("dataset", run.dataset, control_tokens(run.processor))
+
+
+def _check_stream(config: AdoraGRPOConfig, dataset: Dataset | IterableDataset) -> None:
+    """Raise `UserError` for `data_seed`, by which TRL does not shuffle a streamed data set."""
     seed = config.data_seed
     if isinstance(dataset, IterableDataset) and seed is not None:
         raise UserError(
@@ -408,18 +441,20 @@ def _check_stream(config: AdoraGRPOConfig, dataset: Any) -> None:
 
 
 def room(run: ResolvedRun) -> None:
-    """Whether the limits leave room for an answer of each tool."""
+    """Check that the limits on tokens leave room for an answer of each tool."""
     if run.toolbox is None:
         return
     config = run.config
-    known = run.lengths is not None and run.dataset is not None  # and not assumed
-    prompts = run.lengths.prompt if known and run.lengths is not None else []
+    # without a data set the lengths are assumed, and prove nothing
+    prompts = []
+    if run.lengths is not None and run.dataset is not None:
+        prompts = run.lengths.prompt
     limits = Room(
         key="max_completion_length",
         completion=config.max_completion_length,
         context=config.vllm_max_model_length,
         prompt=min(prompts, default=None),
-        pictures=python_inputs.fewest_pictures(run.dataset),
+        pictures=python_inputs.fewest_images(run.dataset),
     )
     refuse_no_room(
         run.toolbox,
@@ -430,64 +465,87 @@ def room(run: ResolvedRun) -> None:
 
 
 def _fitting(run: ResolvedRun, dataset: Dataset, texts: Sequence[str]) -> Sequence[int]:
-    """A tokenizer alone counts no images, so it is asked first whether the model reads them."""
+    """The numbers of the rows whose prompts leave room for an answer.
+
+    Images are checked first: a tokenizer alone would count none, and a model that cannot read
+    them would be found out only later.
+    """
     fits.check_sees(run.model, run.model_config, has_images=has_images(dataset.data.table))
-    if run.asked.most is not None and run.asked.most < len(dataset):
+    if run.request.max_rows is not None and run.request.max_rows < len(dataset):
         run.unknown.append(
-            f"measured on the first {run.asked.most} of {len(dataset)} rows (--rows)"
+            f"measured on the first {run.request.max_rows} of {len(dataset)} rows (--rows)"
         )
     return run.overlong.fitting(dataset, texts)
 
 
 def tries(run: ResolvedRun) -> None:
-    """The user's own environments, tools and reward functions on the groups of two rows, and the
-    judge with a question.
+    """Try the user's environments, tools and reward functions on two rows, and ask the judge.
+
+    What fails here would otherwise fail after the weights are loaded and answers are sampled.
     """
-    rows = list[Any]()
+    rows = _first_rows(run)
     environments = run.tools.environments
-    if run.dataset is not None and (run.rewards.own or run.toolbox is not None):
-        if isinstance(run.dataset, Dataset):
-            named = [name for name in run.dataset.column_names if name != "prompt"]
-            run.rewards.check_columns([*named, "environments"] if environments else named)
-        try:
-            rows = shown_rows(list(islice(iter(run.dataset), 2)))
-        except Exception as error:  # a decoder raises what it likes
-            why = in_one_line(error)
-            raise UserError(
-                f"train_dataset: its first rows cannot be read ({why}); mend them"
-            ) from error
-    size = run.config.num_generations
-    groups = groups_of([row for row in rows for _ in range(size)], "try/0/0", 0, 0, size)
+    group_size = run.config.num_generations
+    repeated_rows = [row for row in rows for _ in range(group_size)]
+    groups = groups_of(repeated_rows, "try/0/0", 0, 0, group_size)
     if environments is not None:
         groups = environments.entered(groups, run.config.seed, anew=True)
-    given = [graded(group.row, rollout) for group in groups for rollout in group.rollouts]
+    graded_rows = [
+        row_for_rewards(group.row, rollout) for group in groups for rollout in group.rollouts
+    ]
     try_rewards(
         run.rewards,
-        rows=given,
+        rows=graded_rows,
         timeout=run.config.adora_reward_timeout,
         state=TrainerState(),
-        asks=run.where.here,
+        calls_judge=run.context.local,
     )
     if run.toolbox is not None:
         run.notes += _unsteady(run.toolbox, groups)
 
 
+def _first_rows(run: ResolvedRun) -> list[dict[str, Any]]:
+    """The first two rows, where rewards or tools of the user's are tried; else none."""
+    rows: list[dict[str, Any]] = []
+    environments = run.tools.environments
+    if run.dataset is not None and (run.rewards.user_functions or run.toolbox is not None):
+        if isinstance(run.dataset, Dataset):
+            columns = [name for name in run.dataset.column_names if name != "prompt"]
+            if environments:
+                columns.append("environments")
+            run.rewards.check_columns(columns)
+        try:
+            rows = shown_rows(list(islice(iter(run.dataset), 2)))
+        except Exception as error:  # the decoders of images raise exceptions of any class
+            why = in_one_line(error)
+            raise UserError(
+                f"train_dataset: its first rows cannot be read ({why}); mend them"
+            ) from error
+    return rows
+
+
 def _unsteady(toolbox: Toolbox, groups: Sequence[RolloutGroup]) -> list[str]:
-    """A line for each tool that answers a call in two ways, on the first problem's pictures."""
+    """A line for each tool that answers the same call in two ways, on the first row's images."""
     if not groups:
         return unsteady_tools(toolbox)
     first = groups[0]
-    pictures = [image for image in images_of(first.row) if isinstance(image, Image.Image)]
-    inside = [rollout.environment for rollout in first.rollouts if rollout.environment is not None]
-    return unsteady_tools(toolbox, pictures, inside)
+    images = [image for image in images_of(first.row) if isinstance(image, Image.Image)]
+    environments = [
+        rollout.environment for rollout in first.rollouts if rollout.environment is not None
+    ]
+    return unsteady_tools(toolbox, images, environments)
 
 
 def evaluations(run: ResolvedRun) -> None:
-    """The problems of the evaluations on the way; whole groups where TRL evaluates."""
+    """Load the problems that are evaluated during training.
+
+    Where TRL evaluates a data set from Python, only its batches are checked: they have to be whole
+    groups.
+    """
     config = run.config
-    asked = run.asked.rows
+    request = run.request.rows
     run.evaluations = None
-    if isinstance(asked, python_inputs.Datasets) and asked.evaluate is not None:
+    if isinstance(request, python_inputs.Datasets) and request.evaluate is not None:
         key = "num_generations_eval" if config.num_generations_eval else "num_generations"
         batch = config.per_device_eval_batch_size
         group = getattr(config, key)
@@ -499,11 +557,12 @@ def evaluations(run: ResolvedRun) -> None:
             )
         return
     prompt = run.script.adora_prompt if run.script is not None else None
-    try:  # the report of a dry run reads the config again
-        asked_of = copy(config) if run.where.paper else config
-        plan = take_evaluations(asked_of, run.data, prompt)
+    # `take_evaluations` takes keys out of the config, which the report of a dry run reads again.
+    taken_from = copy(config) if run.context.dry_run else config
+    try:
+        plan = take_evaluations(taken_from, run.data, prompt)
     except DataMissingError as error:
-        if not run.where.paper:
+        if not run.context.dry_run:
             raise
         run.unknown.append(f"the problems of the evaluations are not known: {error}")
         return
@@ -511,60 +570,74 @@ def evaluations(run: ResolvedRun) -> None:
 
 
 def weights(run: ResolvedRun) -> None:
-    """Whether a model folder's files are there and whole."""
-    if run.asked.model.loaded is None:
-        for one in (run.name, *(str(adapter.folder) for adapter in run.adapters)):
-            check_weights("model_name_or_path", one)
+    """Check that the files of the model's folder, and of its adapters, are complete."""
+    if run.request.model.loaded is None:
+        for model_folder in _model_folders(run):
+            check_weights("model_name_or_path", model_folder)
+
+
+def _model_folders(run: ResolvedRun) -> list[str]:
+    """The model and the adapters that the run reads: folders, or hub ids."""
+    return [run.name, *(str(adapter.folder) for adapter in run.adapters)]
 
 
 def folder(run: ResolvedRun) -> None:
-    """`output_dir`, and where in it the run starts."""
+    """Check `output_dir`, and find where in it the run starts.
+
+    A launch locks the folder, a dry run only looks at it, and Python code does so in `train`.
+    """
     run.start = StartPoint(None, [])
-    if not run.where.here:
+    if not run.context.local:
         return
     config = run.config
     check_output_dir(config.output_dir)
-    models = (run.name, *(str(adapter.folder) for adapter in run.adapters))
     inputs = [
-        *(("model_name_or_path", one) for one in models),
-        *(("dataset_name", one) for one in run.data),
+        *(("model_name_or_path", model) for model in _model_folders(run)),
+        *(("dataset_name", data) for data in run.data),
     ]
-    now = partial(_fingerprint, run)
-    run.folder = RunFolder(config, now if run.where.folder == "look" else now(), inputs)
-    if run.where.folder == "take":
+    if run.context.output_dir_mode == "look":
+        run.folder = RunFolder(config, partial(_fingerprint, run), inputs)
+    else:
+        run.folder = RunFolder(config, _fingerprint(run), inputs)
+    if run.context.output_dir_mode == "take":
         run.start = run.folder.take(config.resume_from_checkpoint)
-    elif run.where.folder == "look":
+    elif run.context.output_dir_mode == "look":
         run.start = run.folder.look(
             config.resume_from_checkpoint, data_known=run.dataset is not None
         )
 
 
 def _fingerprint(run: ResolvedRun) -> Fingerprint:
-    """By which a checkpoint's run is known again."""
-    source = run.asked.model
+    """Every setting that influences the steps, with which a checkpoint is compared."""
+    source = run.request.model
     script = run.script
-    further = {}
+    python_settings = {}
     settings: list[Any] = [run.config]
     if script is not None and run.dataset is not None:
         settings = [as_asked(script, run.dataset.data.table), run.config, run.model]
     if script is None and source.peft_config is not None:
-        further = {"peft_config": python_inputs.adapter_text(source.peft_config)}
+        python_settings["peft_config"] = python_inputs.adapter_text(source.peft_config)
     if script is None and run.four_bit:
-        further["4 bits"] = f"{run.model.bnb_4bit_quant_type} {run.model.use_bnb_nested_quant}"
-    name = run.name if source.loaded is None else python_inputs.identity_of_model(source.loaded)
-    found = fingerprint(
+        python_settings["4 bits"] = (
+            f"{run.model.bnb_4bit_quant_type} {run.model.use_bnb_nested_quant}"
+        )
+    model_id = run.name
+    if source.loaded is not None:
+        model_id = python_inputs.identity_of_model(source.loaded)
+    data = run.data if script is not None else [python_inputs.identity_of_rows(run.dataset)]
+    result = fingerprint(
         *settings,
-        data=run.data if script is not None else [python_inputs.identity_of_rows(run.dataset)],
-        model=name,
+        data=data,
+        model=model_id,
         revision=run.revision,
-        processes=run.where.sharding.processes,
-        sharding=run.where.sharding.name if run.where.paper else sharding_of(run.config),
-        own=run.own,
+        processes=run.context.sharding.processes,
+        sharding=run.context.sharding.name if run.context.dry_run else sharding_of(run.config),
+        code_hashes=run.user_code_hashes,
         left_out=run.overlong.left_out,
     )
     if run.adapters:
-        found["model"] = hash_of(run.adapters, found["model"])
-    return {**found, **further}
+        result["model"] = hash_of(run.adapters, result["model"])
+    return {**result, **python_settings}
 
 
 CHECKS: tuple[Callable[[ResolvedRun], None], ...] = (

@@ -1,4 +1,4 @@
-"""Who writes into a run's `output_dir`, and from which checkpoint the run goes on."""
+"""The lock on a run's `output_dir`, and the checkpoint from which the run goes on."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from adora_vl.utils.files import check_folder, written_to
 if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
 
-_Found = TypeVar("_Found")
+_Choice = TypeVar("_Choice")
+# values of resume_from_checkpoint that do not name a checkpoint
+_NO_FOLDERS = ("none", "auto", "true", "false")
 
 
 class RunFolder:
-    """`output_dir` of one run.
+    """The `output_dir` of one run.
 
-    Every method is called by all ranks together: the first one decides, and all hear it.
+    Collective: every rank calls every method. Rank 0 decides, and broadcasts its decision or its
+    error.
     """
 
     def __init__(
@@ -36,13 +39,14 @@ class RunFolder:
         now: Fingerprint | Callable[[], Fingerprint],
         inputs: Sequence[tuple[str, str]],
     ) -> None:
-        """`now`: of the run; a function where it may not be asked for, since it reads all weights.
+        """Describe the folder; nothing is locked or written yet.
 
-        `inputs`: keys and the folders that they name, which the run reads.
+        `now`: the fingerprint of the run. It is a function where it may not be needed, because it
+        reads all weights. `inputs`: keys, each with a folder that it names and the run reads.
         """
         self.path = Path(config.output_dir)
         self.overwrite = config.overwrite_output_dir
-        self._first = config.process_index == 0
+        self._is_main_process = config.process_index == 0
         self._ranks = config.world_size
         self._now = now
         self._inputs = inputs
@@ -50,13 +54,14 @@ class RunFolder:
 
     @cached_property
     def now(self) -> Fingerprint:
+        """The fingerprint of the run, computed at its first use."""
         return self._now() if callable(self._now) else self._now
 
-    def look(self, wanted: object, *, data_known: bool = True) -> StartPoint:
-        """Where a run would start, with nothing held or written.
+    def look(self, resume_from_checkpoint: object, *, data_known: bool = True) -> StartPoint:
+        """Where a run would start; nothing is locked or written.
 
-        `wanted` as for `choose_start`. `data_known`: else it is not known whether this is the same
-        run. Raises `UserError` as `take` does.
+        `resume_from_checkpoint`: as for `choose_start`. `data_known`: where it is false, nobody
+        can say whether the folder holds the same run. Raises `UserError` as `take` does.
         """
 
         def choose() -> StartPoint:
@@ -66,86 +71,99 @@ class RunFolder:
                 lock_output_dir(self.path).release()
             if not data_known:
                 return StartPoint(None, [])
-            compared = checkpoints(self.path) or str(wanted).lower() not in (
-                "none",
-                "auto",
-                "true",
-                "false",
-            )
-            now = self.now if compared else {}
+            names_a_folder = str(resume_from_checkpoint).lower() not in _NO_FOLDERS
+            # the fingerprint takes a while, so it is computed only where it is compared
+            now = self.now if checkpoints(self.path) or names_a_folder else {}
             return choose_start(
                 self.path,
-                wanted=wanted,
+                resume_from_checkpoint=resume_from_checkpoint,
                 overwrite=self.overwrite,
                 now=now,
                 inputs=self._inputs,
                 clear=False,
             )
 
-        return self._all_hear(choose)
+        return self._decide_together(choose)
 
-    def take(self, wanted: object, *, from_python: bool = False) -> StartPoint:
-        """Hold the folder until `release`.
+    def take(self, resume_from_checkpoint: object, *, from_python: bool = False) -> StartPoint:
+        """Lock the folder until `release`, and return where the run starts.
 
-        Returns where the run starts. `from_python`: None and false mean a new run, as in
-        Transformers. Raises `UserError`, also where the ranks do not share the folder or have not
-        the same run.
+        `from_python`: None and false mean a new run, as in Transformers. Raises `UserError`, also
+        where the ranks do not share the folder or do not have the same run.
         """
 
         def choose() -> tuple[StartPoint, Fingerprint, str]:
             with written_to("output_dir", self.path):
-                ours = begun(self.path)
-            if ours:  # else no lock is put into somebody's folder before it was looked at
+                has_begun = begun(self.path)
+            # A folder that may be somebody else's gets no lock file before it was checked.
+            if has_begun:
                 self._locks.append(lock_output_dir(self.path))
             refuse_own_files(self.path, self.overwrite)
-            if self.path.is_dir():  # a lock that this process holds already is the same one
+            # Locking twice is harmless: a process that has a lock gets the same one again.
+            if self.path.is_dir():
                 self._locks.append(lock_output_dir(self.path))
-            if from_python and not wanted and not self.overwrite and holds_a_run(self.path):
-                found = next(iter(checkpoints(self.path)), None)
-                goes_on = "train(resume_from_checkpoint=True) goes on, " if found else ""
-                holds = (
-                    f"{str(self.path)!r} holds "
-                    f"{f'{found.name} of a run' if found else 'a finished run'}"
-                )
-                remedy = (
-                    f"{goes_on}overwrite_output_dir=True replaces it, or choose another output_dir"
-                )
-                raise UserError(f"output_dir: {holds}; {remedy}")
+            if from_python and not resume_from_checkpoint and not self.overwrite:
+                self._refuse_earlier_run()
             start = choose_start(
                 self.path,
-                wanted=wanted,
+                resume_from_checkpoint=resume_from_checkpoint,
                 overwrite=self.overwrite,
                 now=self.now,
                 inputs=self._inputs,
             )
             self._locks.append(lock_output_dir(self.path))
             (self.path / STOPPED_FILE).unlink(missing_ok=True)
-            return start, self.now, leave_token(self.path) if self._ranks > 1 else ""
+            # Each rank looks for the token, which shows that all see the same disk.
+            token = leave_token(self.path) if self._ranks > 1 else ""
+            return start, self.now, token
 
         try:
-            start, first, token = self._all_hear(choose)
+            start, fingerprint_of_first, token = self._decide_together(choose)
             if self._ranks > 1:
-                check_ranks(self.path, token=token, first=first, mine=self.now)
+                check_ranks(self.path, token=token, first=fingerprint_of_first, mine=self.now)
         except UserError:
             self.release()
             raise
         return start
 
+    def _refuse_earlier_run(self) -> None:
+        """Raise `UserError` if the folder holds a run that a new one would write over."""
+        if not holds_a_run(self.path):
+            return
+        newest = next(iter(checkpoints(self.path)), None)
+        if newest:
+            content = f"{newest.name} of a run"
+            goes_on = "train(resume_from_checkpoint=True) goes on, "
+        else:
+            content = "a finished run"
+            goes_on = ""
+        remedy = f"{goes_on}overwrite_output_dir=True replaces it, or choose another output_dir"
+        raise UserError(f"output_dir: {str(self.path)!r} holds {content}; {remedy}")
+
     def release(self) -> None:
-        """Let others have the folder. Twice is the same as once."""
+        """Unlock the folder. A second call does nothing."""
         for lock in self._locks:
             lock.release()
         self._locks.clear()
 
-    def _all_hear(self, choose: Callable[[], _Found]) -> _Found:
-        told: list[Any] = [None, ""]
+    def _decide_together(self, choose: Callable[[], _Choice]) -> _Choice:
+        """What `choose` returns on rank 0, on every rank; its `UserError` too.
+
+        Collective. An error is broadcast rather than raised on rank 0 alone, where the other
+        ranks would wait for it forever.
+        """
+        choice: _Choice | None = None
+        message = ""
         try:
-            told[0] = choose() if self._first else None
+            if self._is_main_process:
+                choice = choose()
         except UserError as error:
-            told[1] = str(error)
+            message = str(error)
+        decision: list[Any] = [choice, message]
         if self._ranks > 1:
-            broadcast_object_list(told)
-        if told[1]:
-            raise UserError(told[1])
-        heard: _Found = told[0]
-        return heard
+            broadcast_object_list(decision)
+        message = decision[1]
+        if message:
+            raise UserError(message)
+        agreed: _Choice = decision[0]
+        return agreed

@@ -244,7 +244,7 @@ def turns_of(
     `keep`: stores pictures and says their names.
     """
     made = []
-    for number, span in enumerate(rollout.spans):
+    for number, span in enumerate(rollout.segments):
         calls = [call for call in rollout.calls if call.span == number]
         own = span.logps is not None
         made.append(

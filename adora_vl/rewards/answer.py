@@ -1,4 +1,4 @@
-r"""What an answer says, and how one of a single value is read. `forms.read` reads any of them.
+r"""What an answer says, and how an answer of a single value is read; `forms.read` reads all kinds.
 
 number      5, 5\sqrt{3}           ordered     (3, -4), A(3, -4), (p, q) = (3, 2), [0, 1)
 percentage  5%                     unordered   1, 2 and 3; \{1, 2\}; 1 \pm \sqrt{2}; AB = 4, CD = 5
@@ -36,35 +36,39 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Answer:
-    """One side of a comparison, or a part of one.
-
-    `text`: in canonical form. `reason`: the rule by which it is wrong where a value is asked for
-    that it is not. `raw`: what was read. `label`: what a form is the value of, `AB` in `AB = 4`.
-    `real`: a number, or that before a per cent sign. `tree`: of numbers and expressions, as
-    `grammar` reads them. `brackets`: of an ordered one, such as `[)`. `both_signs`: whether it
-    comes from a plus-minus. `relations`: each a sign and the tree that it compares with 0.
-    `solution`: of inequalities in one unknown and of intervals. `refusal`: why it can be no
-    reference answer. `unit`: the one behind the value, which is not in `text`.
-    """
+    """One side of a comparison, or a part of one side. Immutable."""
 
     kind: Kind
     text: str
+    """The canonical form."""
     reason: str = ""
+    """The rule by which the answer is wrong where a number is expected; empty for a number."""
     raw: str = ""
+    """The text that was read."""
     label: str = ""
+    """The name of the value: `AB` in `AB = 4`."""
     real: Ball | None = None
+    """The number, or the number before a per cent sign."""
     tree: Tree | None = None
+    """The tree of a number or expression, as `grammar` reads it."""
     parts: tuple[Answer, ...] = ()
+    """The values of a list, set, point or interval."""
     brackets: str = ""
+    """The brackets of an ordered answer, such as `[)`."""
     both_signs: bool = False
+    """Whether the answer comes from a plus-minus sign."""
     relations: tuple[tuple[str, Tree], ...] = ()
+    """Each relation as its sign and the tree that it compares with 0."""
     solution: Solution | None = None
+    """The solution of inequalities in one unknown and of intervals."""
     refusal: str = ""
+    """Why the answer cannot be read as a form, so that it can be no reference answer."""
     unit: Unit | None = None
+    """The unit behind the value, which is not in `text`."""
 
     @cached_property
     def ratio(self) -> tuple[Ball, ...]:
-        r"""The terms of a ratio of numbers, such as `3:4`, `1:\sqrt{3}` and `3 to 4`; else ()."""
+        r"""The terms of a ratio of numbers, such as `3:4`, `1:\sqrt{3}` and `3 to 4`, else ()."""
         return _ratio(self.text)
 
     @cached_property
@@ -74,11 +78,12 @@ class Answer:
 
     @property
     def is_value(self) -> bool:
+        """Whether it is a single value that was read."""
         return self.kind in {"number", "percentage", "expression", "text"}
 
     @property
     def is_form(self) -> bool:
-        """Whether it is more than a single value: a value with its name is a form, too."""
+        """Whether it is more than a single value; a value with a name is a form too."""
         return self.label != "" or not (self.is_value or self.kind == "unreadable")
 
 
@@ -132,29 +137,33 @@ MAX_TERMS = 6  # of a ratio
 
 
 def plain(raw: str) -> Answer:
-    """An answer as a single value, or as unreadable.
+    """Read an answer as a single value; the kind is `unreadable` where it is none.
 
-    Never raises, and costs about a millisecond at most.
+    It never raises, and costs about a millisecond at most.
     """
     return _plain(raw) if len(raw) <= MAX_CHARS else Answer("unreadable", "", "too_long")
 
 
 @lru_cache(maxsize=256)
 def _plain(raw: str) -> Answer:
-    """The rollouts of a group share their reference answer, and often their answer."""
+    """`plain` with a cache.
+
+    The rollouts of a group share their reference answer, and often their answer.
+    """
     try:
         text, unit = canonical(raw)
     except NotReadError as error:
         return Answer("unreadable", "", error.reason)
-    found = _valued(text, raw)
-    return replace(found, unit=unit_of(unit)) if unit else found
+    answer = _valued(text, raw)
+    return replace(answer, unit=unit_of(unit)) if unit else answer
 
 
 def _valued(text: str, raw: str) -> Answer:
+    """The answer in a canonical text without a unit: a number, expression, text or percentage."""
     if not _PLAIN_NUMBER.fullmatch(text):  # most answers are one, and nothing below applies to it
-        found = _percentage(text, raw) or _no_value(text, raw)
-        if found is not None:
-            return found
+        answer = _percentage(text, raw) or _no_value(text, raw)
+        if answer is not None:
+            return answer
     tree: Tree | None = None
     try:
         tree = read_tree(text)
@@ -169,27 +178,41 @@ def _valued(text: str, raw: str) -> Answer:
 
 
 def _percentage(text: str, raw: str) -> Answer | None:
+    """The percentage in a text, None if the text is none."""
     per_cent = _PER_CENT.fullmatch(text)
-    of = plain(per_cent[1]) if per_cent else None
-    if of is None or not of.tree:
+    quantity = plain(per_cent[1]) if per_cent else None
+    if quantity is None or not quantity.tree:
         return None
-    return Answer(kind="percentage", text=f"{of.text}%", reason="percentage", raw=raw, real=of.real)
+    return Answer(
+        kind="percentage",
+        text=f"{quantity.text}%",
+        reason="percentage",
+        raw=raw,
+        real=quantity.real,
+    )
 
 
 def _no_value(text: str, raw: str) -> Answer | None:
-    """What says at once that a text is no number: a relation, several values, a date."""
+    """The answer in a text that is surely no number: a relation, several values or a date.
+
+    None for any other text.
+    """
     for reason, pattern in _NO_VALUE:
         if pattern.search(text):
             return Answer(kind="unreadable", text=text, reason=reason, raw=raw)
     if _DATE.fullmatch(text):
-        return Answer(
-            kind="text", text=text, reason="not_a_number", raw=raw
-        )  # not the difference 2022
+        # `2022-10-12` is not the difference 2000
+        return Answer(kind="text", text=text, reason="not_a_number", raw=raw)
     return None
 
 
 @lru_cache(maxsize=256)
 def _ratio(text: str) -> tuple[Ball, ...]:
+    """The terms of a ratio, () for any other text.
+
+    All terms must be positive numbers without arithmetic left to do. A text that may be a time of
+    day, such as `3:45`, counts as a ratio only if its terms have no common factor.
+    """
     terms = _RATIO_IN_WORDS.sub(":", text).split(":")
     if not 1 < len(terms) <= MAX_TERMS:
         return ()
@@ -203,17 +226,18 @@ def _ratio(text: str) -> tuple[Ball, ...]:
 
 
 def amount(answer: Answer) -> Answer:
-    r"""The amount of money in an answer, 5 in `\$5` and `5 dollars`; without one the answer itself."""
+    r"""The amount of money in an answer: 5 in `5 dollars`; without a currency the answer itself."""
     match = CURRENCY.fullmatch(answer.text)
-    return (
-        plain(match["named"] or match["before"] or match["sign"] + match["cents"])
-        if match
-        else answer
-    )
+    if not match:
+        return answer
+    return plain(match["named"] or match["before"] or match["sign"] + match["cents"])
 
 
 def in_radians_or_degrees(answer: Answer, dimension: str) -> Answer:
-    r"""An angle in the other of the two dimensions: 60 for `\frac{\pi}{3}` radians in degrees."""
+    r"""An angle converted to `dimension`, which is `radians` or `angle` (degrees).
+
+    An answer of `\frac{\pi}{3}` radians becomes 60 degrees. The answer must be in the opposite unit.
+    """
     if answer.tree is None:
         return answer
     half_turns = (("*", ("num", "180")), ("/", ("pi",)))
@@ -224,14 +248,13 @@ def in_radians_or_degrees(answer: Answer, dimension: str) -> Answer:
 
 
 def in_unit(answer: Answer, unit: Unit) -> Answer:
-    """The same quantity in another unit of its dimension: 3 for `300 cm` in metres."""
-    if not (
-        answer.tree
-        and answer.unit
-        and answer.unit.factor
-        and unit.factor
-        and answer.unit.factor != unit.factor
-    ):
+    """The same quantity in another unit of its dimension: 3 for `300 cm` in metres.
+
+    An answer without a tree, and one in a unit of no definite size, is returned as it is.
+    """
+    if not answer.tree or not answer.unit or not answer.unit.factor or not unit.factor:
+        return answer
+    if answer.unit.factor == unit.factor:
         return answer
     above, below = (answer.unit.factor / unit.factor).as_integer_ratio()
     tree = ("product", ("*", answer.tree), ("*", ("num", str(above))), ("/", ("num", str(below))))

@@ -16,9 +16,8 @@ from adora_vl.rewards.units import DEGREE, MEASURED, TEMPERATURE, upright
 
 _DIGITS = "0123456789."
 _DOLLAR = re.compile(r"(?<!\\)\$")
-# an honest answer has under 60; every regular expression below runs on at most this much
+# An honest answer has under 60 characters. Every regular expression below runs on at most this many.
 MAX_CHARS = 500
-
 
 _SYMBOLS = str.maketrans(
     {
@@ -195,8 +194,10 @@ _MIXED = re.compile(r"([+-]?[0-9]+) ([0-9]{1,2})/([0-9]{1,2})")
 
 
 def canonical(text: str) -> tuple[str, str]:
-    r"""The canonical form of an answer and its unit: `2\sqrt{221}` and `cm^2` for `$2 \sqrt { 221
-    }\text{ cm}^2$.`.
+    r"""The canonical form of an answer of one value, and its unit, empty without one.
+
+    `$2 \sqrt { 221 }\text{ cm}^2$.` gives `2\sqrt{221}` and `cm^2`. A name before the value is taken
+    off.
 
     Raises `NotReadError` for text over `MAX_CHARS` and for control, bidirectional and zero-width
     characters, which can make an answer look like another one.
@@ -227,15 +228,16 @@ def canonical(text: str) -> tuple[str, str]:
 
 
 def whole(text: str) -> str:
-    r"""The canonical form of an answer that may have several parts, with all names, units and
-    brackets that it has: `A(3,-4)`, `AB=4, CD=5`. Raises as `canonical` does.
+    r"""The canonical form of an answer that may have several parts: `A(3,-4)`, `AB=4, CD=5`.
+
+    All names, units and brackets stay. Raises `NotReadError` as `canonical` does.
     """
     text = _DOLLAR.sub(" ", _BOXED.sub(r" \1 ", _formula(text)))
     return _compact(_undecorated(_DEGREE.sub(" ", _named(_spelled(text)))))
 
 
 def _named(text: str) -> str:
-    r"""`text` with `\approx` for the words that say so, and without `The area is` before a value."""
+    r"""`text` with `\approx` for words such as `about`, and without `The area is` before a value."""
     if "ppro" in text or "≈" in text or text[:1] in "aArR":
         text = _APPROXIMATELY.sub(r"\\approx ", text)
         near = _NEAR.fullmatch(text) if text.endswith(")") else None
@@ -244,8 +246,10 @@ def _named(text: str) -> str:
 
 
 def _formula(text: str) -> str:
-    r"""`text` without the words or box around one formula: `9` for `The answer is $9$.`, `\(9\)`
-    and `\boxed{9}`.
+    r"""`text` without the words or the box around a single formula.
+
+    It is `9` for `The answer is $9$.`, for `\(9\)` and for `\boxed{9}`. Raises `NotReadError` for a
+    text over `MAX_CHARS`.
     """
     if len(text) > MAX_CHARS:
         raise NotReadError("too_long")
@@ -255,18 +259,20 @@ def _formula(text: str) -> str:
         text = _FORM_FEED.sub(r"\\frac", text)
     text = _DISPLAYED.sub("$$", _INLINE.sub("$", _ESCAPED.sub(r"\\", text))).strip(" \t\n\r")
     sentence = _SENTENCE.fullmatch(text) if "$" in text else None
-    if sentence:
-        text = (
-            sentence["formula"] + sentence["unit"]
-            if sentence["unit"]
-            else sentence["formula"].strip("$ \t\n\r")
-        )
+    if sentence and sentence["unit"]:
+        text = sentence["formula"] + sentence["unit"]
+    elif sentence:
+        text = sentence["formula"].strip("$ \t\n\r")
     box = _BOXED.fullmatch(text) if "boxed" in text else None
     return box[1] if box else text
 
 
 def _spelled(text: str) -> str:
-    """`text` in one spelling, with its name, degree signs and units."""
+    """`text` in one spelling, still with its name, degree signs and units.
+
+    Each substitution runs only where a cheap test says that it may apply, since most answers are a
+    plain number.
+    """
     if not (text.isascii() and text.isprintable()):
         _refuse_hidden(text)
     if not text.isascii():
@@ -285,9 +291,10 @@ def _spelled(text: str) -> str:
         text = _SMALL_O.sub(r"^\\circ ", text)
     text = in_degrees(text)
     text = _BARE_COMMAND.sub(r"\\\1", text)
-    for word, pattern, replacement in _COMMANDS if "\\" in text else ():
-        if word in text:
-            text = pattern.sub(replacement, text)
+    if "\\" in text:
+        for word, pattern, replacement in _COMMANDS:
+            if word in text:
+                text = pattern.sub(replacement, text)
     text = _undecorated(text)
     if "$" in text and len(_DOLLAR.findall(text)) == 2 and "\n" not in text:
         text = _undecorated(_DOLLAR.sub(" ", text))
@@ -295,14 +302,16 @@ def _spelled(text: str) -> str:
 
 
 def _refuse_hidden(text: str) -> None:
+    """Raise `NotReadError` for characters that do not show, by their Unicode categories."""
     categories = (unicodedata.category(char) for char in text if char not in "\t\n\r")
     if not {"Cc", "Cf", "Cn", "Co", "Cs"}.isdisjoint(categories):
         raise NotReadError("hidden_characters")
 
 
 def _unwrapped(text: str) -> str:
-    r"""`text` without spaces of LaTeX and without what sets it as text: `5 cm` for
-    `\textbf{5\text{ cm}}`.
+    r"""`text` without the spaces of LaTeX and the commands for fonts.
+
+    `\textbf{5\text{ cm}}` becomes `5 cm`.
     """
     text = _SPACING.sub(" ", upright(text))
     if "\\SI" in text or "\\qty" in text:
@@ -314,19 +323,20 @@ def _unwrapped(text: str) -> str:
     return _UNBRACED.sub(" ", text)
 
 
-def _normal(found: re.Match[str]) -> str:
+def _normal(match: re.Match[str]) -> str:
     r"""`^{-5}` for raised digits, `\frac{1}{2}` for `½`, and 3 for `③`."""
-    text = unicodedata.normalize("NFKC", found[0]).replace("\u2212", "-")
+    text = unicodedata.normalize("NFKC", match[0]).replace("\u2212", "-")
     above, slash, below = text.partition("\u2044")
     if slash:
         return rf"\frac{{{above}}}{{{below}}}"
-    return f"^{{{text}}}" if found.re is _RAISED else f" {text} "
+    return f"^{{{text}}}" if match.re is _RAISED else f" {text} "
 
 
 def _grouped(number: re.Match[str]) -> str:
-    r"""`1,234` becomes `1234`.
+    r"""A number without its thousands separators: `1,234` becomes `1234`.
 
-    Right after a bracket, as in `(1,234)` or `\{1,234\}`, it stands between entries.
+    Right after a bracket, as in `(1,234)` or `\{1,234\}`, the comma stands between two entries, and
+    the number stays as it is.
     """
     if number.string[: number.start()].rstrip().endswith(("(", "[", r"\{")):
         return number.group()
@@ -334,8 +344,9 @@ def _grouped(number: re.Match[str]) -> str:
 
 
 def _undecorated(text: str) -> str:
-    """Remove outer spaces, surrounding dollar signs, and a full stop at the end, but not two: `1..`
-    is no number.
+    """`text` without outer spaces, emphasis, surrounding dollar signs, and a full stop at the end.
+
+    Two full stops stay, because `1..` is not the number 1.
     """
     text = text.strip()
     if text[:1] in {"*", "`"} and (emphasis := _EMPHASIS.fullmatch(text)):
@@ -350,8 +361,10 @@ def _undecorated(text: str) -> str:
 
 
 def _plain_number(text: str) -> str:
-    r"""`1e-05` and `1\cdot10^{-5}` become `0.00001`, and the mixed number `1 1/2` becomes
-    `1\frac{1}{2}`.
+    r"""A number in one spelling; any other text is returned as it is.
+
+    `1e-05` and `1\cdot10^{-5}` become `0.00001`, the mixed number `1 1/2` becomes `1\frac{1}{2}`,
+    `12 000` becomes `12000`, `1000,99` becomes `1000.99`, and `two` becomes `2`.
     """
     if _SPACED.fullmatch(text):
         return text.replace(" ", "")
@@ -370,7 +383,7 @@ def _plain_number(text: str) -> str:
 
 
 def _compact(text: str) -> str:
-    r"""Remove the spaces that separate nothing: `2 \sqrt { 3 }` becomes `2\sqrt{3}`.
+    r"""`text` without the spaces that separate nothing: `2 \sqrt { 3 }` becomes `2\sqrt{3}`.
 
     A space stays between two letters (`right triangle`), between two digits (`1 2`), and between a
     comma and a digit: `12, 130` must not become `12,130`, which would be a number with a thousands
@@ -378,11 +391,11 @@ def _compact(text: str) -> str:
     """
     text = _SPACES.sub(" ", text.strip())
 
-    def kept(space: re.Match[str]) -> str:
-        left = text[space.start() - 1]
-        right = text[space.end()]
-        letters = left.isalpha() and right.isalpha()
-        digits = left in _DIGITS + "," and right in _DIGITS
+    def spacing(space: re.Match[str]) -> str:
+        before = text[space.start() - 1]
+        behind = text[space.end()]
+        letters = before.isalpha() and behind.isalpha()
+        digits = before in _DIGITS + "," and behind in _DIGITS
         return " " if letters or digits else ""
 
-    return _SPACE.sub(kept, text) if " " in text else text
+    return _SPACE.sub(spacing, text) if " " in text else text

@@ -1,5 +1,8 @@
-"""The reward functions of a run: presets, the judge, and functions of the user's; and which sums
-they can reach.
+"""The reward functions of a run: presets, the judge, and functions of the user's.
+
+A run names them under `adora_reward`. This module resolves the entries, checks the user's functions
+against the columns of the data set, tries them once before the run, and says which sums the rewards
+can reach.
 """
 
 import asyncio
@@ -8,17 +11,20 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adora_vl.rewards import judge
 from adora_vl.rewards.knights import COMPLETE, LOGIC_RL, NOTHING, RIGHT, WRONG_FORM
 from adora_vl.rewards.other_forms import in_trl_form
-from adora_vl.rewards.presets import OTHERS, PRESETS, reward_functions
+from adora_vl.rewards.presets import OTHERS, PRESETS, RewardFunction, reward_functions
 from adora_vl.rewards.safe_call import RewardFailure, is_async, safe_call
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import from_file, is_own, own_name
 
-# What TRL gives beside the columns of the data set.
+if TYPE_CHECKING:
+    from transformers import TrainerState
+
+# The keyword arguments that every reward function gets beside the columns of the data set.
 GIVEN = (
     "prompts",
     "completions",
@@ -28,8 +34,8 @@ GIVEN = (
     "log_extra",
     "log_metric",
 )
-# The least and the most that a function gives. What a judge or a function of the user's gives is
-# not known.
+# The smallest and the largest reward of each function. The range of a judge or of a function of the
+# user's is unknown.
 _RANGES: dict[str, tuple[float, float]] = {
     **{name: (min(values), max(values)) for name, values in PRESETS.items()},
     "knights": (min(RIGHT, COMPLETE, NOTHING), max(RIGHT, COMPLETE, NOTHING)),
@@ -42,18 +48,24 @@ _RANGES: dict[str, tuple[float, float]] = {
 def with_options(
     entry: str, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """The function with its options filled in.
+    """The function with its options bound as keyword arguments.
 
-    Raises `UserError` for an option that it does not take.
+    Args:
+        entry: the function's entry in `adora_reward`, for messages.
+        function: a reward function of the user's.
+        options: the mapping under its name in `adora_reward`; empty returns `function` itself.
+
+    Raises `UserError` for an option that the function does not take, or that the trainer passes
+    itself.
     """
     if not options:
         return function
     parameters = inspect.signature(function).parameters
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     named = [
-        each.name
-        for each in parameters.values()
-        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        parameter.name
+        for parameter in parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
     for option in options:
         if option in GIVEN:
@@ -72,19 +84,24 @@ def with_options(
 
 
 def check_columns(entry: str, function: Callable[..., Any], columns: Collection[str]) -> None:
-    """Raise `UserError` where a call with these columns of the data set cannot work."""
+    """Raise `UserError` where a call with these columns of the data set cannot work.
+
+    A function must not need a column that the data set lacks, must not take a required argument by
+    position, and must accept the columns that it does not name in `**kwargs`. Its bound options must
+    not have the name of a column.
+    """
     options = set(function.keywords) if isinstance(function, partial) else set()
-    taken = sorted(options & set(columns))
-    if taken:
+    clashes = sorted(options & set(columns))
+    if clashes:
         raise UserError(
-            f"adora_reward.{own_name(entry)}: {taken[0]!r} is a column of the data; rename the "
+            f"adora_reward.{own_name(entry)}: {clashes[0]!r} is a column of the data; rename the "
             "argument"
         )
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin may not say what it takes
         return
-    given = {*GIVEN, *columns} - {"prompt", "completion"}
+    available = {*GIVEN, *columns} - {"prompt", "completion"}
     for parameter in signature.parameters.values():
         takes_several = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         needed = parameter.default is parameter.empty and not takes_several
@@ -93,14 +110,16 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
                 f"adora_reward: {entry!r} takes {parameter.name!r} by position; TRL gives it by "
                 "name"
             )
-        if needed and parameter.name not in given:
+        if needed and parameter.name not in available:
             raise UserError(
                 f"adora_reward: {entry!r} needs {parameter.name!r}, which is no column of the "
                 "data set (it has "
-                f"{', '.join(sorted(columns))}){did_you_mean(parameter.name, given)}; or give it "
+                f"{', '.join(sorted(columns))}){did_you_mean(parameter.name, available)}; or give it "
                 "as an option"
             )
-    if not any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()):
+    if not any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()
+    ):
         raise UserError(
             f"adora_reward: {entry!r} must end with **kwargs, which take the columns that it does "
             "not name"
@@ -112,47 +131,58 @@ NAMES = (*PRESETS, *OTHERS, judge.NAME)
 
 @dataclass(frozen=True)
 class ChosenRewards:
-    """The reward functions of a run in the order of `adora_reward`, and a hash of each file that
-    they come from, with its neighbours. `given`: the entries of functions that Python gave.
+    """The reward functions of a run in the order of `adora_reward`.
+
+    `entries` and `functions` are parallel. `hashes` has a hash of each file that functions come
+    from, with its neighbours. `from_python` holds the entries of functions that were passed as
+    Python objects.
     """
 
     entries: tuple[str, ...]
     functions: tuple[Callable[..., Any], ...]
     hashes: Mapping[str, str]
-    given: frozenset[str] = frozenset()
+    from_python: frozenset[str] = frozenset()
 
     @property
-    def own(self) -> list[tuple[str, Callable[..., Any]]]:
-        """The entries of the user's own functions, with them."""
+    def user_functions(self) -> list[tuple[str, Callable[..., Any]]]:
+        """Entry and function of each function of the user's, from a file or from Python."""
         pairs = zip(self.entries, self.functions, strict=True)
         return [
-            (entry, function) for entry, function in pairs if is_own(entry) or entry in self.given
+            (entry, function)
+            for entry, function in pairs
+            if is_own(entry) or entry in self.from_python
         ]
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise `UserError` for a function that needs what the data set does not have."""
-        for entry, function in self.own:
+        for entry, function in self.user_functions:
             check_columns(entry, function, columns)
 
 
 Entry = str | Mapping[str, Any]  # of `adora_reward`: a name, or {name: options}
 
 
-def names_of(asked: Sequence[Entry]) -> list[str]:
-    return [name for name, _ in _asked(asked)]
+def names_of(entries: Sequence[Entry]) -> list[str]:
+    """The names of the entries, without their options."""
+    return [name for name, _ in _named_options(entries)]
 
 
-def rounds(asked: Sequence[Entry]) -> bool:
+def rounds(entries: Sequence[Entry]) -> bool:
     """Whether a preset accepts a rounded decimal."""
     return any(
-        options.get("rounding") is True for name, options in _asked(asked) if name in PRESETS
+        options.get("rounding") is True
+        for name, options in _named_options(entries)
+        if name in PRESETS
     )
 
 
-def _asked(asked: Sequence[Entry]) -> list[tuple[str, dict[str, Any]]]:
-    """The name and the options of each entry. Raises `UserError`."""
-    found = []
-    for entry in asked:
+def _named_options(entries: Sequence[Entry]) -> list[tuple[str, dict[str, Any]]]:
+    """The name and the options of each entry; one mapping may hold several names.
+
+    Raises `UserError` for options that are no mapping.
+    """
+    named_options = []
+    for entry in entries:
         pairs = [(entry, {})] if isinstance(entry, str) else [*entry.items()]
         for name, options in pairs:
             if not isinstance(options or {}, Mapping):
@@ -160,71 +190,86 @@ def _asked(asked: Sequence[Entry]) -> list[tuple[str, dict[str, Any]]]:
                     f"adora_reward.{own_name(name)}: {options!r:.80} is no mapping, such as "
                     "{target: 50}"
                 )
-            found.append(
+            named_options.append(
                 (str(name), {str(option): value for option, value in (options or {}).items()})
             )
-    return found
+    return named_options
 
 
 def choose_rewards(
-    asked: Sequence[Entry], *, answer_tags: bool = False, output_dir: Path | None = None
+    entries: Sequence[Entry], *, answer_tags: bool = False, output_dir: Path | None = None
 ) -> ChosenRewards:
-    """The functions of the entries: presets, `judge`, and `FILE.py:FUNCTION`.
+    """The reward functions of the entries: presets, `judge`, and `FILE.py:FUNCTION`.
 
-    `answer_tags`: as in `grade`. `output_dir`: where the judge keeps its answers. Raises
-    `UserError` for an entry that does not exist, a name given twice, and options that an entry does
-    not take.
+    Args:
+        entries: the value of `adora_reward`.
+        answer_tags: what the presets accept as an answer, see `grade`.
+        output_dir: the folder of the judge's cache; None is the current folder.
+
+    Raises `UserError` for an entry that does not exist, a name that occurs twice, and options that
+    an entry does not take.
     """
-    pairs = _asked(asked)
-    entries = [name for name, _ in pairs]
+    pairs = _named_options(entries)
+    names = [name for name, _ in pairs]
     presets = {name: options for name, options in pairs if not is_own(name) and name != judge.NAME}
     for name, options in presets.items():
         if name not in NAMES and ":" in name:
             raise UserError(f"adora_reward: {name!r} is neither a preset nor FILE.py:FUNCTION")
-        known = ["rounding"] if name in PRESETS else []
+        allowed = ["rounding"] if name in PRESETS else []
         for option, value in options.items():
-            if option not in known:
+            if option not in allowed:
                 raise UserError(
                     f"adora_reward.{name}: unknown option {option!r}, it has "
-                    f"{', '.join(known) or 'none'}"
+                    f"{', '.join(allowed) or 'none'}"
                 )
             if not isinstance(value, bool):
                 raise UserError(f"adora_reward.{name}.{option}: {value!r:.60} is not true or false")
-    _check_names(entries, [own_name(name) if is_own(name) else name for name in entries])
+    _check_names(names, [own_name(name) if is_own(name) else name for name in names])
     rounded = [name for name, options in presets.items() if options.get("rounding")]
-    functions = reward_functions([*presets], rounded, answer_tags) if presets or not entries else []
-    made: dict[str, Callable[..., Any]] = dict(zip(presets, functions, strict=True))
+    functions: list[RewardFunction] = []
+    if presets or not names:  # no entry at all is refused by `reward_functions`
+        functions = reward_functions([*presets], rounded, answer_tags)
+    built: dict[str, Callable[..., Any]] = dict(zip(presets, functions, strict=True))
     hashes = {}
-    found = []
+    chosen = []
     for name, options in pairs:
         if name == judge.NAME:
-            made[name] = judge.JudgeReward(options, output_dir or Path.cwd())
+            built[name] = judge.JudgeReward(options, output_dir or Path.cwd())
         if not is_own(name):
-            found.append(made[name])
+            chosen.append(built[name])
             continue
-        own = from_file("adora_reward", name)
-        hashes[own.file] = own.hash
-        found.append(in_trl_form(with_options(name, own.value, options)))
+        user_function = from_file("adora_reward", name)
+        hashes[user_function.file] = user_function.hash
+        chosen.append(in_trl_form(with_options(name, user_function.value, options)))
     _check_names(
-        entries, [own_name(name) if is_own(name) else made[name].__name__ for name in entries]
+        names, [own_name(name) if is_own(name) else built[name].__name__ for name in names]
     )
-    return ChosenRewards(tuple(entries), tuple(found), hashes)
+    return ChosenRewards(tuple(names), tuple(chosen), hashes)
 
 
 def try_rewards(
     chosen: ChosenRewards,
     rows: Sequence[Mapping[str, Any]],
     timeout: float | None,
-    state: Any,
+    state: "TrainerState | None",
     *,
-    asks: bool = True,
+    calls_judge: bool = True,
 ) -> None:
-    """Call each of the user's functions once before the run, as TRL would, with a short answer to
-    each of `rows`, and the judge with a question of ours if `asks`. Raises `UserError` for a
-    function that fails or returns nonsense.
+    """Call each of the user's functions once before the run, as TRL would.
+
+    Each gets a short answer to every row. The rewards are discarded.
+
+    Args:
+        chosen: the reward functions of the run.
+        rows: a few rows of the data set, each with a `prompt`; none skips the user's functions.
+        timeout: seconds for each call, None for no limit.
+        state: what the functions get as `trainer_state`.
+        calls_judge: whether the judge is tried too, with a question of ours.
+
+    Raises `UserError` for a function that fails or returns nonsense.
     """
     for function in chosen.functions:
-        if asks and isinstance(function, judge.JudgeReward):
+        if calls_judge and isinstance(function, judge.JudgeReward):
             function.try_once()
     if not rows:
         return
@@ -245,7 +290,7 @@ def try_rewards(
         "log_extra": lambda *_: None,
         "log_metric": lambda *_: None,
     }
-    for entry, function in chosen.own:
+    for entry, function in chosen.user_functions:
         call_once(entry, function=function, arguments=arguments, timeout=timeout)
 
 
@@ -256,15 +301,22 @@ def call_once(
     timeout: float | None,
     unscored: dict[int, str] | None = None,
 ) -> list[float | None]:
-    """The rewards of one function for these arguments; `unscored` as in `safe_call`.
+    """The rewards that one function, sync or async, returns for these arguments.
 
-    Raises `UserError` if it fails.
+    Args:
+        entry: the function's entry in `adora_reward`, for messages.
+        function: the reward function.
+        arguments: the keyword arguments of the call, as TRL would pass them.
+        timeout: seconds, None for no limit.
+        unscored: filled with the reasons of completions without a score, as in `safe_call`.
+
+    Raises `UserError` if the call fails.
     """
     failures: list[RewardFailure] = []
     call = safe_call(
         function, name=own_name(entry), timeout=timeout, failures=failures, unscored=unscored
     )
-    found: list[float | None] = (
+    rewards: list[float | None] = (
         asyncio.run(call(**arguments)) if is_async(function) else call(**arguments)
     )
     if failures and failures[0].mistake:
@@ -274,49 +326,51 @@ def call_once(
             f"adora_reward: {entry!r}, tried before the run: {failures[0].row}: "
             f"{failures[0].reason}"
         )
-    return found
+    return rewards
 
 
 def _check_names(entries: Sequence[str], names: Sequence[str]) -> None:
-    """Raise `UserError` for a name given twice: the log and the record tell rewards apart by it."""
+    """Raise `UserError` for a name that occurs twice.
+
+    The log and the record tell rewards apart by their names.
+    """
     for index, name in enumerate(names):
-        if name in names[:index]:
-            first = entries[names.index(name)]
-            same = (
-                "is given twice"
-                if first == entries[index]
-                else f"and {first!r} have the same name {name!r}"
+        if name not in names[:index]:
+            continue
+        entry = entries[index]
+        first = entries[names.index(name)]
+        if first == entry:
+            raise UserError(
+                f"adora_reward: {entry!r} is given twice; weigh it with reward_weights instead"
             )
-            remedy = (
-                "weigh it with reward_weights instead"
-                if first == entries[index]
-                else "rename one of them"
-            )
-            raise UserError(f"adora_reward: {entries[index]!r} {same}; {remedy}")
+        raise UserError(
+            f"adora_reward: {entry!r} and {first!r} have the same name {name!r}; rename one of them"
+        )
 
 
 def reachable(entries: Sequence[str], weights: Sequence[float]) -> tuple[float, float] | None:
-    """The least and the largest weighted sum of the functions of `adora_reward`; None where that is
-    not known.
+    """The smallest and the largest weighted sum of the rewards; None where it is unknown.
+
+    It is unknown as soon as one function with a weight other than 0 has no known range.
     """
     counted = [
         (_RANGES.get(entry), weight)
         for entry, weight in zip(entries, weights, strict=True)
         if weight
     ]
-    known = [sorted(weight * value for value in ends) for ends, weight in counted if ends]
-    return (
-        (sum(low for low, _ in known), sum(high for _, high in known))
-        if len(known) == len(counted)
-        else None
-    )
+    ranges = [sorted(weight * value for value in ends) for ends, weight in counted if ends]
+    if len(ranges) < len(counted):
+        return None
+    return sum(low for low, _ in ranges), sum(high for _, high in ranges)
 
 
 def check_sums(
     entries: Sequence[str], weights: Sequence[float] | None, correct_above: float
 ) -> None:
-    """Raise `UserError` where every rollout would have the same reward, or none could be correct,
-    or wrong.
+    """Raise `UserError` where the reward could not tell a correct rollout from a wrong one.
+
+    That is so if all weights are 0, or if the threshold `adora_correct_above` lies outside of the
+    sums that the rewards can reach, so that every rollout or none would be correct.
     """
     weights = [1.0] * len(entries) if weights is None else weights
     if len(weights) != len(entries):

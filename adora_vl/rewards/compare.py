@@ -1,5 +1,8 @@
-"""Whether two answers are the same, by their types: the rules of numbers, expressions, texts, lists
-and relations.
+"""Decides whether an answer is the same as a reference answer.
+
+The kind of the reference answer selects the rule: there are rules for numbers, ratios, expressions,
+formulas, texts, lists, points and relations. Each rule gives a verdict and the name of the rule that
+decided, which `explain.RULES` puts in words.
 """
 
 import math
@@ -7,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Literal
 
 from adora_vl.rewards.answer import (
     NO_VALUE,
@@ -22,7 +25,7 @@ from adora_vl.rewards.canonical import NAMED_VALUE
 from adora_vl.rewards.figures import in_one_spelling
 from adora_vl.rewards.forms import as_form, bare, working
 from adora_vl.rewards.grammar import NotReadError, Tree, in_radians, read_formula, unknowns
-from adora_vl.rewards.numeric import factor_between, same_function, same_number
+from adora_vl.rewards.numeric import Value, factor_between, same_function, same_number
 from adora_vl.rewards.solutions import same_solutions
 from adora_vl.rewards.units import RADIANS
 
@@ -44,8 +47,10 @@ _UNIT_LETTER = re.compile(r"([+-]?[0-9.]*[0-9]) ?([hgLl])")  # beside a quantity
 
 @dataclass(frozen=True)
 class Pair:
-    """How one part of an answer was compared with its part of the reference answer; `-` where there
-    is none.
+    """How one part of an answer was compared with its part of the reference answer.
+
+    `answer` and `reference` are canonical texts, with `-` for a missing part. `reason` names the
+    rule that decided.
     """
 
     answer: str
@@ -55,7 +60,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class Compared:
-    """The verdict on two answers, the rule that decided, and the parts of a form."""
+    """The result of a comparison.
+
+    `reason` names the rule that decided. `pairs` has the parts of an answer with several values, up
+    to the first wrong one.
+    """
 
     verdict: Verdict
     reason: str
@@ -63,10 +72,12 @@ class Compared:
 
 
 def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compared:
-    """The verdict on an answer from `plain`; where `reference`, from `read`, is a form, it is read
-    as one, too.
+    """Compare an answer with a reference answer.
 
-    `rounding`: a decimal may be the reference answer rounded.
+    Args:
+        answer: from `plain`. Where the reference answer is a form, the answer is read as one too.
+        reference: from `read`.
+        rounding: whether a decimal may be the reference answer rounded.
     """
     if reference.is_form:
         return _same_form(as_form(answer), as_form(reference), rounding)
@@ -80,31 +91,39 @@ def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compar
 
 
 def _same_chain(chain: Sequence[tuple[str, Answer]], reference: Answer) -> Compared:
-    r"""Right if all numbers of a chain are the reference answer.
+    r"""The verdict on a chain such as `AB = 1.8 \cdot 9 / 1.5 \approx 10.8`.
 
-    An approximation has to be so to its digits, and what stands before one to those of a reference
-    answer in digits: `20\sqrt{3} \approx 34.64`.
+    It is correct if all its numbers are the reference answer, and at least one exactly so. An
+    approximation has to agree to its own digits. A number before an approximation has to agree to
+    the digits of a reference answer that is a decimal, as in `20\sqrt{3} \approx 34.64`.
+
+    Args:
+        chain: the sign before each number (`=`, or `~` for an approximation) and the number.
+        reference: a number.
     """
     rounded = "." in reference.text and any(sign == "~" for sign, _ in chain)
     sure = False
     for sign, value in chain:
         worked_out = replace(value, real=value.real and replace(value.real, unevaluated=False))
-        found = _same_value(worked_out, reference, False)
-        sure = sure or found.verdict == "correct"
+        compared = _same_value(worked_out, reference, False)
+        sure = sure or compared.verdict == "correct"
         near = sign == "~" and reference.real and _is_rounded(value.text, reference.real.value)
         near = near or (
             rounded and sign != "~" and value.real and _is_rounded(reference.text, value.real.value)
         )
-        if found.verdict != "correct" and (not near or found.reason == "different_unit"):
-            return (
-                Compared("wrong", "chain_differs") if found.reason == "different_number" else found
-            )
+        if compared.verdict != "correct" and (not near or compared.reason == "different_unit"):
+            if compared.reason == "different_number":
+                return Compared("wrong", "chain_differs")
+            return compared
     return Compared("correct", "same_number") if sure else Compared("wrong", "chain_differs")
 
 
 def _as_value(answer: Answer, reference: Answer) -> Answer:
-    r"""The value in `y = 2x + 1` and `|AB| = 5`, and in `x \approx 5` for a reference answer in
-    digits, else itself.
+    r"""The value that an answer gives with a name before it; without a name the answer itself.
+
+    It is `2x + 1` in `y = 2x + 1` and 5 in `|AB| = 5`. An approximation such as `x \approx 5` counts
+    for a reference answer in digits. For a numeric reference answer a decimal comma is read as a
+    point.
     """
     value = answer
     label = answer.whole.partition("=")[0] if "=" in answer.raw else ""
@@ -130,13 +149,19 @@ def _as_value(answer: Answer, reference: Answer) -> Answer:
     return Answer("unreadable", answer.text, "equation") if names_itself else value  # f(x) = f(x)
 
 
-def _measured(one: Answer, other: Answer) -> Answer:
-    """`5 L` as litres beside a quantity, else itself."""
-    letter = _UNIT_LETTER.fullmatch(one.whole) if other.unit and not one.unit else None
-    return plain(rf"{letter[1]}\text{{{letter[2]}}}") if letter else one
+def _measured(answer: Answer, opposite: Answer) -> Answer:
+    """`5 L` as litres where the opposite side of the comparison has a unit, else the answer itself.
+
+    Without a unit on the other side the letter stays an unknown.
+    """
+    if answer.unit or not opposite.unit:
+        return answer
+    letter = _UNIT_LETTER.fullmatch(answer.whole)
+    return plain(rf"{letter[1]}\text{{{letter[2]}}}") if letter else answer
 
 
 def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
+    """The verdict on a single value: quantities in one unit, then texts, numbers and expressions."""
     unit = answer.unit
     if unit and reference.unit:
         dimension = reference.unit.dimension
@@ -159,13 +184,18 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
         return Compared("unparseable" if answer.reason in UNREAD else "wrong", answer.reason)
     if (answer.kind == "percentage") != (reference.kind == "percentage"):
         return Compared("wrong", "percentage" if answer.kind == "percentage" else "different_text")
-    given = answer.real
-    wanted = reference.real
-    if given and given.unevaluated and not (wanted and wanted.unevaluated):
+    number = answer.real
+    expected = reference.real
+    if number and number.unevaluated and not (expected and expected.unevaluated):
         return Compared("wrong", "unevaluated")
-    if given and wanted:
-        same = same_number(given, wanted)
-        if not same and rounding and "." in answer.text and _is_rounded(answer.text, wanted.value):
+    if number and expected:
+        same = same_number(number, expected)
+        if (
+            not same
+            and rounding
+            and "." in answer.text
+            and _is_rounded(answer.text, expected.value)
+        ):
             return Compared("correct", "rounded")
         if same is None:
             return Compared("unparseable", "undecided")
@@ -179,30 +209,33 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
         return Compared(
             "wrong", "different_expression" if unknowns(reference.tree) else "not_a_number"
         )
-    found = same_function(answer.tree, reference.tree)
-    if found == "equal":
+    outcome = same_function(answer.tree, reference.tree)
+    if outcome == "equal":
         return Compared("correct", "same_value")
-    return (
-        Compared("wrong", "different_expression")
-        if found == "different"
-        else Compared("unparseable", found)
-    )
+    if outcome == "different":
+        return Compared("wrong", "different_expression")
+    return Compared("unparseable", outcome)
 
 
 def _same_ratio(answer: Answer, reference: Answer) -> Compared:
-    r"""The verdict where the reference answer is a ratio of numbers: its terms may have a common
-    factor, and one of two terms may be their quotient, `\frac{3}{4}` for `3:4`.
+    r"""The verdict where the reference answer is a ratio of numbers.
+
+    The terms of the answer may have a common factor. For a ratio of two terms the quotient counts
+    too: `\frac{3}{4}` for `3:4`.
     """
     terms = answer.ratio
-    wanted = reference.ratio
-    if answer.kind == "number" and answer.real and len(wanted) == 2:
-        same = not answer.real.unevaluated and same_number(answer.real, wanted[0] / wanted[1])
+    expected = reference.ratio
+    if answer.kind == "number" and answer.real and len(expected) == 2:
+        same = not answer.real.unevaluated and same_number(answer.real, expected[0] / expected[1])
         return Compared("correct", "same_ratio") if same else Compared("wrong", "different_number")
-    if len(terms) != len(wanted):
+    if len(terms) != len(expected):
         return Compared("wrong", answer.reason or "different_text")
     try:
-        pairs = zip(terms[1:], wanted[1:], strict=True)
-        same = all(same_number(terms[0] / term, wanted[0] / other) for term, other in pairs)
+        pairs = zip(terms[1:], expected[1:], strict=True)
+        same = all(
+            same_number(terms[0] / term, expected[0] / expected_term)
+            for term, expected_term in pairs
+        )
     except NotReadError:
         return Compared("wrong", "different_number")
     return Compared("correct", "same_ratio") if same else Compared("wrong", "different_number")
@@ -211,7 +244,8 @@ def _same_ratio(answer: Answer, reference: Answer) -> Compared:
 def _formula_of(reference: Answer, answer: Answer) -> Tree | None:
     r"""The tree of a reference answer that is a formula of quantities, else None.
 
-    Letters by themselves, such as `ab`, are one where the answer multiplies: `a \cdot b`.
+    Letters alone, such as `ab`, count as a formula only where the answer multiplies, as in
+    `a \cdot b`; else they may be a word or the name of a figure.
     """
     if reference.kind not in {"text", "expression"}:
         return None
@@ -227,26 +261,27 @@ def _same_names(answer: Answer, reference: Answer) -> bool:
 
 
 def _same_formula(answer: Answer, reference: Tree) -> Compared:
-    r"""The verdict where the reference answer is a formula, in which letters side by side are
-    multiplied.
+    r"""The verdict where the reference answer is a formula.
+
+    Letters side by side are multiplied in both sides, so that `ab` is `a \cdot b`.
     """
     tree = answer.tree
     if answer.kind in {"text", "expression"}:
         tree = read_formula(answer.text) or answer.tree
     if tree is None or unknowns(tree) != unknowns(reference):
         return Compared("wrong", "different_expression" if tree else answer.reason)
-    found = same_function(tree, reference)
-    if found in {"equal", "different"}:
-        same = found == "equal"
-        return (
-            Compared("correct", "same_value") if same else Compared("wrong", "different_expression")
-        )
-    return Compared("unparseable", found)
+    outcome = same_function(tree, reference)
+    if outcome == "equal":
+        return Compared("correct", "same_value")
+    if outcome == "different":
+        return Compared("wrong", "different_expression")
+    return Compared("unparseable", outcome)
 
 
 def _may_be_radians(answer: Answer) -> bool:
-    """Whether an angle without a unit in the reference answer can be meant: it has pi in it, or is
-    less than a whole turn. 30 radians are no 30.
+    """Whether an answer in radians can mean the unitless angle of a reference answer.
+
+    It can if pi stands in it, or if it is less than a whole turn: `30 radians` is not 30 degrees.
     """
     if answer.tree is None:
         return False
@@ -254,8 +289,10 @@ def _may_be_radians(answer: Answer) -> bool:
 
 
 def _same_text(answer: str, reference: str) -> bool:
-    """Whether two canonical texts are the same but for spaces, capital letters of words, and the
-    name that a figure has.
+    """Whether two canonical texts are the same.
+
+    Spaces between letters, capital letters of words, and the order of letters in the name of a
+    figure do not count.
     """
     if answer == reference:
         return True
@@ -272,9 +309,8 @@ def _in_one_spelling(text: str) -> str:
 def unspaced(text: str) -> str:
     r"""`text` without the spaces between letters: `A B` and `\overline{AB}` are the side `AB`.
 
-    Those between digits tell numbers apart.
-
-    A word counts the same with a capital letter: `True` is `true`, while the side `AB` is not `ab`.
+    Spaces between digits stay, since they tell numbers apart. A word counts the same with a capital
+    letter: `True` becomes `true`, while the side `AB` does not become `ab`.
     """
     if "\\" in text:
         text = _OVERLINED.sub(r"\1", text)
@@ -282,9 +318,10 @@ def unspaced(text: str) -> str:
     return _BETWEEN_LETTERS.sub("", text) if " " in text else text
 
 
-def _is_rounded(text: str, reference: Any) -> bool:
-    """Whether `text` is a decimal with places, and equals the reference rounded half up to as many
-    of them.
+def _is_rounded(text: str, reference: Value) -> bool:
+    """Whether `text` is a decimal that equals the reference value rounded half up to its places.
+
+    `reference` is the value of a `Ball`: a fraction, or a number of mpmath.
     """
     match = _DECIMAL.fullmatch(text)
     if not match or text in {"", "+", "-"}:
@@ -295,6 +332,10 @@ def _is_rounded(text: str, reference: Any) -> bool:
 
 
 def _same_form(answer: Answer, reference: Answer, rounding: bool) -> Compared:
+    """The verdict where several values may be asked for: both sides are from `as_form`.
+
+    It calls itself for the parts of lists, points and tuples.
+    """
     if answer.kind == "unreadable":
         return Compared(
             "unparseable" if answer.reason in UNREAD else "wrong", answer.refusal or answer.reason
@@ -313,9 +354,8 @@ def _same_form(answer: Answer, reference: Answer, rounding: bool) -> Compared:
         and not decoration
         and bare(answer.label) != bare(reference.label)
     ):
-        return Compared(
-            "wrong", "different_label", (Pair(answer.label, reference.label, "different_label"),)
-        )
+        pair = Pair(answer.label, reference.label, "different_label")
+        return Compared("wrong", "different_label", (pair,))
     if reference.kind == "ordered" and reference.brackets == "()" and not reference.label:
         point = _point(answer, len(reference.parts))
         answer = point or answer
@@ -325,20 +365,17 @@ def _same_form(answer: Answer, reference: Answer, rounding: bool) -> Compared:
         answer = _letters(answer, reference)
     if answer.solution and reference.solution and kinds != ("ordered", "ordered"):
         same = same_solutions(answer.solution, reference.solution)
-        return (
-            Compared("correct", "same_solutions")
-            if same
-            else Compared("wrong", "different_solutions")
-        )
+        if same:
+            return Compared("correct", "same_solutions")
+        return Compared("wrong", "different_solutions")
     if reference.kind == "equation" and answer.is_value and reference.parts and not answer.label:
         return _same_form(answer, reference.parts[0], rounding)
     if reference.kind == "unordered":
         return _same_list(answer, reference, rounding)
     if answer.is_value and reference.is_value:
-        found = _same_value(answer, reference, rounding)
-        return Compared(
-            found.verdict, found.reason, (Pair(_shown(answer), _shown(reference), found.reason),)
-        )
+        compared = _same_value(answer, reference, rounding)
+        pair = Pair(_labelled_text(answer), _labelled_text(reference), compared.reason)
+        return Compared(compared.verdict, compared.reason, (pair,))
     if answer.kind != reference.kind:
         return Compared("wrong", "different_form")
     if reference.kind in {"equation", "inequality"}:
@@ -351,23 +388,32 @@ def _same_form(answer: Answer, reference: Answer, rounding: bool) -> Compared:
 _OF_X = re.compile(r"[A-Za-z]\(([a-z])\)")
 
 
-def _as_function(answer: Answer, other: Answer) -> Answer:
-    """What is said of `f(x)` or `y` where the other answer says it of `y` or `f(x)`: its value."""
-    mine = _OF_X.fullmatch(bare(answer.label))
-    theirs = _OF_X.fullmatch(bare(other.label))
-    if mine and mine[1] not in unknowns(answer.tree or ()):
+def _as_function(answer: Answer, opposite: Answer) -> Answer:
+    """The answer with its label adapted, where one side defines `y` and the other `f(x)`.
+
+    `y = 2x + 1` then becomes the value of `f(x)`, and `f(x) = 2x + 1` a value without a label, which
+    is compared with that of `y`. Any other answer is returned as it is.
+    """
+    function = _OF_X.fullmatch(bare(answer.label))
+    opposite_function = _OF_X.fullmatch(bare(opposite.label))
+    if function and function[1] not in unknowns(answer.tree or ()):
         return answer
-    if mine and bare(other.label) == "y" and other.kind == "equation":
+    if function and bare(opposite.label) == "y" and opposite.kind == "equation":
         return replace(answer, label="")
-    if theirs and bare(answer.label) == "y" and answer.kind == "equation" and answer.parts:
-        if theirs[1] not in unknowns(answer.parts[0].tree or ()):
+    if (
+        opposite_function
+        and bare(answer.label) == "y"
+        and answer.kind == "equation"
+        and answer.parts
+    ):
+        if opposite_function[1] not in unknowns(answer.parts[0].tree or ()):
             return answer
-        return replace(answer.parts[0], label=other.label)
+        return replace(answer.parts[0], label=opposite.label)
     return answer
 
 
 def _point(answer: Answer, dimensions: int) -> Answer | None:
-    """`x = 3, y = -4` as the point `(3, -4)`; None for anything else."""
+    """`x = 3, y = -4` as the point `(3, -4)`, with that many dimensions; None for anything else."""
     if answer.kind != "unordered" or answer.label:
         return None
     names = [bare(part.label) for part in answer.parts]
@@ -387,7 +433,7 @@ def _point(answer: Answer, dimensions: int) -> Answer | None:
 
 
 def _same_vector(answer: Answer, reference: Answer) -> Compared:
-    r"""The verdict on `3\mathbf{i} + 4\mathbf{j}` for `(3, 4)`."""
+    r"""The verdict on a sum of unit vectors, `3\mathbf{i} + 4\mathbf{j}` for `(3, 4)`."""
     axes = "ijk"[: len(reference.parts)]
     numbers = [part.tree for part in reference.parts if part.real]
     if len(numbers) != len(axes) or not unknowns(answer.tree or ()) <= set(axes):
@@ -409,19 +455,22 @@ def _letters(answer: Answer, reference: Answer) -> Answer:
     return replace(answer, kind="unordered", parts=tuple(plain(letter) for letter in letters))
 
 
-def _shown(answer: Answer) -> str:
+def _labelled_text(answer: Answer) -> str:
+    """The text of an answer, with its name where it is a single value: `x=5`."""
     return f"{answer.label}={answer.text}" if answer.label and answer.is_value else answer.text
 
 
 def _same_list(answer: Answer, reference: Answer, rounding: bool) -> Compared:
     """The verdict where the reference answer is a list or set.
 
-    A tuple of names or for names is in their order.
+    Parts are compared in any order, unless names decide the order: where the answer is a tuple and
+    the parts of the reference answer have names, or where only the reference answer has names.
     """
     labels = [part.label for part in reference.parts]
     if answer.brackets == "()" and any(labels):
-        by_name = all(part.label for part in answer.parts)
-        return (_in_any_order if by_name else _in_order)(answer, reference, rounding)
+        if all(part.label for part in answer.parts):
+            return _in_any_order(answer, reference, rounding)
+        return _in_order(answer, reference, rounding)
     if answer.is_value and len(reference.parts) == 1:
         return _same_form(answer, reference.parts[0], rounding)
     if answer.kind != "unordered":
@@ -434,64 +483,85 @@ def _same_list(answer: Answer, reference: Answer, rounding: bool) -> Compared:
 
 
 def _in_order(answer: Answer, reference: Answer, rounding: bool) -> Compared:
+    """Compare the parts by position, up to the first wrong one."""
     if len(answer.parts) != len(reference.parts):
         return Compared("wrong", "different_length")
     pairs = []
     if _other_names(answer, reference):
         return Compared("wrong", "different_label")
-    for given, wanted in zip(answer.parts, reference.parts, strict=True):
-        found = _same_form(given, wanted, rounding)
-        pairs.append(Pair(_shown(given), _shown(wanted), found.reason))
-        if found.verdict != "correct":
-            return Compared(found.verdict, "different_part", tuple(pairs))
+    for part, expected in zip(answer.parts, reference.parts, strict=True):
+        compared = _same_form(part, expected, rounding)
+        pairs.append(Pair(_labelled_text(part), _labelled_text(expected), compared.reason))
+        if compared.verdict != "correct":
+            return Compared(compared.verdict, "different_part", tuple(pairs))
     return Compared("correct", "same_parts", tuple(pairs))
 
 
 def _other_names(answer: Answer, reference: Answer) -> bool:
-    """Whether parts are named in another order, or all by the name of one.
+    """Whether the names of the answer contradict comparing its parts by position.
 
-    Where nothing has a name, x is before y.
+    They do if they are in another order than those of the reference answer, or if the answer as a
+    whole has the name of one part. A reference answer without names has the order x, y, z.
     """
-    names, wanted = ([bare(part.label) for part in side.parts] for side in (answer, reference))
-    order = wanted if any(wanted) else list("xyz")
-    places = [order.index(name) for name in names if name and name in order]
-    return places != sorted(places) or (answer.label != "" and bare(answer.label) in wanted)
+    names = [bare(part.label) for part in answer.parts]
+    expected = [bare(part.label) for part in reference.parts]
+    order = expected if any(expected) else list("xyz")
+    positions = [order.index(name) for name in names if name and name in order]
+    return positions != sorted(positions) or (answer.label != "" and bare(answer.label) in expected)
 
 
 def _in_any_order(answer: Answer, reference: Answer, rounding: bool) -> Compared:
-    """Each part of the answer with one of the reference answer, by name where both have names."""
+    """Match each part of the answer with a part of the reference answer that is not matched yet.
+
+    Parts with different names do not match where all parts of the reference answer have one.
+    """
     if len(answer.parts) != len(reference.parts):
         return Compared("wrong", "different_length")
     by_label = all(part.label for part in reference.parts)
-    left = list(reference.parts)
+    remaining = list(reference.parts)
     pairs: list[Pair] = []
-    for given in answer.parts:
-        named = [one for one in left if not by_label or bare(given.label) == bare(one.label)]
-        found = next(
-            (one for one in named if _same_form(given, one, rounding).verdict == "correct"), None
+    for answer_part in answer.parts:
+        candidates = [
+            candidate
+            for candidate in remaining
+            if not by_label or bare(answer_part.label) == bare(candidate.label)
+        ]
+        partner = next(
+            (
+                candidate
+                for candidate in candidates
+                if _same_form(answer_part, candidate, rounding).verdict == "correct"
+            ),
+            None,
         )
-        if found is None:
+        if partner is None:
             return Compared(
-                "wrong", "different_part", (*pairs, Pair(_shown(given), "-", "different_part"))
+                "wrong",
+                "different_part",
+                (*pairs, Pair(_labelled_text(answer_part), "-", "different_part")),
             )
-        left.remove(found)
-        pairs.append(Pair(_shown(given), _shown(found), "same_part"))
+        remaining.remove(partner)
+        pairs.append(Pair(_labelled_text(answer_part), _labelled_text(partner), "same_part"))
     return Compared("correct", "same_parts", tuple(pairs))
 
 
 def _same_relations(answer: Answer, reference: Answer) -> Compared:
-    """Each relation of the answer is one of the reference answer, but for a factor, which keeps the
-    sign of `<`.
+    """The verdict on equations or inequalities, which may be in any order.
+
+    Each relation compares a tree with 0. Two are the same if their trees differ by a factor that is
+    not 0, which for `<` and `<=` has to be positive.
     """
     if len(answer.relations) != len(reference.relations):
         return Compared("wrong", "different_form")
-    left = list(reference.relations)
+    remaining = list(reference.relations)
     for sign, tree in answer.relations:
-        for one in left:
-            same_names = unknowns(tree) == unknowns(one[1])
-            factor = factor_between(tree, one[1]) if sign == one[0] and same_names else 0
+        for relation in remaining:
+            expected_sign, expected_tree = relation
+            if sign != expected_sign or unknowns(tree) != unknowns(expected_tree):
+                continue
+            factor = factor_between(tree, expected_tree)
             if factor > 0 or (factor and sign in {"=", "!="}):
-                left.remove(one)
+                remaining.remove(relation)
                 break
         else:
             return Compared("wrong", f"different_{reference.kind}")

@@ -1,17 +1,18 @@
-"""Reads a completion: its text, its last boxed answer, its blocks of thinking, its words of
+"""Reads a completion: its text, its last boxed answer, the form of its thinking, and its words of
 reflection.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from adora_vl.rewards.thinking import THINK_TAGS, final_part, is_blank
 
-MAX_ROW = 24  # boxes that are one answer
-ROW_CHARS = 20_000  # of the end of a response, in which they stand
-MAX_JOINT = 40  # characters between two of them
-MAX_CHARS = 200_000  # of the end of a response; a character takes at most some 0.15 microseconds
+MAX_ROW = 24  # boxes that count as one answer
+ROW_CHARS = 20_000  # the end of a response in which such boxes are searched for
+MAX_JOINT = 40  # characters between two such boxes
+# The end of a response that is read. A character takes at most about 0.15 microseconds.
+MAX_CHARS = 200_000
 # `\{`, `\}` and `\\` are skipped as pairs so that a set `\{1,2\}` does not count as braces. A `\\`
 # before `boxed{` is not a pair: models that escape twice write `\\boxed{5}`. No groups: the search
 # then skips what begins no token.
@@ -20,24 +21,32 @@ _TOKEN = re.compile(rf"{_BOX.pattern}|\\\\(?!(?:boxed|fbox)\s*\{{)|\\[{{}}]|\{{|
 _BEGUN = re.compile(rf"{_BOX.pattern}\s*\Z")
 _SPACES = " \t\n\r"  # a form feed at the start is what is left of `\frac` in careless JSON
 ANSWER_TAGS = ("<answer>", "</answer>")
+Completion = str | Sequence[Mapping[str, Any]]  # a text, or messages
 
 
 class _Box(NamedTuple):
-    """One complete box, as positions in the response."""
+    r"""A complete box, as positions in the response: 3, 10 and 11 in `so \boxed{5}`."""
 
-    start: int  # of the `\\` of its command
+    start: int
+    """The backslash of the command."""
     content: int
-    end: int  # of its content
+    """The start of the content."""
+    end: int
+    """The end of the content."""
 
 
 def last_boxed(response: str) -> str | None:
-    r"""The content of the last complete box of the final part, without outer spaces, or None if
-    there is no complete box.
+    r"""The content of the last complete box in the final part, without outer spaces; else None.
 
-    A box inside a block of thinking is a draft (`final_part`). Of nested boxes the outermost
-    complete one counts: `\boxed{x = \boxed{5}}` gives `x = \boxed{5}`, but `\boxed{\boxed{5}}` gives
-    `5`. A response that was cut off as it began a box has no answer. The time is linear in the
-    response, of which the last `MAX_CHARS` are read. Source: the grading policy, point 1.
+    A box inside a block of thinking is a draft (`final_part`). If boxes are nested, the outermost
+    complete box counts, because what stands beside an inner box belongs to the answer:
+    `\boxed{x = \boxed{5}}` gives `x = \boxed{5}`. A box that holds nothing but another box is
+    peeled: `\boxed{\boxed{5}}` gives `5`. A response that was cut off as it began a box has no
+    answer.
+
+    The response is read once with a stack, so the time is linear in its length, however deep or many
+    the boxes are. Only the last `MAX_CHARS` characters are read. Source: the grading policy,
+    point 1.
     """
     response = final_part(response)[-MAX_CHARS:]
     if response.rstrip().endswith("{") and _BEGUN.search(response):
@@ -55,12 +64,14 @@ def last_boxed(response: str) -> str | None:
 
 
 def _complete(response: str) -> list[_Box]:
-    """The complete boxes in the order in which they close."""
+    """All complete boxes in the order in which they close."""
     complete: list[_Box] = []
     pending: list[tuple[int, int, int]] = []  # depth, start and content of the boxes still open
     depth = 0  # counted from the first box on: only equality matters
     first = _BOX.search(response)
-    for token in _TOKEN.finditer(response, first.start()) if first else ():
+    if first is None:
+        return complete
+    for token in _TOKEN.finditer(response, first.start()):
         kind = token[0]
         if kind == "{":
             depth += 1
@@ -89,12 +100,15 @@ _NAME_OF_BOX = re.compile(
 
 
 def boxes_in_a_row(response: str, answer_tags: bool, named: bool = False) -> list[str]:
-    r"""The contents of the last complete boxes that are joined by nothing but a comma, "and" or
-    "or".
+    r"""The contents of the last complete boxes that nothing separates but a comma, "and" or "or".
 
-    `\boxed{1}, no: \boxed{2} and \boxed{3}` gives `2` and `3`. With `answer_tags` those before the
-    block, if there is one, do not count. `named`: with the names that stand before all of them, as
-    `AB = 4` for `AB is \boxed{4}`.
+    `\boxed{1}, no: \boxed{2} and \boxed{3}` gives `2` and `3`.
+
+    Args:
+        response: the whole response, or its final part.
+        answer_tags: whether boxes before the last `<answer>` block are ignored.
+        named: whether the names before the boxes are included if all have one, as `AB = 4` for
+            `AB is \boxed{4}`.
     """
     response = final_part(response)[-ROW_CHARS:]
     if answer_tags:
@@ -117,8 +131,11 @@ def boxes_in_a_row(response: str, answer_tags: bool, named: bool = False) -> lis
 
 
 def last_answer(response: str) -> str | None:
-    """As `last_boxed`, where the prompt asked for `<answer> </answer>`: the last complete block
-    counts, or a box in it or behind it. A box before the block does not.
+    """The answer of a response whose prompt asked for `<answer> </answer>`, None without an answer.
+
+    It is the content of the last complete block, or of a box in the block or behind it, since that
+    is what the model gives as its answer. A box before the block does not count. Without a block the
+    function is `last_boxed`.
     """
     block = answer_block(response)
     boxed = last_boxed(response if block is None else block)
@@ -126,8 +143,9 @@ def last_answer(response: str) -> str | None:
 
 
 def answer_block(response: str) -> str | None:
-    """What the last complete `<answer>` block of the final part holds, with what follows it where a
-    box does; None without a block.
+    """The content of the last complete `<answer>` block of the final part; None without a block.
+
+    Where a box stands in the block or behind it, the rest of the response is included.
     """
     response = final_part(response)[-MAX_CHARS:]
     opening, closing = ANSWER_TAGS
@@ -138,9 +156,10 @@ def answer_block(response: str) -> str | None:
     return block if last_boxed(block) is not None else block[: block.find(closing)].strip(_SPACES)
 
 
-def completion_text(completion: Any) -> str:
-    """The text of a completion, or of a prompt's last message: a string, or messages with a string
-    or parts.
+def completion_text(completion: Completion | None) -> str:
+    """The text of a completion, or of the last message of a prompt.
+
+    It is a string, or messages whose content is a string or a list of parts.
     """
     if isinstance(completion, str):
         return completion
@@ -150,11 +169,11 @@ def completion_text(completion: Any) -> str:
     return "".join(part.get("text") or "" for part in content or [])
 
 
-def response_text(completion: Any, thinking_opened: bool = False) -> str:
-    """The text of a completion with its block of thinking whole.
+def response_text(completion: Completion, thinking_opened: bool = False) -> str:
+    """The text of a completion with its complete block of thinking.
 
-    The opening tag is put back where the prompt has it (`thinking_opened`), and so is the block
-    where the tokenizer has parsed the reasoning out of the message.
+    The opening tag is put back where the prompt has it (`thinking_opened`), and so is the whole
+    block where the tokenizer has parsed the reasoning out of the message.
     """
     text = completion_text(completion)
     opening, closing = THINK_TAGS
@@ -171,22 +190,31 @@ def response_text(completion: Any, thinking_opened: bool = False) -> str:
 def response_texts(
     completions: Sequence[Any], thinking_opened: Sequence[bool] | None = None
 ) -> list[str]:
-    """`response_text` of each completion. `thinking_opened`: of each one's prompt; None: of none."""
+    """`response_text` of each completion.
+
+    `thinking_opened` says for each completion whether its prompt opens the block; None: no prompt
+    does.
+    """
     opened = [False] * len(completions) if thinking_opened is None else thinking_opened
-    return [response_text(*pair) for pair in zip(completions, opened, strict=True)]
+    return [
+        response_text(completion, is_open)
+        for completion, is_open in zip(completions, opened, strict=True)
+    ]
 
 
 def shows_working(text: str) -> bool:
-    """Whether an equals sign stands before the last box, or anywhere if there is no box: more than
-    a bare answer.
+    """Whether a response shows more than a bare answer.
+
+    It does if an equals sign stands before the last box, or anywhere if there is no box.
     """
     before, box, after = text.rpartition("\\boxed")
     return "=" in (before if box else after)
 
 
 def _after_block(text: str, tags: tuple[str, str]) -> str | None:
-    """What follows the block that `text` begins with, stripped; None where there is no such block,
-    or one in which nothing can be seen.
+    """The stripped text behind the block that `text` begins with.
+
+    None where it does not begin with such a block, and where the block is blank or has a tag in it.
     """
     opening, closing = tags
     if not text.startswith(opening):
@@ -198,6 +226,7 @@ def _after_block(text: str, tags: tuple[str, str]) -> str | None:
 
 
 def _has_tag(text: str) -> bool:
+    """Whether a tag of thinking or answer occurs in a text."""
     return any(tag in text for tag in (*THINK_TAGS, *ANSWER_TAGS))
 
 
@@ -206,10 +235,10 @@ def think_format_reward(
     thinking_opened: Sequence[bool] | None = None,
     **columns: Any,
 ) -> list[float]:
-    """TRL's reward function: 1.0 where one block of thinking, not an empty one, stands before
-    something, else 0.0.
+    """The reward `think_format`: 1.0 for a single block of thinking before an answer, else 0.0.
 
-    `thinking_opened`: whether the prompt of each completion has opened the block.
+    Neither the block nor the text behind it may be blank. `thinking_opened` says whether the prompt
+    of each completion has opened the block. It is a reward function in TRL's form.
     """
     rewards: list[float] = []
     for text in response_texts(completions, thinking_opened):
@@ -224,10 +253,10 @@ def think_answer_format_reward(
     thinking_opened: Sequence[bool] | None = None,
     **columns: Any,
 ) -> list[float]:
-    """TRL's reward function: 1.0 where thinking and answer stand in their blocks and nothing else,
-    else 0.0.
+    """The reward `think_answer_format`: 1.0 for a block of thinking and one of answer, else 0.0.
 
-    `thinking_opened`: whether the prompt of each completion has opened the block.
+    Nothing may stand around the two blocks, and neither may be blank. `thinking_opened` says whether
+    the prompt of each completion has opened the block. It is a reward function in TRL's form.
     """
     rewards: list[float] = []
     for text in response_texts(completions, thinking_opened):
@@ -265,6 +294,6 @@ _PATTERNS = {
 
 
 def reflective_words(text: str) -> dict[str, int]:
-    """How often each of the words occurs, without those that do not."""
+    """The number of occurrences of each reflective word that occurs at all."""
     counts = {word: len(pattern.findall(text)) for word, pattern in _PATTERNS.items()}
     return {word: count for word, count in counts.items() if count}

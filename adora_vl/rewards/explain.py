@@ -84,31 +84,36 @@ RULES = {
 def explanation(
     response: str, gold: str, choices: Sequence[str] | None = None, **accepted: bool
 ) -> list[str]:
-    """The lines of the explanation.
+    """The lines that explain the grade of a response.
 
-    `accepted`: `rounding`, `answer_tags` and `thinking_opened` of `grade`. Raises `UserError` for a reference answer
-    that cannot be graded against.
+    Args:
+        response: the whole response.
+        gold: the reference answer.
+        choices: the values of A, B, C, ...
+        accepted: `rounding`, `answer_tags` and `thinking_opened` of `grade`.
+
+    Raises `UserError` for a reference answer that cannot be graded against.
     """
     reason = verify_gold(gold, choices)
     if reason:
-        said = reason if ":" in reason else f"{reason}: {RULES.get(reason, '')}"
-        raise UserError(f"--gold: {gold!r} cannot be graded against ({said})")
-    found = grade(response, gold, choices=choices, **accepted)
+        explained = reason if ":" in reason else f"{reason}: {RULES.get(reason, '')}"
+        raise UserError(f"--gold: {gold!r} cannot be graded against ({explained})")
+    result = grade(response, gold, choices=choices, **accepted)
     answer_tags = accepted.get("answer_tags", False)
     thinking_opened = accepted.pop("thinking_opened", False)
-    whole = response
-    response = final_part(whole, thinking_opened)
+    full_response = response
+    response = final_part(full_response, thinking_opened)
     lines: list[str] = []
-    if response != whole:
-        characters = len(whole) - len(response)
+    if response != full_response:
+        characters = len(full_response) - len(response)
         lines.append(f"thinking   {amount_of(characters, 'character')} set aside")
-    lines += [
-        "extracted  "
-        f"{_printable(found.extracted) if found.extracted is not None else '(no complete box)'}"
-    ]
-    given = last_answer(response) if answer_tags else last_boxed(response)
-    if given is not None:
-        answer = answer_to(read(gold), response=response, given=given, answer_tags=answer_tags)
+    extracted = "(no complete box)"
+    if result.extracted is not None:
+        extracted = _printable(result.extracted)
+    lines.append(f"extracted  {extracted}")
+    content = last_answer(response) if answer_tags else last_boxed(response)
+    if content is not None:
+        answer = answer_to(read(gold), response=response, content=content, answer_tags=answer_tags)
         lines.append(f"answer     {_described(read(answer.raw) if answer.raw else answer)}")
     lines.append(f"gold       {_described(read(gold))}")
     compared = comparison(response, gold, **accepted)
@@ -119,16 +124,17 @@ def explanation(
         )
     for letter, value in zip(ascii_uppercase, choices or (), strict=False):
         lines.append(f"choice {letter}   {_described(read(value))}")
-    lines.append(f"rule       {found.reason}: {RULES.get(found.reason.removeprefix('gold_'), '')}")
-    lines.append(f"verdict    {found.verdict} ({found.ms:.1f} ms)")
-    return [
-        *lines,
-        f"rewards    {', '.join(f'{preset} {reward(found, preset):g}' for preset in PRESETS)}",
-    ]
+    lines.append(
+        f"rule       {result.reason}: {RULES.get(result.reason.removeprefix('gold_'), '')}"
+    )
+    lines.append(f"verdict    {result.verdict} ({result.ms:.1f} ms)")
+    rewards = [f"{preset} {reward(result, preset):g}" for preset in PRESETS]
+    lines.append(f"rewards    {', '.join(rewards)}")
+    return lines
 
 
 def _described(answer: Answer) -> str:
-    """The canonical text with its kind, and its value where it is a number."""
+    """The canonical text of an answer with its kind, and its value where it is a number."""
     answer = amount(answer)
     text = _printable(answer.whole if answer.is_form else answer.text)
     kind: str = answer.kind
@@ -137,30 +143,46 @@ def _described(answer: Answer) -> str:
         kind = "working"
     if answer.real:
         return f"{text}  [{kind}, {float(answer.real.value):.9g}]"
-    return f"{text or '-'}  [{kind}{f': {answer.reason}' if kind == 'unreadable' else ''}]"
+    if kind == "unreadable":
+        kind = f"{kind}: {answer.reason}"
+    return f"{text or '-'}  [{kind}]"
 
 
 def _printable(text: str) -> str:
-    """`text` with what a terminal would hide or obey spelled out."""
+    """`text` with escapes for the characters that a terminal would hide or obey."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
 
 
-def tried(
+def trial_lines(
     entries: Sequence[Entry],
     response: str,
     columns: Mapping[str, str],
     answer_tags: bool = False,
     thinking_opened: bool = False,
 ) -> list[str]:
-    """What each reward of `entries` gives for a response, without a model.
+    """The lines that say what each reward of `entries` gives for a response, without a model.
 
-    `answer_tags` and `thinking_opened` are those of `grade`. Raises `UserError` where one fails.
+    Args:
+        entries: as in `adora_reward`.
+        response: the whole response.
+        columns: the columns of the row that the response belongs to.
+        answer_tags: as in `grade`.
+        thinking_opened: as in `grade`.
+
+    Raises `UserError` where a reward fails.
     """
     chosen = choose_rewards(entries, answer_tags=answer_tags)
     chosen.check_columns(columns)
-    noted: list[str] = []
+    log_lines: list[str] = []
+
+    def log_extra(name: str, values: Sequence[object]) -> None:
+        log_lines.append(f"logged     {name}: {_printable(str(values[0]))}")
+
+    def log_metric(name: str, value: float) -> None:
+        log_lines.append(f"logged     {name}: {value:g}")
+
     arguments: dict[str, Any] = {
         "prompts": [[{"role": "user", "content": columns.get("problem", "")}]],
         "completions": [[{"role": "assistant", "content": response}]],
@@ -168,28 +190,28 @@ def tried(
         "thinking_opened": [thinking_opened],
         **{name: [value] for name, value in columns.items()},
         "trainer_state": None,
-        "log_extra": lambda name, values: noted.append(
-            f"logged     {name}: {_printable(str(values[0]))}"
-        ),
-        "log_metric": lambda name, value: noted.append(f"logged     {name}: {value:g}"),
+        "log_extra": log_extra,
+        "log_metric": log_metric,
     }
     lines = []
     for entry, function in zip(chosen.entries, chosen.functions, strict=True):
         unscored: dict[int, str] = {}
-        (found,) = call_once(
+        scores = call_once(
             entry, function=function, arguments=arguments, timeout=TRY_TIMEOUT_S, unscored=unscored
         )
-        none = f"None ({unscored.get(0, 'not scored')})"
-        lines.append(f"reward     {entry} {none if found is None else format(found, 'g')}")
-    return [*lines, *noted]
+        score = scores[0]
+        text = f"None ({unscored.get(0, 'not scored')})" if score is None else f"{score:g}"
+        lines.append(f"reward     {entry} {text}")
+    return [*lines, *log_lines]
 
 
 def _entry(word: str) -> Any:
+    """An entry of `--reward`: a name, or a mapping in YAML."""
     return yaml_value(word) if word.startswith("{") else word
 
 
 def _columns(options: argparse.Namespace) -> dict[str, str]:
-    """The columns of the row that the response belongs to."""
+    """The columns that the options `--gold` and `--column` give. Raises `UserError`."""
     columns = {} if options.gold is None else {"answer": options.gold}
     for word in options.column:
         name, sign, value = word.partition("=")
@@ -200,7 +222,7 @@ def _columns(options: argparse.Namespace) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command.
+    """Run the command.
 
     Returns the exit code: 0 done, whatever the verdict; 2 the user's input is wrong.
     """
@@ -221,9 +243,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--answer-tags", action="store_true", help="also accept <answer>5</answer>, without a box"
     )
     parser.add_argument("--thinking-opened", action="store_true", help="the prompt ends in <think>")
-    what = "as adora_reward, with options too"
     parser.add_argument(
-        "--reward", nargs="+", type=_entry, default=[], metavar="FILE.py:FUNCTION", help=what
+        "--reward",
+        nargs="+",
+        type=_entry,
+        default=[],
+        metavar="FILE.py:FUNCTION",
+        help="as adora_reward, with options too",
     )
     parser.add_argument(
         "--column", action="append", default=[], metavar="NAME=VALUE", help="a column of the row"
@@ -237,9 +263,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         response = sys.stdin.read() if options.response == "-" else options.response
         lines = []
-        if options.gold is not None and not (
-            options.reward and all(map(is_own, names_of(options.reward)))
-        ):
+        only_user_functions = options.reward and all(map(is_own, names_of(options.reward)))
+        if options.gold is not None and not only_user_functions:
             accepted = {
                 "rounding": options.rounding,
                 "answer_tags": options.answer_tags,
@@ -247,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             }
             lines = explanation(response, gold=options.gold, choices=options.choices, **accepted)
         if options.reward:
-            lines += tried(
+            lines += trial_lines(
                 options.reward,
                 response,
                 _columns(options),

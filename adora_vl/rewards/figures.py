@@ -1,10 +1,12 @@
-r"""Names of figures in one spelling: the angle `ABC` is the angle `CBA`, the segment `AB` is `BA`, and
-`CD \parallel AB` says what `AB \parallel CD` says.
+r"""Brings the names of figures to one spelling.
 
-Rays and vectors keep their direction, and a congruence keeps which corner lies on which.
+The angle `ABC` is the angle `CBA`, the segment `AB` is `BA`, and `CD \parallel AB` says the same as
+`AB \parallel CD`. Rays and vectors keep their direction, and a congruence of triangles keeps which
+corner lies on which.
 """
 
 import re
+from collections.abc import Sequence
 
 _BARRED = re.compile(r"\\(?:overline|overleftrightarrow)\{([A-Z](?: ?[A-Z])*)\}")
 _ANGLE = re.compile(r"\\angle ?\{?([A-Z]) ?([A-Z]) ?([A-Z])\}?(?![A-Za-z'])")
@@ -16,28 +18,42 @@ _SYMMETRIC = re.compile(r"(\\(?:parallel|perp|cong|sim)(?![A-Za-z])|=)")
 
 
 def in_one_spelling(text: str) -> str:
-    """A canonical text with the names of its figures in one spelling."""
+    """A canonical text with the names of its figures in one spelling.
+
+    A relation of two figures has its sides in alphabetical order. A text with several relations
+    stays as it is.
+    """
     if not _TWO_CAPITALS.search(text):
         return text
     sides = _SYMMETRIC.split(_BARRED.sub(r" \1", text).strip())
     if len(sides) != 3:
         return _name(sides[0]) if len(sides) == 1 else text
-    left, sign, right = (side.strip() for side in sides)
-    corners = [_TRIANGLE.fullmatch(side) for side in (left, right)]
-    if corners[0] and corners[1]:
-        first, second = ("".join(side) for side in zip(*_turned(corners), strict=True))
-        return rf"\triangle {first}{sign}\triangle {second}"
-    return sign.join(sorted((_name(left), _name(right))))
+    first_side = sides[0].strip()
+    sign = sides[1].strip()
+    second_side = sides[2].strip()
+    first = _TRIANGLE.fullmatch(first_side)
+    second = _TRIANGLE.fullmatch(second_side)
+    if first and second:
+        pairs = _sorted_corners(first.groups(), second.groups())
+        first_name = "".join(pair[0] for pair in pairs)
+        second_name = "".join(pair[1] for pair in pairs)
+        return rf"\triangle {first_name}{sign}\triangle {second_name}"
+    return sign.join(sorted((_name(first_side), _name(second_side))))
 
 
-def _turned(corners: list[re.Match[str] | None]) -> list[tuple[str, str]]:
-    """The pairs of corners of two triangles, in order, those of the earlier name first."""
-    names = [match.groups() for match in corners if match]
-    return min(sorted(zip(first, second, strict=True)) for first, second in (names, names[::-1]))
+def _sorted_corners(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]:
+    """The pairs of corresponding corners of two triangles, in alphabetical order.
+
+    The triangles change places where that comes earlier in the alphabet.
+    """
+    return min(
+        sorted(zip(first, second, strict=True)),
+        sorted(zip(second, first, strict=True)),
+    )
 
 
 def _name(text: str) -> str:
-    """The name of one figure in one spelling; any other text is as it was."""
+    """The name of one figure in one spelling; a text that is no name is returned as it is."""
     if _SEGMENT.fullmatch(text):
         return "".join(sorted(text.replace(" ", "")))
     if corners := _TRIANGLE.fullmatch(text):
@@ -47,6 +63,7 @@ def _name(text: str) -> str:
     return _ANGLE.sub(_angle, text)
 
 
-def _angle(found: re.Match[str]) -> str:
-    name = found[1] + found[2] + found[3]
+def _angle(match: re.Match[str]) -> str:
+    """The angle with its arms in alphabetical order; the vertex stays in the middle."""
+    name = match[1] + match[2] + match[3]
     return rf"\angle {min(name, name[::-1])}"

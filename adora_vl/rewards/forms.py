@@ -1,8 +1,8 @@
-r"""Reads an answer, of one value or of several: points, intervals, lists, sets, equations and
+r"""Reads an answer of one value or of several: points, intervals, lists, sets, equations and
 inequalities.
 
-Whether several values are asked for, the reference answer alone decides: an answer of another form
-is wrong.
+The reference answer alone decides whether several values are expected; an answer of another form is
+wrong.
 """
 
 import re
@@ -43,7 +43,7 @@ _SIGN = re.compile(
 _FUNCTION = re.compile(r"[f-hp-wA-Z]\([a-z0-9]{1,3}\)")
 _NAMES = re.compile(rf"\({NAME}(?:[,;]\s?{NAME})+\)")
 _POINT = re.compile(r"([A-Z]'?(?:_(?:\d|\{\d{1,2}\}))?)(\(.*\))", re.DOTALL)
-# A piece of a list that is no value by itself: `000` of `1, 000`, and `0,5` of `0,5; 0,7`.
+# A piece of a list that is no value alone: `000` of `1, 000`, and `0,5` of `0,5; 0,7`.
 _AMBIGUOUS = re.compile(r"00[0-9]|[+-]?[0-9]+,[0-9]+")
 # also the first one of `angles 2, 3 and 6`
 _ANGLE = re.compile(r"(?:\\angle|angles?) ?([0-9]{1,2})")
@@ -67,19 +67,17 @@ REFUSALS = frozenset(
 
 
 def read(raw: str) -> Answer:
-    """What a reference answer says, of one value or of several. Never raises."""
+    """Read a reference answer of one value or of several. It never raises."""
     return _read(raw) if len(raw) <= MAX_CHARS else plain(raw)
 
 
 @lru_cache(maxsize=256)
 def _read(raw: str) -> Answer:
-    """The rollouts of a group share their reference answer."""
+    """`read` with a cache, since the rollouts of a group share their reference answer."""
     value = plain(raw)
-    several = (
-        value.reason in NO_VALUE
-        if value.kind == "unreadable"
-        else value.kind == "expression" and "=" in raw
-    )
+    several = value.kind == "expression" and "=" in raw
+    if value.kind == "unreadable":
+        several = value.reason in NO_VALUE
     if not several:
         return value
     form = as_form(value)
@@ -92,8 +90,8 @@ def _read(raw: str) -> Answer:
 def canonical_gold(text: str) -> str:
     r"""The canonical form that data preparation stores as `answer`, for example `1000` for `1,000`.
 
-    Never raises: a reference answer without a canonical form comes back as it is, and `verify_gold`
-    says why it cannot be used.
+    It never raises: a reference answer without a canonical form is returned as it is, and
+    `verify_gold` says why it cannot be used.
     """
     answer = read(text)
     if answer.reason in {"too_long", "hidden_characters"}:
@@ -102,12 +100,15 @@ def canonical_gold(text: str) -> str:
     if answer.is_form or several:
         return answer.whole
     unit = answer.unit.text if answer.unit else ""
-    return f"{answer.text}{' ' * unit[:1].isalpha()}{unit}"
+    space = " " if unit[:1].isalpha() else ""
+    return f"{answer.text}{space}{unit}"
 
 
 def as_form(answer: Answer) -> Answer:
-    """The same answer where a form is asked for: `x = 5` then has its name, and `1000,99` may be
-    two values.
+    """The same answer, read where several values may be expected.
+
+    `x = 5` then keeps its name, and `1000,99` may be two values. An answer that is no form becomes
+    unreadable; it never raises.
     """
     try:
         return _parsed(answer.whole)
@@ -118,7 +119,7 @@ def as_form(answer: Answer) -> Answer:
 
 @lru_cache(maxsize=256)
 def _parsed(text: str) -> Answer:
-    """The answer in a text with all its names and brackets (`canonical.whole`).
+    """The answer in a canonical text with all its names and brackets (`canonical.whole`).
 
     Raises `NotReadError`.
     """
@@ -138,43 +139,55 @@ def _parsed(text: str) -> Answer:
 
 
 def _size(answer: Answer) -> int:
+    """The number of answers in an answer, itself included."""
     return 1 + sum(map(_size, answer.parts))
 
 
 @lru_cache(maxsize=256)
 def _depths(text: str) -> tuple[int, ...]:
-    """How many brackets each character stands in; a bracket does not stand in itself.
+    """The depth of each character in brackets; a bracket does not count for itself.
 
-    Raises `NotReadError`.
+    Raises `NotReadError` where brackets do not match in number.
     """
     depth = 0
     depths = []
     for char in text:
-        depth -= char in ")]}"
+        if char in ")]}":
+            depth -= 1
         depths.append(depth)
-        depth += char in "([{"
+        if char in "([{":
+            depth += 1
     if depth or min(depths, default=0) < 0:
         raise NotReadError("not_read")
     return tuple(depths)
 
 
 def _split(text: str, pattern: re.Pattern[str]) -> tuple[list[str], list[str]]:
-    """The pieces of `text` between the matches that stand in no brackets, and the matches."""
+    """The pieces of `text` between the matches of `pattern` outside of brackets, and the matches.
+
+    Raises `NotReadError` for more than `MAX_PARTS` matches.
+    """
     depths = _depths(text)
     pieces = []
-    found = []
+    matches = []
     begin = 0
     for match in pattern.finditer(text):
         if depths[match.start()] == 0:
             pieces.append(text[begin : match.start()].strip())
-            found.append(match.group())
+            matches.append(match.group())
             begin = match.end()
-            if len(found) > MAX_PARTS:
+            if len(matches) > MAX_PARTS:
                 raise NotReadError("too_large")
-    return [*pieces, text[begin:].strip()], found
+    return [*pieces, text[begin:].strip()], matches
 
 
 def _parse(text: str, depth: int) -> Answer:
+    """The answer in a text, read from the weakest separator to the strongest.
+
+    The order is: a matrix, alternatives with `or`, a list, a membership, a union, a relation, and
+    at last brackets, a plus-minus or a single value. `depth` counts the nesting. Raises
+    `NotReadError`.
+    """
     text = text.strip()
     if depth > MAX_DEPTH:
         raise NotReadError("too_large")
@@ -184,15 +197,14 @@ def _parse(text: str, depth: int) -> Answer:
         return _matrix(text, matrix[2])
     ways, _ = _split(text, _OR)
     if len(ways) > 1 and all("," in way for way in ways) and not any(";" in way for way in ways):
-        return _several(
-            text, pieces=ways, found=["or"], depth=depth
-        )  # p = 5, q = 2 or p = 7, q = 2
+        # p = 5, q = 2 or p = 7, q = 2
+        return _several(text, pieces=ways, separators=["or"], depth=depth)
     for pattern in (_SEMICOLON, _COMMA):
-        pieces, found = _split(text, pattern)
+        pieces, matches = _split(text, pattern)
         if len(pieces) > 1:
-            return _several(text, pieces=pieces, found=found, depth=depth)
-    members, found = _split(text, _MEMBER)
-    if found:
+            return _several(text, pieces=pieces, separators=matches, depth=depth)
+    members, matches = _split(text, _MEMBER)
+    if matches:
         if len(members) != 2 or not NAME_OF_VALUE.fullmatch(members[0]):
             raise NotReadError("relation")
         inner = _parse(members[1], depth + 1)
@@ -209,11 +221,12 @@ def _parse(text: str, depth: int) -> Answer:
 
 
 def _real(answer: Answer) -> Ball | None:
-    """The number that an answer is; a percentage is none."""
+    """The number of an answer, None for anything else; a percentage is no number."""
     return answer.real if answer.kind == "number" else None
 
 
 def _leaf(text: str) -> Answer:
+    """A single value. Raises `NotReadError` for anything else."""
     angle = _ANGLE.fullmatch(text)
     value = plain(angle[1] if angle else text)
     if not value.is_value:
@@ -221,9 +234,16 @@ def _leaf(text: str) -> Answer:
     return replace(value, raw="")
 
 
-def _several(text: str, pieces: list[str], found: list[str], depth: int) -> Answer:
-    """Pieces with commas between them: a list, or one inequality where all of them are
-    inequalities.
+def _several(text: str, pieces: list[str], separators: list[str], depth: int) -> Answer:
+    """A list of several values, or one inequality where all pieces are inequalities.
+
+    Args:
+        text: the whole text.
+        pieces: its pieces, each of which is read by itself.
+        separators: what stands between them, a comma, a semicolon, `and` or `or`.
+        depth: the nesting.
+
+    Raises `NotReadError`, also where only some of the values have names, or names repeat.
     """
     parts: list[Answer] = []
     for piece in pieces:
@@ -233,13 +253,14 @@ def _several(text: str, pieces: list[str], found: list[str], depth: int) -> Answ
         parts += part.parts if part.both_signs else [part]
     solved = [part for part in parts if part.kind == "inequality"]
     if solved and all(part in solved or (part.label and part.is_value) for part in parts):
-        ways = ["or" in one for one in found]
-        if any(ways) != all(ways):
+        alternatives = ["or" in separator for separator in separators]
+        if any(alternatives) != all(alternatives):
             raise NotReadError("relation")
-        return _joined(text, "or" if ways[0] else "and", parts)
+        return _joined(text, "or" if alternatives[0] else "and", parts)
     labels = [part.label for part in parts]
     label = ""
-    if labels[0] and (not any(labels[1:]) or len(set(labels)) == 1):  # a = 4, -8 and x = 5 or x = 6
+    if labels[0] and (not any(labels[1:]) or len(set(labels)) == 1):
+        # a = 4, -8 and x = 5 or x = 6
         label = labels[0]
         parts = [replace(part, label="") for part in parts]
     elif any(labels) and (not all(labels) or len(set(labels)) < len(labels)):
@@ -250,8 +271,9 @@ def _several(text: str, pieces: list[str], found: list[str], depth: int) -> Answ
 
 
 def _bracketed(text: str, depth: int) -> Answer | None:
-    r"""A point, tuple or interval, or a set in `\{\}` or `{}`; None for text that no pair of
-    brackets encloses.
+    r"""A point, tuple or interval, or a set in `\{\}` or `{}`.
+
+    None for a text that no pair of brackets encloses. Raises `NotReadError`.
     """
     point = _POINT.fullmatch(text)
     if point and "," in point[2]:
@@ -273,8 +295,8 @@ def _bracketed(text: str, depth: int) -> Answer | None:
         if of_set or not all(part.is_value or part.kind == "ordered" for part in parts):
             raise NotReadError("enumeration")
         return Answer("unordered", text, parts=parts)
-    pieces, found = _split(inside, _SEMICOLON)
-    if not found:
+    pieces, separators = _split(inside, _SEMICOLON)
+    if not separators:
         pieces, _ = _split(inside, re.compile(","))
     if (
         len(pieces) < 2
@@ -295,8 +317,10 @@ def _bracketed(text: str, depth: int) -> Answer | None:
 
 
 def _matrix(text: str, inside: str) -> Answer:
-    """A matrix of numbers as a tuple of its rows, which are tuples; a column as a tuple of its
-    numbers.
+    """A matrix of numbers as a tuple of its rows; a column as a tuple of its numbers.
+
+    `inside` is what stands between `\\begin` and `\\end`. Raises `NotReadError` for rows of unequal
+    length, for entries that are no numbers or expressions, and for more than `MAX_PARTS` entries.
     """
     lines = filter(str.strip, inside.split(r"\\"))
     rows = [[_leaf(entry.strip()) for entry in line.split("&")] for line in lines]
@@ -308,7 +332,7 @@ def _matrix(text: str, inside: str) -> Answer:
     parts = (
         Answer(
             kind="ordered",
-            text=", ".join(one.text for one in row),
+            text=", ".join(entry.text for entry in row),
             parts=tuple(row),
             brackets="row",
         )
@@ -318,7 +342,10 @@ def _matrix(text: str, inside: str) -> Answer:
 
 
 def _both_signs(text: str) -> Answer | None:
-    r"""`1 \pm \sqrt{2}` as its two values."""
+    r"""`1 \pm \sqrt{2}` as its two values; None for a text without such a sign.
+
+    Raises `NotReadError` for two plus-minus signs, and where both values are the same.
+    """
     if not _PLUS_MINUS.search(text) and not _MINUS_PLUS.search(text):
         return None
     if len(_PLUS_MINUS.findall(text)) > 1:
@@ -331,47 +358,54 @@ def _both_signs(text: str) -> Answer | None:
         # 12 + 1 is a way to write 13 here
         real = value.real and replace(value.real, unevaluated=False)
         values.append(replace(value, real=real, raw=""))
-    one, other = map(_real, values)
-    if one and other and same_number(one, other):
+    first, second = map(_real, values)
+    if first and second and same_number(first, second):
         raise NotReadError("enumeration")  # 12 \pm 0
     return Answer(kind="unordered", text=text, parts=tuple(values), both_signs=True)
 
 
 def _related(text: str, sides: list[str], signs: list[str], depth: int) -> Answer:
-    """What signs stand between: an inequality, a value with its name, a chain, or an equation."""
+    """A relation: an inequality, a value with its name, a chain, or an equation.
+
+    `sides` are the texts between the `signs`, which are in the spelling of the values of `_SIGNS`.
+    """
     if not all(sides) or "~" in signs[:-1]:
         raise NotReadError("relation")
     if set(signs) - {"=", "~"}:
         return _inequality(text, sides, signs)
     if len(sides) > 2:
         return _chain(sides)
-    left, right = sides
+    left_side, right_side = sides
     if signs == ["="] and all(map(FIGURE.fullmatch, sides)):
         return _equation(text, sides)
-    if signs == ["="] and NAME_OF_VALUE.fullmatch(right) and not NAME_OF_VALUE.fullmatch(left):
-        left, right = right, left  # 5 = x
-    if _NAMES.fullmatch(left):
-        inner = _bracketed(right, depth)
-        names = re.split(r"[,;]\s?", left[1:-1])
+    if (
+        signs == ["="]
+        and NAME_OF_VALUE.fullmatch(right_side)
+        and not NAME_OF_VALUE.fullmatch(left_side)
+    ):
+        left_side, right_side = right_side, left_side  # 5 = x
+    if _NAMES.fullmatch(left_side):
+        inner = _bracketed(right_side, depth)
+        names = re.split(r"[,;]\s?", left_side[1:-1])
         if not inner or inner.kind != "ordered" or len(names) != len(inner.parts):
             raise NotReadError("equation")
         parts = (replace(part, label=name) for part, name in zip(inner.parts, names, strict=True))
         return replace(inner, text=text, parts=tuple(parts))
-    if not NAME_OF_VALUE.fullmatch(left):
+    if not NAME_OF_VALUE.fullmatch(left_side):
         if signs != ["="]:
             raise NotReadError("equation")
         return _equation(text, sides)
-    inner = _parse(right, depth + 1)
-    tree = plain(left).tree
+    inner = _parse(right_side, depth + 1)
+    tree = plain(left_side).tree
     if signs == ["="] and inner.kind == "expression" and tree and tree[0] == "unknown":
-        return replace(_equation(text, sides), parts=(inner,), label=left)  # y = 2x + 1
+        return replace(_equation(text, sides), parts=(inner,), label=left_side)  # y = 2x + 1
     if not (inner.is_value or inner.kind in {"ordered", "unordered"}):
         raise NotReadError("equation")
-    return replace(inner, text=inner.text if inner.is_value else text, label=left)
+    return replace(inner, text=inner.text if inner.is_value else text, label=left_side)
 
 
 def _chain(sides: Sequence[str]) -> Answer:
-    """A name and several numbers, which have to be equal: the last one is the value."""
+    """A name and several numbers, which have to be equal; the last number is the value."""
     values = [_leaf(side) for side in sides[1:]] if NAME_OF_VALUE.fullmatch(sides[0]) else []
     numbers = [number for number in map(_real, values) if number]
     if not values or len(numbers) < len(values):
@@ -382,9 +416,10 @@ def _chain(sides: Sequence[str]) -> Answer:
 
 
 def working(text: str) -> list[tuple[str, Answer]]:
-    r"""The numbers in a chain such as `AB = 1.8 \cdot 9 / 1.5 \approx 10.8`, each with the sign
-    before it; [] where it is none: it begins with a name or number, ends with a number, and says
-    more than `9 = 9`. Formulas may stand inside.
+    r"""The numbers in a chain such as `AB = 1.8 \cdot 9 / 1.5 \approx 10.8`, with their signs.
+
+    Each number comes with the sign before it, `=` or `~`. A chain begins with a name or number, ends
+    with a number, and says more than `9 = 9`; formulas may stand inside. Any other text gives [].
     """
     try:
         sides, signs = _split(text, _SIGN)
@@ -393,7 +428,7 @@ def working(text: str) -> list[tuple[str, Answer]]:
     if len(sides) < 2 or not all(sides) or {_SIGNS[sign] for sign in signs} - {"=", "~"}:
         return []
     values = [plain(side) for side in sides]
-    found = [
+    numbers = [
         (_SIGNS[sign], value)
         for sign, value in zip(["=", *signs], values, strict=True)
         if value.kind == "number"
@@ -406,15 +441,15 @@ def working(text: str) -> list[tuple[str, Answer]]:
     for name, value in zip(names, values, strict=True):
         if not name and (value.kind == "unreadable" or _WORDED.search(value.text)):
             return []
-    worked = len(found) < len(sides) or not all(
-        re.fullmatch(r"[+-]?[0-9.]+", value.text) for _, value in found
+    worked = len(numbers) < len(sides) or not all(
+        re.fullmatch(r"[+-]?[0-9.]+", value.text) for _, value in numbers
     )
     ends = values[-1].real is not None and not values[-1].real.unevaluated
-    return found if begins and worked and ends and values[-1].kind == "number" else []
+    return numbers if begins and worked and ends and values[-1].kind == "number" else []
 
 
 def _side(text: str) -> Tree:
-    """The tree of one side. A name such as `AB` or `f(2)` counts as an unknown there."""
+    """The tree of one side of a relation, in which a name such as `AB` or `f(2)` is an unknown."""
     tree = plain(text).tree
     if _FUNCTION.fullmatch(text) or (tree is None and NAME_OF_VALUE.fullmatch(text)):
         return ("unknown", bare(text))
@@ -423,37 +458,45 @@ def _side(text: str) -> Tree:
     return tree
 
 
-def _difference(left: Tree, right: Tree) -> Tree:
-    """Left minus right.
+def _difference(left_side: Tree, right_side: Tree) -> Tree:
+    """The tree of the left side minus the right side.
 
-    Raises `NotReadError` where that is the same number everywhere, as in `x < x + 1`.
+    Raises `NotReadError` where it is the same number everywhere, as in `x < x + 1`.
     """
-    tree: Tree = ("sum", (1, left), (-1, right))
+    tree: Tree = ("sum", (1, left_side), (-1, right_side))
     if not unknowns(tree) or is_constant(tree):
         raise NotReadError("always_true")
     return tree
 
 
 def _equation(text: str, sides: Sequence[str]) -> Answer:
+    """An equation as the tree that it compares with 0."""
     tree = _difference(_side(sides[0]), _side(sides[1]))
     return Answer("equation", text, relations=(("=", tree),))
 
 
 def _inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> Answer:
+    """An inequality, or a chain such as `1 < x < 3`.
+
+    In one unknown, and linear in it, it gets its solution. Any other keeps its relations alone, each
+    as `<`, `<=` or `!=` and the tree that it compares with 0. Raises `NotReadError`.
+    """
     if len(sides) > MAX_SIDES:
         raise NotReadError("too_large")
     trees = [_side(side) for side in sides]
-    relations, atoms = [], []
-    for left, sign, right in zip(trees, signs, trees[1:], strict=False):
+    relations = []
+    atoms = []
+    for left_side, sign, right_side in zip(trees, signs, trees[1:], strict=False):
         if sign not in REVERSED:
             raise NotReadError("relation")
         if sign in {">", ">="}:
-            left, sign, right = right, REVERSED[sign], left
-        tree = _difference(left, right)
+            left_side, right_side = right_side, left_side
+            sign = REVERSED[sign]
+        tree = _difference(left_side, right_side)
         relations.append((sign, tree))
-    (name, *others) = frozenset[str]().union(*(unknowns(tree) for _, tree in relations))
+    (name, *other_names) = frozenset[str]().union(*(unknowns(tree) for _, tree in relations))
     for sign, tree in relations:
-        zero = None if others else zero_of(tree)
+        zero = None if other_names else zero_of(tree)
         if zero is None:
             return Answer("inequality", text, relations=tuple(relations))
         at, slope = zero
@@ -469,8 +512,9 @@ def _inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> Answer
 
 
 def _solution(answer: Answer) -> Solution:
-    r"""What solves an inequality, an interval, a number with its name or a set of numbers: `\{-1\}
-    \cup [0, 7)`.
+    r"""The solution of an inequality, an interval, a number with its name or a set of numbers.
+
+    It reads the parts of unions such as `\{-1\} \cup [0, 7)`. Raises `NotReadError`.
     """
     if answer.solution:
         return answer.solution
@@ -481,8 +525,10 @@ def _solution(answer: Answer) -> Solution:
 
 
 def _joined(text: str, word: str, parts: Sequence[Answer]) -> Answer:
-    """Several inequalities in one unknown, or intervals, of which all hold (`and`) or at least one
-    (`or`).
+    """Several inequalities in one unknown, or intervals, as one.
+
+    `word` says whether all of them hold (`and`) or at least one (`or`). Raises `NotReadError`, also
+    where the result holds everywhere or nowhere.
     """
     labels = {part.label for part in parts}
     if len(labels) > 1 or not any(part.solution for part in parts):

@@ -1,5 +1,7 @@
-r"""The signs of Chinese texts in an answer: full-width forms, stops and commas, words between values,
-units in one character, and statements by their circled numbers.
+r"""Replaces the signs of Chinese texts in an answer by those of ASCII and LaTeX.
+
+These are full-width forms, stops and commas, words between values, units in one character, and the
+circled numbers of statements.
 """
 
 import re
@@ -29,8 +31,10 @@ _LOWERED = re.compile("[₀-₉]+")
 
 
 def narrow(text: str) -> str:
-    r"""`text` with the signs of ASCII for full-width ones, and with `or`, `and` and a colon for the
-    words of Chinese between two values: `(2, 3)` for `（2，3）`, `3:4` for `3比4`.
+    r"""`text` with ASCII for full-width signs, and with English words for Chinese ones.
+
+    `（2，3）` becomes `(2, 3)`, and `3比4` becomes `3:4`. Between two values `or` and `and` replace the
+    Chinese words.
     """
     text = text.translate(_FULL_WIDTH)
     text = _CIRCLED.sub(lambda row: ", ".join(re.findall("[①-⑳]", row[0])), text)
@@ -40,18 +44,18 @@ def narrow(text: str) -> str:
     return _JOINED.sub(_joint, text)
 
 
-def _compatible(found: re.Match[str]) -> str:
-    r"""` cm^2` for `㎠`, `^\circ C` for `℃`, and `IV` for `Ⅳ`."""
-    text = unicodedata.normalize("NFKC", found[0])
+def _compatible(match: re.Match[str]) -> str:
+    r"""The spelling of a sign in several characters: `cm^2` for `㎠`, `^\circ C` for `℃`, `IV` for `Ⅳ`."""
+    text = unicodedata.normalize("NFKC", match[0])
     if text.startswith("°"):
         return rf"^\circ {text[1:]}"
     return re.sub(r"(?<=m)([23])$", r"^\1", text)
 
 
-def _joint(found: re.Match[str]) -> str:
-    """The English word for a Chinese one, which stays between two Chinese words."""
-    text = found.string
-    sides = text[found.start() - 1], text[found.end()]
+def _joint(match: re.Match[str]) -> str:
+    """The English word for a Chinese one; between two Chinese words it stays Chinese."""
+    text = match.string
+    sides = text[match.start() - 1], text[match.end()]
     if all(re.match(f"[{_CHINESE}]", side) for side in sides):
-        return found[0]
-    return " or " if found[1].startswith("或") else " and "
+        return match[0]
+    return " or " if match[1].startswith("或") else " and "

@@ -1,8 +1,7 @@
-r"""One function decides every training reward and the Geometry3K evaluation: `grade`, and
-`grade_batch` for many.
+r"""Grades a response: `grade` decides every training reward and the Geometry3K evaluation.
 
-Everything is decided in this process, by code whose cost is bounded by caps on length, nesting,
-digits, exponents and values (`canonical`, `grammar`, `numeric`).
+`grade_batch` grades many responses. Everything is decided in this process, by code whose cost is
+bounded by caps on length, nesting, digits, exponents and values (`canonical`, `grammar`, `numeric`).
 """
 
 from __future__ import annotations
@@ -61,10 +60,10 @@ REMEDIES["other_digits"] = "write the digits 0 to 9, 1/2 for ½, and ^4 for ⁴"
 class Grade:
     """The verdict on one response.
 
-    `extracted`: what stands in the last complete box, or with `answer_tags` in an `<answer>` block
-    (cut to 200 characters), None when there is neither or nothing in it. `reason`: the rule that decided, a short
-    stable string such as `same_number`, `enumeration` or `no_box`. `ms`: the milliseconds that
-    grading took; two grades that differ in them alone are equal.
+    `extracted` is what stands in the last complete box, or with `answer_tags` in an `<answer>`
+    block, cut to 200 characters; None if there is neither, or nothing in it. `reason` names the rule
+    that decided with a short stable string such as `same_number`, `enumeration` or `no_box`. `ms`
+    has the milliseconds that grading took; two grades that differ in it alone are equal.
     """
 
     verdict: Verdict
@@ -85,16 +84,16 @@ def grade(
     answer_tags: bool = False,
     thinking_opened: bool = False,
 ) -> Grade:
-    r"""Whether the last complete `\boxed{}` of `response` holds the reference answer. A box inside a
-    block of thinking does not count (`final_part`).
+    r"""Whether the last complete `\boxed{}` of `response` holds the reference answer.
 
-    Never raises, in any thread.
+    A box inside a block of thinking does not count (`final_part`). The function never raises and is
+    safe in any thread. Source: the grading policy.
 
     Args:
         response: the whole completion.
-        gold: the reference answer. One that cannot be used gives `wrong`, with a reason that starts
-            with `gold_`;
-            `verify_gold` finds such reference answers beforehand.
+        gold: the reference answer: a number, a closed form, a text, a form of several values, or
+            with `choices` also a letter. An unusable one gives `wrong`, with a reason that starts
+            with `gold_`; `verify_gold` finds such reference answers beforehand.
         choices: the values of A, B, C, ...
         rounding: also accept a decimal with at least one decimal place that is the reference answer
             (a value, not a letter) rounded to that many places.
@@ -104,22 +103,22 @@ def grade(
     """
     began = time.perf_counter()
     response = final_part(response, thinking_opened)
-    given = last_answer(response) if answer_tags else last_boxed(response)
-    found = Compared("unparseable", "no_box")
-    if given is not None:
+    content = last_answer(response) if answer_tags else last_boxed(response)
+    compared = Compared("unparseable", "no_box")
+    if content is not None:
         reference = read(gold)
-        answer = answer_to(reference, response=response, given=given, answer_tags=answer_tags)
-        found = _decided(
+        answer = answer_to(reference, response=response, content=content, answer_tags=answer_tags)
+        compared = _decided(
             answer, reference=reference, choices=without_letters(choices or ()), rounding=rounding
         )
-        if found.reason == "empty_box" or is_blank(given):
-            given = None  # an empty box is no box, and no reward pays for it
-        elif len(given) > _SHOWN_CHARS:
-            given = given[:_SHOWN_CHARS] + "…"
+        if compared.reason == "empty_box" or is_blank(content):
+            content = None  # an empty box is no box, and no reward pays for it
+        elif len(content) > _SHOWN_CHARS:
+            content = content[:_SHOWN_CHARS] + "…"
     return Grade(
-        verdict=found.verdict,
-        extracted=given,
-        reason=found.reason,
+        verdict=compared.verdict,
+        extracted=content,
+        reason=compared.reason,
         ms=1000 * (time.perf_counter() - began),
     )
 
@@ -131,21 +130,22 @@ def grade_batch(
     choices: Sequence[Choices] | None = None,
     **accepted: bool,
 ) -> list[Grade]:
-    """As `grade`, for each response with its reference answer and choices.
+    """Grade each response against its reference answer and choices, as `grade` does.
 
-    `accepted`: its `rounding`, `answer_tags`, `thinking_opened`. Raises `ValueError` for unequal lengths.
+    `accepted` has its `rounding`, `answer_tags` and `thinking_opened`. Raises `ValueError` for
+    unequal lengths.
     """
-    rows = zip(
-        responses, golds, choices if choices is not None else [None] * len(responses), strict=True
-    )
+    if choices is None:
+        choices = [None] * len(responses)
+    rows = zip(responses, golds, choices, strict=True)
     return [grade(response, gold, choices=options, **accepted) for response, gold, options in rows]
 
 
 def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
-    """None if the reference answer, boxed, is correct against itself, as it is and in canonical
-    form; else the reason.
+    """Why a reference answer cannot be used, or None if it can.
 
-    For a spelling that no honest answer can meet, such as `$5`, the reason says what to write:
+    It can if it is correct in a box against itself, both as it is written and in canonical form. For
+    a spelling that no honest answer can meet, such as `$5`, the reason says what to write:
     `currency: write ...`.
     """
     stored = canonical_gold(gold)
@@ -160,7 +160,8 @@ def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
 def _decided(answer: Answer, reference: Answer, choices: Sequence[str], rounding: bool) -> Compared:
     """The verdict, with the letters of a multiple-choice item resolved.
 
-    Source: points 3, 5 and 6.
+    A letter in the answer or the reference answer stands for the value of its choice. Source: the
+    grading policy, points 3, 5 and 6.
     """
     named = _named(answer, choices)
     right = _named(reference, choices)
@@ -173,14 +174,10 @@ def _decided(answer: Answer, reference: Answer, choices: Sequence[str], rounding
         text = reference.text
         if any(not char.isascii() and unicodedata.category(char) in {"Nd", "No"} for char in text):
             return Compared("wrong", "gold_other_digits")
-        unmeetable = next(
-            (reason for reason, pattern, _ in _UNMEETABLE if pattern.fullmatch(text)), None
-        )
-        return (
-            Compared("wrong", f"gold_{unmeetable}")
-            if unmeetable
-            else compare(answer, reference, rounding)
-        )
+        for reason, pattern, _ in _UNMEETABLE:
+            if pattern.fullmatch(text):
+                return Compared("wrong", f"gold_{reason}")
+        return compare(answer, reference, rounding)
     if right:
         value = _choice(right.letter, choices)
         if value is None:
@@ -194,36 +191,40 @@ def _decided(answer: Answer, reference: Answer, choices: Sequence[str], rounding
         return _by_value(
             answer, reference=reference, right=right, choices=choices, rounding=rounding
         )
-    found = _by_letter(named, right=right, reference=reference, choices=choices)
+    compared = _by_letter(named, right=right, reference=reference, choices=choices)
     # `c` may also be a value, as may `(c)5`
     sure = _LETTER.fullmatch(answer.text) and _choice(named.letter, choices)
-    if found.verdict != "correct" and not sure:
+    if compared.verdict != "correct" and not sure:
         as_value = _by_value(
             answer, reference=reference, right=right, choices=choices, rounding=rounding
         )
-        found = as_value if as_value.verdict == "correct" else found
-    return found
+        compared = as_value if as_value.verdict == "correct" else compared
+    return compared
 
 
 def _by_value(
     answer: Answer, reference: Answer, right: _Named | None, choices: Sequence[str], rounding: bool
 ) -> Compared:
-    """The verdict on a value.
+    """The verdict on an answer that names no choice but gives a value.
 
-    Where a further choice has that of the right one, as `2, 1` has that of `1, 2`, the answer has
-    to have the text of the right one. With a letter as the reference answer (`right`), that text is
-    enough.
+    Where another choice has the same value as the right one, as `2, 1` and `1, 2` in any order, the
+    answer must have the text of the right one. Where the reference answer is a letter (`right`), the
+    text of its choice is enough.
     """
-    found = compare(answer, reference, rounding)
+    compared = compare(answer, reference, rounding)
     if answer.text and unspaced(answer.whole.replace(", ", ",")) == unspaced(
         reference.whole.replace(", ", ",")
     ):
-        return Compared("correct", "same_text") if right and found.verdict != "correct" else found
-    rivals = map(plain, choices) if found.verdict == "correct" else ()
+        return (
+            Compared("correct", "same_text")
+            if right and compared.verdict != "correct"
+            else compared
+        )
+    rivals = map(plain, choices) if compared.verdict == "correct" else ()
     for rival in rivals:
         if rival.text != reference.text and compare(rival, reference).verdict == "correct":
             return Compared("wrong", "another_choice")
-    return found
+    return compared
 
 
 def _by_letter(
@@ -231,7 +232,7 @@ def _by_letter(
 ) -> Compared:
     """The verdict on an answer that names a choice.
 
-    `right`: the choice that the reference answer names, if it does.
+    `right` is the choice that the reference answer names, None where it is a value.
     """
     value = _choice(named.letter, choices)
     if value is None:
@@ -246,12 +247,19 @@ def _by_letter(
     return Compared("correct", "letter") if same else Compared("wrong", "different_letter")
 
 
-def answer_to(reference: Answer, response: str, given: str, answer_tags: bool) -> Answer:
-    r"""What an answer says.
+def answer_to(reference: Answer, response: str, content: str, answer_tags: bool) -> Answer:
+    r"""The answer that a response gives.
 
-    For a reference answer of several values `\boxed{1} and \boxed{2}` are one answer.
+    Where the reference answer has several values, the last boxes in a row count as one answer:
+    `\boxed{1} and \boxed{2}`.
+
+    Args:
+        reference: the reference answer, from `read`.
+        response: the final part of the response.
+        content: what stands in its last box or `<answer>` block.
+        answer_tags: as in `grade`.
     """
-    answer = plain(given)
+    answer = plain(content)
     row: list[str] = []
     if reference.kind == "unordered":
         named = any(part.label for part in reference.parts)
@@ -266,23 +274,26 @@ def comparison(
     rounding: bool = False,
     answer_tags: bool = False,
 ) -> Compared | None:
-    """How the answer of a response was compared with a reference answer that is a form, part by
-    part; else None.
+    """How the answer of a response compares with a reference answer of several values, by parts.
+
+    None where the response has no answer, or the reference answer is a single value.
     """
-    given = last_answer(response) if answer_tags else last_boxed(response)
+    content = last_answer(response) if answer_tags else last_boxed(response)
     reference = read(gold)
-    if given is None or not reference.is_form:
+    if content is None or not reference.is_form:
         return None
     return compare(
-        answer_to(reference, response=response, given=given, answer_tags=answer_tags),
+        answer_to(reference, response=response, content=content, answer_tags=answer_tags),
         reference,
         rounding,
     )
 
 
 class _Named(NamedTuple):
-    """The choice that an answer names: its letter in upper case, and what stands beside it, `12` in
-    `(C) 12`.
+    """The choice that an answer names.
+
+    `text` is the canonical answer, `letter` the choice in upper case, and `beside` what stands
+    beside the letter: `12` in `(C) 12`.
     """
 
     text: str
@@ -291,10 +302,10 @@ class _Named(NamedTuple):
 
 
 def _named(answer: Answer, choices: Sequence[str]) -> _Named | None:
-    """The choice that an answer names.
+    """The choice that an answer names, None if it names none.
 
-    Without choices only `C` and `(C)` can be a letter, and a small letter is none where a choice
-    has it as an unknown.
+    Without choices only `C` and `(C)` name one. A small letter does not where a choice has it as an
+    unknown. Text wrappers and a full stop are already gone in the canonical form.
     """
     match = _LETTER.fullmatch(answer.text)
     if match:
@@ -319,8 +330,9 @@ def _named(answer: Answer, choices: Sequence[str]) -> _Named | None:
 
 
 def _is_beside(named: _Named, value: Answer) -> bool:
-    """Whether nothing stands beside the letter but the value of its choice, which may have the
-    letter in it too.
+    """Whether the letter stands alone or beside the value of its choice.
+
+    The value may contain the letter itself.
     """
     if not named.beside or named.text == value.text:
         return True
@@ -328,6 +340,6 @@ def _is_beside(named: _Named, value: Answer) -> bool:
 
 
 def _choice(letter: str, choices: Sequence[str]) -> Answer | None:
-    """The value of the choice with this letter, None when there are not that many choices."""
+    """The value of the choice with this letter, None if there are fewer choices."""
     index = ord(letter) - ord("A")
     return read(choices[index]) if index < len(choices) else None

@@ -1,4 +1,4 @@
-r"""The one grammar of closed forms and expressions: canonical text in, a small tree out.
+r"""The grammar of closed forms and expressions: it turns canonical text into a small tree.
 
 Nothing is computed here.
 
@@ -13,8 +13,8 @@ For example `2\sqrt{3}-x` is `("sum", (1, ("product", ("*", ("num", "2")), ("*",
 "3"))))), (-1, ("unknown", "x")))`.
 
 The nesting, the length, the digits of a literal and the number of functions are capped, so that
-nothing can hang. Ambiguous spellings are not read: `1/2\pi`, `2^34`, `\sqrt{3}2`, `3\frac{5}{2}`,
-`\sin30^2`.
+neither reading a tree nor computing its value can hang. Ambiguous spellings are not read, so that
+nothing is right by accident: `1/2\pi`, `2^34`, `\sqrt{3}2`, `3\frac{5}{2}`, `\sin30^2`.
 """
 
 import re
@@ -55,11 +55,16 @@ _INVERSES = {r"\sin": "arcsin", r"\cos": "arccos", r"\tan": "arctan"}
 
 
 class NotReadError(ValueError):
-    """A text or tree says nothing here.
+    """A text cannot be read, or a tree has no value.
 
-    `reason`: `not_read`; `too_large`, over one of the caps; `undefined`, such as 1/0; `beyond`,
-    read, but without a value of its own, such as `x+3`; and those of `canonical`, `answer` and
-    `forms`.
+    `reason` names the rule:
+
+    - `not_read`: it is not in the grammar.
+    - `too_large`: it is over one of the caps.
+    - `undefined`: it has no value, such as 1/0.
+    - `beyond`: it was read, but has no value without its unknowns, such as `x+3`.
+
+    `canonical`, `answer` and `forms` have further reasons.
     """
 
     def __init__(self, reason: str = "not_read") -> None:
@@ -70,15 +75,19 @@ class NotReadError(ValueError):
 def read_tree(text: str, *, formula: bool = False) -> Tree:
     """Read a text in canonical form into a tree.
 
-    `formula`: the letters are quantities, so that `ab` is a product and `R` an unknown. Raises
-    `NotReadError` for anything that the grammar does not have.
+    With `formula` the letters are quantities, so that `ab` is a product and `R` an unknown. Raises
+    `NotReadError` for anything that is not in the grammar.
     """
     if len(text) > MAX_CHARS:
         raise NotReadError("too_large")
-    nesting = deepest = 0
+    nesting = 0
+    deepest = 0
     for char in text:
-        nesting += (char in "({[") - (char in ")}]")
-        deepest = max(deepest, nesting)
+        if char in "({[":
+            nesting += 1
+            deepest = max(deepest, nesting)
+        elif char in ")}]":
+            nesting -= 1
     if deepest > MAX_NESTING:
         raise NotReadError("too_large")
     tokens = (_FORMULA_TOKEN if formula else _TOKEN).findall(text)
@@ -95,28 +104,31 @@ def read_tree(text: str, *, formula: bool = False) -> Tree:
 
 
 def unknowns(tree: Tree) -> frozenset[str]:
-    """The names of the unknowns in a tree, none in one without a node."""
+    """The names of the unknowns in a tree; an empty tree has none."""
     if not tree:
         return frozenset()
     return frozenset(node[1] for node in nodes(tree) if node[0] == "unknown")
 
 
 def in_radians(angle: Tree) -> bool:
-    """Whether pi stands in it, outside of an inverse function, whose value is in degrees."""
+    """Whether an angle is in radians: pi occurs in it, outside of an inverse function.
+
+    The value of an inverse function is in degrees.
+    """
     if angle[0] == "call" and angle[1].startswith("arc"):
         return False
     return angle[0] == "pi" or any(map(in_radians, children(angle)))
 
 
 def nodes(tree: Tree) -> Iterator[Tree]:
-    """The tree itself and all trees inside it, each before those that it holds."""
+    """The tree itself and all trees inside it, parents before children."""
     yield tree
     for child in children(tree):
         yield from nodes(child)
 
 
 def children(tree: Tree) -> Iterator[Tree]:
-    """The trees right inside a tree.
+    """The trees directly inside a tree.
 
     A term of a sum or product is a pair of its sign or operator and a tree.
     """
@@ -126,8 +138,9 @@ def children(tree: Tree) -> Iterator[Tree]:
 
 
 def _is_unknown(symbol: str) -> bool:
-    r"""Whether this token can name an unknown: a letter, a Greek one such as `\theta`, and in a
-    formula also `R_1` and `AB`.
+    r"""Whether a token can name an unknown.
+
+    That is a letter, a Greek letter such as `\theta`, and in a formula also `R_1` and `AB`.
     """
     return symbol in _GREEK or symbol[:1].isalpha()
 
@@ -143,7 +156,7 @@ def _figure(symbol: str) -> str:
 def read_formula(text: str) -> Tree | None:
     r"""The tree of a formula whose letters are quantities: `\pi R^2`, `\frac{1}{2}ab`, `AB+CD`.
 
-    None for a name or word by itself, and for a text with a word of four letters or more.
+    None for a single name or word, and for a text with a word of four letters or more.
     """
     if text.isalpha() or not re.search(r"[0-9+*/^-]|\\", text) or _LONG_WORD.search(text):
         return None
@@ -154,10 +167,10 @@ def read_formula(text: str) -> Tree | None:
 
 
 class _Parser:
-    """A recursive-descent parser with one method per rule of the grammar.
+    """A recursive-descent parser with one method for each rule of the grammar.
 
     Each method reads its rule from the next token on, returns its tree, and raises `NotReadError`
-    where the tokens do not fit. `MAX_NESTING` bounds the depth.
+    where the tokens do not fit. `MAX_NESTING` bounds the depth of the recursion.
     """
 
     def __init__(self, tokens: list[str]) -> None:
@@ -169,7 +182,7 @@ class _Parser:
         return self._tokens[self._next] if self._next < len(self._tokens) else ""
 
     def _take(self, expected: str = "") -> str:
-        """Consume the next token, which has to be `expected` if that is given."""
+        """Consume the next token, which has to be `expected` unless that is empty."""
         symbol = self.peek()
         if not symbol or (expected and symbol != expected):
             raise NotReadError
@@ -179,7 +192,7 @@ class _Parser:
     def sum(self) -> Tree:
         """A sum: `[sign] term (+|- term)*`, such as `-2x+6`.
 
-        A single term without a minus sign stays alone.
+        A single term without a minus sign is returned itself.
         """
         sign = -1 if self.peek() in {"+", "-"} and self._take() == "-" else 1
         terms = [(sign, self._product())]
@@ -283,11 +296,11 @@ class _Parser:
             raise NotReadError("too_large")
         return ("num", symbol)
 
-    def _mixed(self, whole: Tree) -> Tree:
-        r"""A whole number before a fraction: `7\frac{1}{2}` is the mixed number 7.5.
+    def _mixed(self, integer: Tree) -> Tree:
+        r"""An integer before a fraction: `7\frac{1}{2}` is the mixed number 7.5.
 
-        With anything but whole numbers in the fraction it is a product, and `whole` is returned.
-        `3\frac{5}{2}` can be meant in both ways.
+        With anything but integers in the fraction it is a product, as in `7\frac{\sqrt{3}}{2}`, and
+        `integer` is returned. `3\frac{5}{2}` can be meant in both ways and is not read.
         """
         start = self._next
         window = self._tokens[start : start + 7]
@@ -297,13 +310,13 @@ class _Parser:
             or window[3:5] != ["}", "{"]
             or window[6] != "}"
         ):
-            return whole  # the fraction is the next factor of the product
+            return integer  # the fraction is the next factor of the product
         _, (_, above), (_, below) = self._primary()
         if int(below) == 0:
             raise NotReadError("undefined")
-        if "." in whole[1] or not 0 < int(above) < int(below) or self.peek() == "^":
+        if "." in integer[1] or not 0 < int(above) < int(below) or self.peek() == "^":
             raise NotReadError
-        return ("mixed", whole[1], above, below)
+        return ("mixed", integer[1], above, below)
 
     def _root(self) -> Tree:
         r"""`\sqrt{sum}`, `\sqrt(sum)`, or with a degree of one digit `\sqrt[3]{sum}`."""

@@ -1,5 +1,7 @@
-"""The reward `judge`: a language model behind an OpenAI-compatible endpoint says how good an answer
-is, from 0 to 1.
+"""The reward `judge`: a language model behind an OpenAI-compatible endpoint scores each answer.
+
+A score is from 0 to 1. A call that fails gives no score: its error is returned in the place of the
+score, and the log counts it as `judge/failed`.
 """
 
 import sys
@@ -22,8 +24,8 @@ INSTRUCTION = (
 _FORM = "Put a number from 0 to 1, and nothing else, between <score> and </score>."
 _MAX_CHARS = 16_000  # of a reply: its end has the answer
 _SHOWN_CHARS = 80  # of a judge's reply in a message
-# The options in `adora_reward: [{judge: {...}}]` with type and default. One without a default has
-# to be given.
+# The options in `adora_reward: [{judge: {...}}]` with type and default. An option whose default is
+# None is required.
 _OPTIONS: dict[str, tuple[type, Any]] = {
     "base_url": (str, None),
     "model": (str, None),
@@ -36,13 +38,15 @@ _OPTIONS: dict[str, tuple[type, Any]] = {
     "wait": (float, 1.0),
     "max_tokens": (int, 512),
 }
-_OF_A_CALL = ("base_url", "concurrency")  # options of how it is reached, on which no score depends
+# The options that say how the judge is reached, on which no score depends.
+_OF_A_CALL = ("base_url", "concurrency")
 
 
-def without_address(entry: Any) -> Any:
-    """An entry of `adora_reward` without what says where the judge is.
+def without_address(entry: object) -> object:
+    """An entry of `adora_reward` without the options that say where the judge is.
 
-    The same model on another port or node is the same judge, so a run may go on with it.
+    The same model on another port or node is the same judge, so a run may go on with it. Any entry
+    but that of a judge is returned as it is.
     """
     if not isinstance(entry, Mapping) or not isinstance(entry.get(NAME), Mapping):
         return entry
@@ -51,37 +55,45 @@ def without_address(entry: Any) -> Any:
 
 
 class JudgeReward:
-    """A reward function of TRL's form.
+    """The judge as a reward function in TRL's form.
 
-    `folder`: where the cache lies, unless its option is an absolute path.
+    It keeps its scores in a cache, so that a resumed run pays for no answer twice.
     """
 
     __name__ = "judge_reward"  # as TRL's log has it
 
     def __init__(self, options: Mapping[str, Any], folder: Path) -> None:
-        """Raises `UserError` for an option that is missing, unknown or of the wrong kind."""
-        given = _checked(options)
+        """Check the options; no call is made.
+
+        Args:
+            options: the options of the entry `judge` in `adora_reward`.
+            folder: the folder of the cache, unless its option is an absolute path.
+
+        Raises `UserError` for an option that is missing, unknown or of the wrong kind.
+        """
+        settings = _checked_options(options)
         self._endpoint = Endpoint(
-            url=check_url("adora_reward.judge.base_url", given["base_url"]),
-            model=given["model"],
+            url=check_url("adora_reward.judge.base_url", settings["base_url"]),
+            model=settings["model"],
             key_variable=KEY_VARIABLE,
-            timeout_s=given["timeout"],
-            attempts=given["attempts"],
-            wait_s=given["wait"],
-            workers=given["concurrency"],
-            body={"temperature": 0, "max_tokens": given["max_tokens"]},
+            timeout_s=settings["timeout"],
+            attempts=settings["attempts"],
+            wait_s=settings["wait"],
+            workers=settings["concurrency"],
+            body={"temperature": 0, "max_tokens": settings["max_tokens"]},
         )
-        self._budget = None if given["budget"] < 0 else given["budget"]
-        self._cache = folder / Path(given["cache"]).expanduser()
-        self._instruction = given["instruction"]
+        self._budget = None if settings["budget"] < 0 else settings["budget"]
+        self._cache = folder / Path(settings["cache"]).expanduser()
+        self._instruction = settings["instruction"]
         self._client: ChatClient | None = None
         self._warned = False
         self._refused: EndpointError | None = None
 
     @property
     def client(self) -> ChatClient:
-        """Made at the first call: its cache lies in the run's folder, which has to be checked
-        first.
+        """The client, which is created at the first call.
+
+        Its cache lies in the run's folder, which has to be checked first.
         """
         if self._client is None:
             self._client = ChatClient(self._endpoint, cache=self._cache, budget=self._budget)
@@ -98,8 +110,10 @@ class JudgeReward:
         """One score per completion, or the error of its call.
 
         The judge reads the final part of each reply. A reply that is nothing but thinking scores 0
-        without a call. Of the `columns` it reads `problem` and `answer`. Logs `judge/failed` and
-        `judge/cached`, shares. Raises `UserError` where the endpoint refuses the key.
+        without a call. The columns `problem` and `answer` of the data set are read if they exist.
+        Logs the shares `judge/failed` and `judge/cached`.
+
+        Raises `UserError` where the endpoint refuses the key, since it would answer no later call.
         """
         problems = columns.get("problem") or [
             completion_text(prompt) for prompt in prompts or [""] * len(completions)
@@ -107,16 +121,19 @@ class JudgeReward:
         references = columns.get("answer") or [None] * len(completions)
         replies = response_texts(completions, thinking_opened)
         rows = zip(problems, references, replies, strict=True)
-        asked = [self._question(str(problem), answer, reply) for problem, answer, reply in rows]
-        known = [messages is not None and self._known(messages) is not None for messages in asked]
-        found = self.client.each(self._score, asked)
+        questions = [self._question(str(problem), answer, reply) for problem, answer, reply in rows]
+        cached = [
+            messages is not None and self._cached_score(messages) is not None
+            for messages in questions
+        ]
+        scores = self.client.each(self._score, questions)
         if self._refused is not None:
             raise UserError(
                 f"adora_reward: judge: {self._endpoint.url} refuses the key in {KEY_VARIABLE} for "
                 f"the model {self._endpoint.model!r} ({self._refused}); set {KEY_VARIABLE} to one "
                 "that it takes"
             )
-        errors = [each for each in found if isinstance(each, EndpointError)]
+        errors = [score for score in scores if isinstance(score, EndpointError)]
         if errors and not self._warned:
             self._warned = True  # once; the log counts them
             print(
@@ -124,20 +141,23 @@ class JudgeReward:
                 file=sys.stderr,
                 flush=True,
             )
-        if log_metric and asked:
-            log_metric("judge/failed", len(errors) / len(asked))
-            log_metric("judge/cached", sum(known) / len(asked))
-        return found
+        if log_metric and questions:
+            log_metric("judge/failed", len(errors) / len(questions))
+            log_metric("judge/cached", sum(cached) / len(questions))
+        return scores
 
     def _question(self, problem: str, answer: object, reply: str) -> Messages | None:
-        """What the judge is asked about one reply; None where the reply has only thinking in it."""
+        """The messages about one reply; None for a reply that consists of thinking alone."""
         part = final_part(reply)
         if is_blank(part) and not is_blank(reply):
             return None
         return self.messages(problem, answer, part)
 
     def messages(self, problem: str, answer: object, reply: str) -> Messages:
-        """What the judge is asked about one completion."""
+        """The messages about one completion: the instruction, the problem and the reply.
+
+        A long reply is cut at its beginning, because its end has the answer.
+        """
         reference = "" if answer is None else f"<reference>\n{answer}\n</reference>\n"
         text = (
             f"<problem>\n{problem}\n</problem>\n{reference}<reply>\n{reply[-_MAX_CHARS:]}\n</reply>"
@@ -148,15 +168,15 @@ class JudgeReward:
         ]
 
     def try_once(self) -> None:
-        """Two questions before a run, about a right answer and a wrong one, whose scores are read.
+        """Ask the judge about a right answer and a wrong one before the run.
 
-        Raises `UserError` where a call fails, or a reply has no score. Two equal scores are a
-        warning. With a budget of one call the right answer is asked about alone.
+        Two equal scores give a warning. With a budget of one call only the right answer is sent.
+        Raises `UserError` where a call fails, or a reply has no score.
         """
         replies = ["It is 5.", "It is 4."]
         if self._budget is not None:
             replies = replies[: self._budget]
-        scores = [self._tried(reply) for reply in replies]
+        scores = [self._trial_score(reply) for reply in replies]
         if len(scores) == len(set(scores)):
             return
         print(
@@ -166,8 +186,11 @@ class JudgeReward:
             flush=True,
         )
 
-    def _tried(self, answer: str) -> str:
-        """The score of an answer to a problem of ours, whose right answer is 5, as text."""
+    def _trial_score(self, answer: str) -> str:
+        """The score, as text, of an answer to a problem of ours, whose right answer is 5.
+
+        Raises `UserError` where the judge cannot be reached or gives no score.
+        """
         where = f"adora_reward: judge: {self._endpoint.url} with the model {self._endpoint.model!r}"
         try:
             reply = self.client.chat(self.messages("What is 2 + 3?", "5", answer))
@@ -181,19 +204,25 @@ class JudgeReward:
         except EndpointError as error:
             remedy = "its reply has to end in a score such as <score>0.7</score>"
             if reply.finish_reason == "length":
-                most = self._endpoint.body["max_tokens"]
-                remedy = f"it was cut off at max_tokens, {most}: raise it for a judge that thinks"
-            shown = reply.text[:_SHOWN_CHARS]
-            raise UserError(f"{where} gave no score: {error}: {shown!r}; {remedy}") from None
+                max_tokens = self._endpoint.body["max_tokens"]
+                remedy = (
+                    f"it was cut off at max_tokens, {max_tokens}: raise it for a judge that thinks"
+                )
+            excerpt = reply.text[:_SHOWN_CHARS]
+            raise UserError(f"{where} gave no score: {error}: {excerpt!r}; {remedy}") from None
 
     def _score(self, messages: Messages | None) -> float | EndpointError:
+        """The score of one completion, from the cache if it is there, or the error of the call.
+
+        After a refused key no further call is made.
+        """
         if messages is None:
             return 0.0
         if self._refused is not None:
             return self._refused
-        known = self._known(messages)
-        if known is not None:
-            return known
+        cached = self._cached_score(messages)
+        if cached is not None:
+            return cached
         try:
             return float(self.client.ask(messages, score_in))
         except EndpointError as error:
@@ -201,14 +230,15 @@ class JudgeReward:
                 self._refused = error
             return error
 
-    def _known(self, messages: Messages) -> float | None:
-        """The score in the cache.
+    def _cached_score(self, messages: Messages) -> float | None:
+        """The score in the cache, None if there is none.
 
-        What is none there is asked for anew: a file may have been edited, or be damaged.
+        A cached text that is no score counts as none and is requested again, since the file may have
+        been edited or be damaged.
         """
-        found = self.client.cached(messages)
+        word = self.client.cached(messages)
         try:
-            return None if found is None else _checked_score(found)
+            return None if word is None else _score_of(word)
         except EndpointError:
             return None
 
@@ -216,17 +246,18 @@ class JudgeReward:
 def score_in(text: str) -> str:
     """The score in the final part of a judge's reply, as text.
 
-    Raises `EndpointError` where there is none from 0 to 1.
+    Raises `EndpointError` where the reply has no score from 0 to 1.
     """
     text = final_part(text)
     if "<score>" not in text or "</score>" not in text:
         raise EndpointError("the reply has no <score>...</score>")
     word = text.rsplit("<score>", 1)[1].split("</score>", 1)[0].strip()
-    _checked_score(word)
+    _score_of(word)
     return word
 
 
-def _checked_score(word: str) -> float:
+def _score_of(word: str) -> float:
+    """The score that a word says. Raises `EndpointError` unless it is a number from 0 to 1."""
     try:
         number = float(word)
     except ValueError:
@@ -236,12 +267,13 @@ def _checked_score(word: str) -> float:
     return number
 
 
-def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
+def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of the judge in their types, with defaults. Raises `UserError`."""
     where = "adora_reward.judge"
     for name in options:
         if name not in _OPTIONS:
             raise UserError(f"{where}: unknown option {name!r}{did_you_mean(str(name), _OPTIONS)}")
-    found = {}
+    settings = {}
     for name, (kind, default) in _OPTIONS.items():
         value = options.get(name, default)
         if value is None:
@@ -249,19 +281,24 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
                 f"{where}: no {name}; give base_url and model, as in {{judge: {{base_url: URL, "
                 "...}}"
             )
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        least = 0 if name in ("budget", "wait") else 1 if kind is int else 1e-3
-        fits = (
-            isinstance(value, str)
-            if kind is str
-            else number and (value == default or value >= least)
-        )
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        minimum = _minimum(name, kind)
+        if kind is str:
+            fits = isinstance(value, str)
+            expected = "a text"
+        else:
+            # the default of `budget` is below its minimum
+            fits = is_number and (value == default or value >= minimum)
+            number = "whole number" if kind is int else "number"
+            expected = f"a {number} of at least {minimum:g}"
         if not fits or (kind is int and value != int(value)) or value == "":
-            wanted = (
-                "a text"
-                if kind is str
-                else f"a {'whole ' * (kind is int)}number of at least {least:g}"
-            )
-            raise UserError(f"{where}.{name}: {value!r:.60} is not {wanted}")
-        found[name] = kind(value)
-    return found
+            raise UserError(f"{where}.{name}: {value!r:.60} is not {expected}")
+        settings[name] = kind(value)
+    return settings
+
+
+def _minimum(name: str, kind: type) -> float:
+    """The smallest value of an option that is a number."""
+    if name in ("budget", "wait"):
+        return 0
+    return 1 if kind is int else 1e-3

@@ -1,5 +1,6 @@
-r"""The commands of LaTeX that say how an answer looks and not what it is: sizes, colours, spaces,
-and an environment around one line.
+r"""Removes the commands of LaTeX that say how an answer looks and not what it is.
+
+These are sizes, colours, spaces, and an environment around a single line.
 """
 
 import re
@@ -15,7 +16,7 @@ _SIZES = re.compile(
     r"|(?:text|script|scriptscript)style|(?:math)?strut|hfill|enspace|enskip|nobreakspace|limits"
     r"|boldmath|bfseries|rmfamily|centering)(?![A-Za-z])"
 )
-# A command with what it takes: a colour, a length.
+# A command with its argument, which is not shown: a colour or a length.
 _LENGTHS = re.compile(r"\\(?:[hv]space\*?|color|m?kern|m?skip)\s*(?:\[[^\[\]{}]*\])?\s*\{[^{}]*\}")
 # A command whose second argument is shown.
 _COLOURED = re.compile(r"\\(?:textcolor|colorbox)\s*(?:\[[^\[\]{}]*\])?\s*\{[^{}]*\}(?=\s*\{)")
@@ -37,7 +38,10 @@ _BARS = re.compile(r"\\(?:[lr]?vert|mid)(?![A-Za-z])")
 
 
 def without_layout(text: str) -> str:
-    """`text`, which has a backslash, without commands of layout, each replaced by a space."""
+    """`text` with a space in the place of each command of layout.
+
+    The function is called only for a text with a backslash or a tilde.
+    """
     if not _ANY.search(text):
         return text
     line = _ONE_LINE.fullmatch(text) if "\\begin" in text else None
@@ -52,7 +56,10 @@ def without_layout(text: str) -> str:
 
 
 def _in_a_row(cases: re.Match[str]) -> str:
-    """The lines with commas between them where each has a name and its value, else as they are."""
+    """The lines of `cases` as a list with commas, if each line is a name and its value.
+
+    Any further `cases` stays as it is.
+    """
     lines = cases[1].rstrip().removesuffix(r"\\").split(r"\\")
     if not all(_NAMED.fullmatch(line) for line in lines):
         return cases[0]

@@ -1,6 +1,4 @@
-r"""Numbers that are spelled in a way of their own: recurring decimals, angles in degrees and minutes,
-and the words of English.
-"""
+r"""Numbers in special spellings: recurring decimals, angles in degrees and minutes, English words."""
 
 import re
 from fractions import Fraction
@@ -39,9 +37,9 @@ NUMBER_WORDS = {
     **{word: str(number) for number, word in enumerate(_ONES)},
     **{word: str(10 * number) for number, word in enumerate(_TENS, 2)},
     **{
-        f"{tens}{joint}{ones}": str(10 * ten + one)
+        f"{tens}{joint}{ones}": str(10 * ten + unit)
         for ten, tens in enumerate(_TENS, 2)
-        for one, ones in enumerate(_ONES[1:10], 1)
+        for unit, ones in enumerate(_ONES[1:10], 1)
         for joint in "- "
     },
     "hundred": "100",
@@ -50,39 +48,48 @@ NUMBER_WORDS = {
 
 
 def recurring(text: str) -> str:
-    r"""`text` with `\frac{1}{3}` for `0.\overline{3}` and `0.333\ldots`."""
+    r"""`text` with fractions for recurring decimals.
 
+    `0.\overline{3}` and `0.333\ldots` become `\frac{1}{3}`.
+    """
     if not _MAY_RECUR.search(text):
         return text
 
-    def fraction(found: re.Match[str]) -> str:
-        period = found[3] or found[4] or found[5] or ""
-        return _fraction(found[1], found[2], re.sub(r"[^0-9]", "", period))
+    def fraction(match: re.Match[str]) -> str:
+        period = match[3] or match[4] or match[5] or ""
+        return _fraction(match[1], match[2], re.sub(r"[^0-9]", "", period))
 
     text = _RECURRING.sub(fraction, text)
-    return _GOES_ON.sub(lambda found: _fraction(found[1], found[2], found[3] or found[4]), text)
+    return _GOES_ON.sub(lambda match: _fraction(match[1], match[2], match[3] or match[4]), text)
 
 
-def _fraction(whole: str, places: str, period: str) -> str:
-    """The fraction of a recurring decimal."""
+def _fraction(integer: str, places: str, period: str) -> str:
+    """A recurring decimal as a fraction of LaTeX, or as an integer.
+
+    Args:
+        integer: the digits before the point.
+        places: the digits behind the point that do not recur.
+        period: the digits that recur.
+    """
     scale = 10 ** len(places)
-    value = Fraction(int(period), scale * (10 ** len(period) - 1)) + Fraction(
-        int(whole + places), scale
-    )
+    recurring_part = Fraction(int(period), scale * (10 ** len(period) - 1))
+    value = recurring_part + Fraction(int(integer + places), scale)
     if value.denominator == 1:
         return str(value)
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def in_degrees(text: str) -> str:
-    r"""`text` with `67\frac{1}{2}^\circ` for `67^\circ 30'`."""
+    r"""`text` with angles in degrees alone: `67\frac{1}{2}^\circ` for `67^\circ 30'`."""
     return _MINUTES.sub(_degrees, text) if _MAY_HAVE_MINUTES.search(text) else text
 
 
-def _degrees(found: re.Match[str]) -> str:
-    minutes = Fraction(found[2]) + Fraction(found[3] or 0) / 60
-    if Fraction(found[2]) >= 60 or Fraction(found[3] or 0) >= 60:
-        return found[0]
-    part = minutes / 60
+def _degrees(match: re.Match[str]) -> str:
+    """An angle in degrees alone; one with 60 minutes or seconds or more stays as it is."""
+    minutes = Fraction(match[2])
+    seconds = Fraction(match[3] or 0)
+    if minutes >= 60 or seconds >= 60:
+        return match[0]
+    part = (minutes + seconds / 60) / 60
     fraction = rf"\frac{{{part.numerator}}}{{{part.denominator}}}" if part else ""
-    return rf"{found[1]}{fraction}^\circ "
+    return rf"{match[1]}{fraction}^\circ "

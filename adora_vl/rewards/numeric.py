@@ -1,4 +1,4 @@
-r"""The values of closed forms, and of expressions at given points, with a bound on their error.
+r"""The values of closed forms, and of expressions at chosen points, with a bound on their error.
 
 Integers, decimals, fractions and their whole powers are exact `Fraction`s. Roots, `\pi`, logarithms
 and angles are computed by mpmath with `PRECISION` bits. Each value carries a bound on its absolute
@@ -19,9 +19,11 @@ from typing import Any, Literal
 
 from adora_vl.rewards.grammar import NotReadError, Tree, children, in_radians, nodes, unknowns
 
-RELATIVE_TOLERANCE = Fraction(1, 10**6)  # of a decimal for a value with more digits
-MIN_DIGITS = 6  # of such a decimal: with fewer it cannot come that near but by chance
-# where the reference answer is 0, also as a sum that cancels
+# How near a decimal has to be to a value with more digits.
+RELATIVE_TOLERANCE = Fraction(1, 10**6)
+# The fewest digits of such a decimal: with fewer it comes that near by chance only.
+MIN_DIGITS = 6
+# How near an answer has to be to a reference answer of 0, also to a sum that cancels.
 ABSOLUTE_TOLERANCE = Fraction(1, 10**12)
 
 MAX_EXPONENT = 64  # of a constant
@@ -41,11 +43,12 @@ Comparison = Literal["equal", "different", "undefined", "too_large", "undecided"
 
 @dataclass(frozen=True)
 class Ball:
-    r"""A value and a bound on its absolute error, 0 for a fraction.
+    r"""A value and a bound on its absolute error, which is 0 for a fraction.
 
-    `unevaluated`: of a rational number that is arithmetic still to be done, such as `180-40`,
-    `(180-40)/2` or `\sqrt{3^2+4^2}`. `step`: how much the value grows with one unit in the last place of the long
-    decimal that it is written with, 0.0000001 for `1.0471976`; None without one, or with several.
+    `unevaluated` says that a rational number is written as arithmetic still to be done, such as
+    `180-40`, `(180-40)/2` or `\sqrt{3^2+4^2}`. `step` is how much the value grows with one unit in
+    the last place of the long decimal that it is written with, 0.0000001 for `1.0471976`; None
+    without such a decimal, or with several.
     """
 
     value: Value
@@ -55,10 +58,12 @@ class Ball:
 
     @property
     def exact(self) -> bool:
+        """Whether the value is a fraction."""
         return isinstance(self.value, Fraction)
 
     @property
     def real(self) -> bool:
+        """Whether the value has no imaginary part."""
         return self.exact or not isinstance(self.value, _mp().mpc)
 
     @property
@@ -69,46 +74,47 @@ class Ball:
 
     @property
     def least(self) -> float:
-        """The smallest absolute value that it can have; 0 or less where it can be 0."""
+        """The lower bound of the absolute value; 0 or less where the value can be 0."""
         return self.size - self.error
 
     def inexact(self) -> Ball:
-        """The same value as one of mpmath."""
-        return (
-            _computed(_mp().mpf(self.value.numerator) / self.value.denominator)
-            if self.exact
-            else self
-        )
+        """The same value as a number of mpmath."""
+        if not self.exact:
+            return self
+        return _computed(_mp().mpf(self.value.numerator) / self.value.denominator)
 
     def __neg__(self) -> Ball:
         return Ball(-self.value, self.error, step=self.step)
 
-    def __add__(self, other: Ball) -> Ball:
-        if self.exact and other.exact:
-            return _fraction(self.value + other.value)
-        left = self.inexact()
-        right = other.inexact()
-        return _computed(left.value + right.value, left.error + right.error)
+    def __add__(self, addend: Ball) -> Ball:
+        if self.exact and addend.exact:
+            return _fraction(self.value + addend.value)
+        first = self.inexact()
+        second = addend.inexact()
+        return _computed(first.value + second.value, first.error + second.error)
 
-    def __mul__(self, other: Ball) -> Ball:
-        """Its error follows from `(a + da)(b + db) - ab`."""
-        if self.exact and other.exact:
-            return _fraction(self.value * other.value)
-        if self.value == 0 == self.error or other.value == 0 == other.error:
+    def __mul__(self, factor: Ball) -> Ball:
+        """The product; its error follows from `(a + da)(b + db) - ab`."""
+        if self.exact and factor.exact:
+            return _fraction(self.value * factor.value)
+        if self.value == 0 == self.error or factor.value == 0 == factor.error:
             return Ball(Fraction(0))
-        left = self.inexact()
-        right = other.inexact()
-        error = left.size * right.error + right.size * left.error + left.error * right.error
-        return _computed(left.value * right.value, error)
+        first = self.inexact()
+        second = factor.inexact()
+        error = first.size * second.error + second.size * first.error + first.error * second.error
+        return _computed(first.value * second.value, error)
 
-    def __truediv__(self, other: Ball) -> Ball:
-        """Raises `NotReadError("undefined")` where the divisor is 0, but for its error."""
-        if other.least <= 0:
+    def __truediv__(self, divisor: Ball) -> Ball:
+        """The quotient.
+
+        Raises `NotReadError("undefined")` where the divisor is 0 within its error.
+        """
+        if divisor.least <= 0:
             raise NotReadError("undefined")
-        if self.exact and other.exact:
-            return _fraction(self.value / other.value)
+        if self.exact and divisor.exact:
+            return _fraction(self.value / divisor.value)
         above = self.inexact()
-        below = other.inexact()
+        below = divisor.inexact()
         value = above.value / below.value
         return _computed(value, (above.error + Ball(value).size * below.error) / below.least)
 
@@ -117,26 +123,26 @@ _ONE = Ball(Fraction(1))
 
 
 def number_of(tree: Tree) -> Ball:
-    """The value of a tree.
+    """The value of a tree without unknowns.
 
-    Raises `NotReadError`: `too_large`, `undefined`, or for one with an unknown `beyond`.
+    Raises `NotReadError` with the reason `too_large`, `undefined`, or for an unknown `beyond`.
     """
     ball = _of(tree, None)
     if tree[0] == "num" and len(tree[1]) <= MIN_DIGITS:
         return ball  # as most numbers are
     every = list(nodes(tree))
     terms = [node for node in every if node[0] in {"sum", "product"}] if ball.exact else []
-    to_do = any(map(_is_left_to_do, terms))
+    to_do = any(map(_is_arithmetic, terms))
     decimals = [node for node in every if node[0] == "num" and "." in node[1]]
     step = _step(tree, ball, None) if any(map(_is_long_decimal, decimals)) else None
     return Ball(value=ball.value, error=ball.error, unevaluated=to_do, step=step)
 
 
-def _is_left_to_do(tree: Tree) -> bool:
-    r"""Whether it adds, subtracts or multiplies two rational numbers: `180-40`, `5\cdot7`,
-    `\frac{1}{2}\cdot3\cdot4`, and the sum in `\sqrt{3^2+4^2}`.
+def _is_arithmetic(tree: Tree) -> bool:
+    r"""Whether the root of a tree adds, subtracts or multiplies two rational numbers.
 
-    One fraction, in a line too, one power, a mixed number, also as `3+\frac{1}{2}`, and
+    That is so in `180-40`, `5\cdot7`, `\frac{1}{2}\cdot3\cdot4`, and the sum in `\sqrt{3^2+4^2}`. A
+    single fraction, also written as `1/2`, a power, a mixed number, also as `3+\frac{1}{2}`, and
     `1.5\cdot10^3` are ways to write a number.
     """
     if tree[0] == "sum":
@@ -152,26 +158,27 @@ def _is_left_to_do(tree: Tree) -> bool:
     return signs.count("*") > 1 or signs.count("/") > 1
 
 
-def _is_mixed(whole: tuple[int, Tree], part: tuple[int, Tree]) -> bool:
+def _is_mixed(integer: tuple[int, Tree], part: tuple[int, Tree]) -> bool:
     """Whether two terms are an integer and a fraction below 1 of the same sign."""
     fraction = part[1]
-    if part[0] != whole[0] or whole[1][0] != "num" or fraction[0] != "frac":
+    if part[0] != integer[0] or integer[1][0] != "num" or fraction[0] != "frac":
         return False
-    numbers = (whole[1], fraction[1], fraction[2])
+    numbers = (integer[1], fraction[1], fraction[2])
     integers = all(number[0] == "num" and number[1].isdigit() for number in numbers)
     return integers and int(fraction[1][1]) < int(fraction[2][1])
 
 
 def _is_rational(tree: Tree) -> bool:
-    """Whether it is made from integers and decimals by arithmetic and whole powers alone."""
-    if tree[0] == "power" and not _is_whole(tree[2]):
+    """Whether a tree consists of integers and decimals, arithmetic and integer powers alone."""
+    if tree[0] in {"num", "mixed"}:
+        return True
+    if tree[0] == "power" and not _is_integer(tree[2]):
         return False
-    return tree[0] in {"num", "mixed"} or (
-        tree[0] in {"frac", "sum", "product", "power"} and all(map(_is_rational, children(tree)))
-    )
+    return tree[0] in {"frac", "sum", "product", "power"} and all(map(_is_rational, children(tree)))
 
 
-def _is_whole(exponent: Tree) -> bool:
+def _is_integer(exponent: Tree) -> bool:
+    """Whether an exponent is a rational expression with an integer value."""
     return _is_rational(exponent) and bool(_of(exponent, None).value.denominator == 1)
 
 
@@ -183,9 +190,10 @@ def _is_scientific(first: Tree, second: tuple[str, Tree]) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _one_place_on(tree: Tree) -> Tree | None:
-    """The tree with its long decimal, one of `MIN_DIGITS` digits or more, greater by one in the
-    last place; None where it has none, or several.
+def _raised_in_last_place(tree: Tree) -> Tree | None:
+    """The tree with its long decimal increased by one unit in the last place.
+
+    A long decimal has `MIN_DIGITS` digits or more. None where the tree has none, or several.
     """
     decimals = [node for node in nodes(tree) if _is_long_decimal(node)]
     if len(decimals) != 1:
@@ -197,10 +205,11 @@ def _one_place_on(tree: Tree) -> Tree | None:
 
 
 def _is_long_decimal(node: Tree) -> bool:
+    """Whether a node is a decimal that may stand for a value with more digits."""
     if node[0] != "num" or "." not in node[1] or len(node[1]) <= MIN_DIGITS:
         return False
-    whole, _, behind = node[1].partition(".")
-    return behind.strip("0") != "" and len((whole + behind).lstrip("0")) >= MIN_DIGITS
+    integer, _, decimals = node[1].partition(".")
+    return decimals.strip("0") != "" and len((integer + decimals).lstrip("0")) >= MIN_DIGITS
 
 
 def _with(tree: Tree, old: Tree, new: Tree) -> Tree:
@@ -211,8 +220,8 @@ def _with(tree: Tree, old: Tree, new: Tree) -> Tree:
 
 
 def _step(tree: Tree, ball: Ball, at: Mapping[str, Fraction] | None) -> Value | None:
-    """`Ball.step` of a tree, whose value `ball` is."""
-    raised = _one_place_on(tree)
+    """`Ball.step` of a tree with the value `ball`, where the unknowns have the values `at`."""
+    raised = _raised_in_last_place(tree)
     if raised is None:
         return None
     try:
@@ -222,14 +231,14 @@ def _step(tree: Tree, ball: Ball, at: Mapping[str, Fraction] | None) -> Value | 
 
 
 def same_number(answer: Ball, reference: Ball) -> bool | None:
-    r"""Equal, or one is a long decimal for the other, which has more digits: `0.3333333` is
-    `\frac{1}{3}`, while 1000000.5 is not 1000000, and `\frac{355}{113}` is not `\pi`.
+    r"""Whether two values are equal, or one is a long decimal that stands for the other.
 
-    Such a decimal has to be the value rounded or cut at its last place, and within 1e-6 relative.
-    Two long decimals have to be equal.
+    `0.3333333` stands for `\frac{1}{3}`, while 1000000.5 is not 1000000, and `\frac{355}{113}` is not
+    `\pi`. Such a decimal has to be the value rounded or cut at its last place, and within 1e-6
+    relative. Two long decimals have to be equal.
 
-    None where the errors leave it open: `10^{60}\cdot10^{60}+\pi-10^{60}\cdot10^{60}` has no digit
-    of pi left.
+    None where the errors leave the question open: `10^{60}\cdot10^{60}+\pi-10^{60}\cdot10^{60}` has
+    no digit of pi left.
     """
     step = None
     if answer.step is None or reference.step is None:
@@ -240,11 +249,15 @@ def same_number(answer: Ball, reference: Ball) -> bool | None:
             return same
         gap = abs(answer.value - reference.value)
         return bool(gap < abs(step) and gap <= RELATIVE_TOLERANCE * abs(reference.value))
-    left = answer.inexact()
-    right = reference.inexact()
-    bound = float(RELATIVE_TOLERANCE) * right.size if right.least > 0 else float(ABSOLUTE_TOLERANCE)
-    distance = Ball(left.value - right.value).size
-    error = left.error + right.error
+    answer_value = answer.inexact()
+    reference_value = reference.inexact()
+    bound = (
+        float(RELATIVE_TOLERANCE) * reference_value.size
+        if reference_value.least > 0
+        else float(ABSOLUTE_TOLERANCE)
+    )
+    distance = Ball(answer_value.value - reference_value.value).size
+    error = answer_value.error + reference_value.error
     if distance > error:
         # A step is not less than itself, whatever its float is.
         return step is not None and distance < min(bound, Ball(step).size * (1 - 2.0**-40))
@@ -252,58 +265,62 @@ def same_number(answer: Ball, reference: Ball) -> bool | None:
 
 
 def same_function(answer: Tree, reference: Tree) -> Comparison:
-    """Whether two trees with the same unknowns have the same value, complex ones included, at six
-    points: `different` where only one has a value. A point where both are over the caps is left
-    out; where one is, or no point is left, it is `too_large`. Without a value anywhere it is
-    `undefined`.
+    """Compare two trees with the same unknowns by their values, complex ones included, at six points.
+
+    They are `different` where only one has a value. A point at which both are over the caps is
+    skipped. Where only one is, or every point is skipped, the result is `too_large`. Two trees
+    without a value anywhere are `undefined`, since nothing is known of them. The result is
+    `undecided` where the errors leave a point open.
     """
     compared = 0
-    nothing: Comparison = "undefined"
+    without_values: Comparison = "undefined"
     names = unknowns(answer) | unknowns(reference)
-    for at, right in zip(_places(names), _values(reference, names), strict=True):
-        left = _stepped_at(answer, at)
-        if isinstance(left, Ball) and isinstance(right, Ball):
-            same = same_number(left, right)
+    for at, reference_value in zip(_points(names), _values(reference, names), strict=True):
+        answer_value = _stepped_at(answer, at)
+        if isinstance(answer_value, Ball) and isinstance(reference_value, Ball):
+            same = same_number(answer_value, reference_value)
             if not same:
                 return "undecided" if same is None else "different"
             compared += 1
-        elif isinstance(left, Ball) or isinstance(right, Ball):
-            return "too_large" if "too_large" in (left, right) else "different"
-        elif "too_large" in (left, right):
-            nothing = "too_large"
-    return "equal" if compared else nothing
+        elif isinstance(answer_value, Ball) or isinstance(reference_value, Ball):
+            return "too_large" if "too_large" in (answer_value, reference_value) else "different"
+        elif "too_large" in (answer_value, reference_value):
+            without_values = "too_large"
+    return "equal" if compared else without_values
 
 
 def factor_between(answer: Tree, reference: Tree) -> int:
-    """The sign of the factor, not 0, by which the answer is the reference at six points; 0 where
-    there is none.
+    """The sign of the constant factor between two trees, 1 or -1; 0 where they have none.
+
+    The trees are compared at six points. At a point where one is 0 the other has to be 0 too.
     """
     base: tuple[Ball, Ball] | None = None
     zeros = []
     names = unknowns(answer) | unknowns(reference)
-    for at, right in zip(_places(names), _values(reference, names), strict=True):
-        left = _value_at(answer, at)
-        if not isinstance(left, Ball) or not isinstance(right, Ball):
-            if left != right:
+    for at, reference_value in zip(_points(names), _values(reference, names), strict=True):
+        answer_value = _value_at(answer, at)
+        if not isinstance(answer_value, Ball) or not isinstance(reference_value, Ball):
+            if answer_value != reference_value:
                 return 0
         elif base is not None:
-            if not _same_product(left, b=base[1], c=base[0], d=right):
+            if not _same_product(answer_value, b=base[1], c=base[0], d=reference_value):
                 return 0
-        elif all(ball.real and ball.least > 0 for ball in (left, right)):
-            base = left, right
+        elif all(ball.real and ball.least > 0 for ball in (answer_value, reference_value)):
+            base = answer_value, reference_value
         else:
-            zeros.append((left, right))
+            zeros.append((answer_value, reference_value))
     if base is None or not all(
-        _same_product(left, b=base[1], c=base[0], d=right) for left, right in zeros
+        _same_product(answer_value, b=base[1], c=base[0], d=reference_value)
+        for answer_value, reference_value in zeros
     ):
         return 0
     return 1 if (base[0].value > 0) == (base[1].value > 0) else -1
 
 
 def is_constant(tree: Tree) -> bool:
-    """Whether a tree has the same value at all of six points where it has one."""
+    """Whether a tree has the same value at all those of six points where it has a value."""
     first: Ball | None = None
-    for at in _places(unknowns(tree)):
+    for at in _points(unknowns(tree)):
         value = _value_at(tree, at)
         if isinstance(value, Ball):
             if first is not None and not _same_product(value, b=_ONE, c=first, d=_ONE):
@@ -313,15 +330,16 @@ def is_constant(tree: Tree) -> bool:
 
 
 def zero_of(tree: Tree) -> tuple[Ball, int] | None:
-    """Where a tree that is linear in its one unknown is 0, and the sign of its slope; None for any
-    other tree.
+    """The zero of a tree that is linear in its only unknown, and the sign of its slope.
+
+    None for a tree that is not linear, or constant.
     """
     (name,) = unknowns(tree)
-    found = _zero_and_slope(tree, name)
-    if found is None:
+    zero_and_slope = _zero_and_slope(tree, name)
+    if zero_and_slope is None:
         return None
-    zero, slope = found
-    raised = _one_place_on(tree)
+    zero, slope = zero_and_slope
+    raised = _raised_in_last_place(tree)
     moved = _zero_and_slope(raised, name) if raised else None
     if moved is not None:
         zero = replace(zero, step=(moved[0] + -zero).value)
@@ -329,7 +347,12 @@ def zero_of(tree: Tree) -> tuple[Ball, int] | None:
 
 
 def _zero_and_slope(tree: Tree, name: str) -> tuple[Ball, Ball] | None:
-    at_0, at_1 = (_value_at(tree, {name: Fraction(point)}) for point in (0, 1))
+    """The zero and the slope of a tree that is linear in the unknown `name`, else None.
+
+    Two points give the line, and the six points have to lie on it.
+    """
+    at_0 = _value_at(tree, {name: Fraction(0)})
+    at_1 = _value_at(tree, {name: Fraction(1)})
     if not (isinstance(at_0, Ball) and isinstance(at_1, Ball) and at_0.real and at_1.real):
         return None
     try:
@@ -347,20 +370,20 @@ def _zero_and_slope(tree: Tree, name: str) -> tuple[Ball, Ball] | None:
 
 
 def _same_product(a: Ball, b: Ball, c: Ball, d: Ball) -> bool:
-    """Whether `ab` is `cd`, exactly or but for an error that is small beside them."""
+    """Whether `ab` is `cd`, either exactly or within an error that is small beside both."""
     try:
-        left = a * b
-        right = c * d
-        difference = left + -right
+        first = a * b
+        second = c * d
+        difference = first + -second
     except NotReadError:
         return False
     if difference.exact:
         return bool(difference.value == 0)
-    return difference.size <= difference.error <= 2.0**-60 * max(left.size, right.size)
+    return difference.size <= difference.error <= 2.0**-60 * max(first.size, second.size)
 
 
-def _places(names: Iterable[str]) -> Iterator[dict[str, Fraction]]:
-    """Six points: the value of each unknown."""
+def _points(names: Iterable[str]) -> Iterator[dict[str, Fraction]]:
+    """Six points at which functions are compared: at each the values of the unknowns."""
     ordered = sorted(names)
     for index in range(len(_POINTS)):
         yield {name: _POINTS[(index + k) % len(_POINTS)] + k for k, name in enumerate(ordered)}
@@ -371,17 +394,17 @@ def _values(
     reference: Tree, names: frozenset[str]
 ) -> tuple[Ball | Literal["too_large", "undefined"], ...]:
     """The values of a reference answer at the six points, which the rollouts of a group share."""
-    return tuple(_stepped_at(reference, at) for at in _places(names))
+    return tuple(_stepped_at(reference, at) for at in _points(names))
 
 
 def _stepped_at(tree: Tree, at: Mapping[str, Fraction]) -> Ball | Literal["too_large", "undefined"]:
-    """As `_value_at`, with the step of the value."""
+    """The value as `_value_at` gives it, with its `step`."""
     ball = _value_at(tree, at)
     return replace(ball, step=_step(tree, ball, at)) if isinstance(ball, Ball) else ball
 
 
 def _value_at(tree: Tree, at: Mapping[str, Fraction]) -> Ball | Literal["too_large", "undefined"]:
-    """The value where the unknowns are these, or why there is none."""
+    """The value where the unknowns have the values `at`, or the reason why there is none."""
     try:
         return _of(tree, at)
     except NotReadError as error:
@@ -389,10 +412,10 @@ def _value_at(tree: Tree, at: Mapping[str, Fraction]) -> Ball | Literal["too_lar
 
 
 def _of(tree: Tree, at: Mapping[str, Fraction] | None) -> Ball:
-    """The value of a tree.
+    """The value of a tree, computed recursively.
 
-    `at`: that of its unknowns; without them it has to be real in all its parts. Raises
-    `NotReadError`.
+    `at` has the values of the unknowns. With None the tree is a closed form, and all its parts have
+    to be real. Raises `NotReadError`.
     """
     kind = tree[0]
     if kind == "num":
@@ -402,7 +425,7 @@ def _of(tree: Tree, at: Mapping[str, Fraction] | None) -> Ball:
             raise NotReadError("beyond")
         ball = Ball(at[tree[1]])
     elif kind == "sum":
-        signed = (_of(one, at) if sign > 0 else -_of(one, at) for sign, one in tree[1:])
+        signed = (_of(term, at) if sign > 0 else -_of(term, at) for sign, term in tree[1:])
         ball = reduce(Ball.__add__, signed)
     elif kind == "product":
         ball = _of(tree[1][1], at)
@@ -419,7 +442,7 @@ def _of(tree: Tree, at: Mapping[str, Fraction] | None) -> Ball:
             raise NotReadError("too_large")
         ball = _raised(_of(tree[1], at), exponent)
     elif kind in {"factorial", "binomial"}:
-        ball = _counted(*(_of(one, at) for one in tree[1:]))
+        ball = _counted(*[_of(term, at) for term in tree[1:]])
     elif kind == "pi":
         ball = _pi()
     elif kind == "root":
@@ -441,27 +464,29 @@ def _of(tree: Tree, at: Mapping[str, Fraction] | None) -> Ball:
     return ball
 
 
-_made: dict[str, Any] = {}
+_contexts: dict[str, Any] = {}
 
 
 def _mp() -> Any:
-    """mpmath with a context of our own, made when the first value needs it; all threads get the
-    same one. It is not safe for threads while it computes digits of its constants, so as many as
-    any argument can ask for are computed here.
+    """A context of mpmath that is created when the first value needs it and shared by all threads.
+
+    mpmath caches the digits of its constants and is not safe for threads while it computes more of
+    them. So they are computed here at once, with as many digits as any argument under the caps can
+    ask for.
     """
-    if "context" in _made:
-        return _made["context"]
+    if "context" in _contexts:
+        return _contexts["context"]
     from mpmath import MPContext
 
     context = MPContext()
     context.prec = 2 * (MAX_BITS + PRECISION)
     _ = context.pi + context.ln2
     context.prec = PRECISION
-    return _made.setdefault("context", context)
+    return _contexts.setdefault("context", context)
 
 
 def _fraction(value: Fraction) -> Ball:
-    """An exact result; one over the cap on its digits goes on as a value of mpmath."""
+    """An exact result, or a number of mpmath where the fraction is over the cap on its digits."""
     return Ball(value) if _bits(value) <= MAX_BITS else Ball(value).inexact()
 
 
@@ -470,11 +495,11 @@ def _bits(value: Fraction) -> int:
 
 
 def _computed(value: Value, error: float = 0.0) -> Ball:
-    """A value of mpmath with the error that its operands bring, to which that of the operation is
-    added.
+    """The result of one operation of mpmath, with a bound on its error.
 
-    Raises `NotReadError("too_large")` over the caps. An imaginary part within the error counts as
-    0.
+    `error` is what the errors of the operands make of it; the rounding error of the operation is
+    added. An imaginary part within the error counts as 0. Raises `NotReadError("too_large")` over
+    the caps.
     """
     size = Ball(value).size
     error += size * 2.0 ** (_SPARE_BITS - PRECISION) + _LEAST_ERROR
@@ -490,8 +515,10 @@ def _pi() -> Ball:
 
 
 def _exp(ball: Ball) -> Ball:
-    """Raises `NotReadError("too_large")` where the result would be too large or small, or little is
-    known of it.
+    """The exponential function.
+
+    Raises `NotReadError("too_large")` where the result would be too large or too small, or where the
+    error of the exponent leaves little of it.
     """
     ball = ball.inexact()
     if abs(float(ball.value.real)) > MAX_BITS or ball.error > 1:
@@ -501,7 +528,7 @@ def _exp(ball: Ball) -> Ball:
 
 
 def _log(ball: Ball) -> Ball:
-    """The principal value. Raises `NotReadError("undefined")` for 0."""
+    """The principal value of the logarithm. Raises `NotReadError("undefined")` for 0."""
     if ball.least <= 0:
         raise NotReadError("undefined")
     ball = ball.inexact()
@@ -521,9 +548,8 @@ def _raised(base: Ball, exponent: Ball) -> Ball:
             return Ball(Fraction(0))
         ends = float(power) - exponent.error, float(power) + exponent.error
         try:
-            return _computed(
-                _mp().mpf(0), 2 * max(math.pow(base.size + base.error, end) for end in ends)
-            )
+            error = 2 * max(math.pow(base.size + base.error, end) for end in ends)
+            return _computed(_mp().mpf(0), error)
         except OverflowError:
             raise NotReadError("too_large") from None
     if not exponent.exact:
@@ -531,15 +557,16 @@ def _raised(base: Ball, exponent: Ball) -> Ball:
     if base.exact and power.denominator == 1 and _bits(base.value) * abs(power) <= MAX_BITS:
         return Ball(Fraction(base.value ** int(power)))
     base = base.inexact()
-    steps = abs(float(power))
-    spread = steps * base.error / base.least
-    # of the result, and what the logarithm may be off
-    bits = steps * (abs(math.log2(base.size)) + 2.0**-50)
+    magnitude = abs(float(power))
+    spread = magnitude * base.error / base.least
+    # The size of the result in bits; the second term bounds the rounding error of the logarithm.
+    bits = magnitude * (abs(math.log2(base.size)) + 2.0**-50)
     if bits > 2 * MAX_BITS or spread > 1:
         raise NotReadError("too_large")
-    value = base.value ** (
-        int(power) if power.denominator == 1 else _mp().mpf(power.numerator) / power.denominator
-    )
+    if power.denominator == 1:
+        value = base.value ** int(power)
+    else:
+        value = base.value ** (_mp().mpf(power.numerator) / power.denominator)
     return _computed(value, 2 * Ball(value).size * spread)
 
 
@@ -559,28 +586,27 @@ def _rooted(radicand: Ball, degree: int) -> Ball:
     return _raised(radicand, Ball(Fraction(1, degree)))
 
 
-def _counted(whole: Ball, chosen: Ball | None = None) -> Ball:
-    """A factorial, or with `chosen` a binomial.
+def _counted(total: Ball, chosen: Ball | None = None) -> Ball:
+    """The factorial of `total`, or the binomial coefficient `total` over `chosen`.
 
-    Raises `NotReadError` over `MAX_COUNTED`, and where there is none.
+    Raises `NotReadError`: `undefined` for anything but natural numbers, `too_large` over
+    `MAX_COUNTED`.
     """
-    for ball in (whole, chosen or whole):
+    for ball in (total, chosen or total):
         if not ball.exact or ball.value.denominator != 1 or ball.value < 0:
             raise NotReadError("undefined")
         if ball.value > MAX_COUNTED:
             raise NotReadError("too_large")
-    count = (
-        math.comb(int(whole.value), int(chosen.value))
-        if chosen
-        else math.factorial(int(whole.value))
-    )
-    return _fraction(Fraction(count))
+    if chosen:
+        return _fraction(Fraction(math.comb(int(total.value), int(chosen.value))))
+    return _fraction(Fraction(math.factorial(int(total.value))))
 
 
 def _called(name: str, argument: Ball, radians: bool) -> Ball:
-    """A function's value.
+    """The value of a trigonometric function, of an inverse one in degrees, or of `ln`.
 
-    Angles are in degrees, since the sign is stripped, unless they are given in `radians`.
+    An argument is in degrees unless `radians` says otherwise, because the canonical form has no
+    degree signs.
     """
     half_turn = Ball(Fraction(180))
     if name == "ln":
@@ -595,7 +621,9 @@ def _called(name: str, argument: Ball, radians: bool) -> Ball:
     if height > MAX_BITS / 2 or angle.error > 1:
         raise NotReadError("too_large")
     error = math.exp(height + 1) * angle.error  # within 1 of the angle, neither function is steeper
-    cosine, sine = (_computed(value, error) for value in _mp().cos_sin(angle.value))
+    raw_cosine, raw_sine = _mp().cos_sin(angle.value)
+    cosine = _computed(raw_cosine, error)
+    sine = _computed(raw_sine, error)
     above, below = {
         "sin": (sine, _ONE),
         "cos": (cosine, _ONE),
@@ -608,7 +636,7 @@ def _called(name: str, argument: Ball, radians: bool) -> Ball:
 
 
 def _inverse(name: str, sine: Ball) -> Ball:
-    """The inverse of a sine, cosine or tangent, in radians.
+    """The angle in radians with this sine, cosine or tangent, as `name` says.
 
     Its error follows from its slope, 1/sqrt(1 - z^2) or 1/(1 + z^2); at an end, where a sine is 1,
     an error of d in the sine is one of about sqrt(2d) in the angle.
@@ -620,9 +648,9 @@ def _inverse(name: str, sine: Ball) -> Ball:
             raise NotReadError("undefined")
         return _computed(_mp().atan(sine.value), sine.error / steepness.least)
     steepness = _ONE + -squared
-    error = (
-        sine.error / math.sqrt(steepness.least)
-        if steepness.least > 0
-        else 8 * math.sqrt(sine.error)
-    )
-    return _computed((_mp().asin if name == "arcsin" else _mp().acos)(sine.value), error)
+    error = 8 * math.sqrt(sine.error)
+    if steepness.least > 0:
+        error = sine.error / math.sqrt(steepness.least)
+    if name == "arcsin":
+        return _computed(_mp().asin(sine.value), error)
+    return _computed(_mp().acos(sine.value), error)

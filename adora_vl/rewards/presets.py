@@ -1,6 +1,6 @@
-"""Reward functions in TRL's form, by name.
+"""The presets: reward functions in TRL's form, by name.
 
-A completion is graded once however many of them there are.
+A completion is graded once, however many presets a run has.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,12 +22,12 @@ RewardFunction = Callable[..., list[float]]
 _References = list[tuple[str, tuple[str, ...] | None]]
 
 # Rewards for (a correct answer, a complete box that is not correct, no complete box).
-#   adora: the paper's, source: the grading policy, point 7.
+#   adora: the rewards of the paper; source: the grading policy, point 7.
 #   easyr1: 0.9 x accuracy + 0.1 x format, the weights of EasyR1's examples/reward_function/math.py.
-#   There the format is
-#     a <think> block and a box; here it is a complete box, since our prompt asks for no block. So
-#     it equals `adora`.
-#   accuracy: the verdict alone. format: a complete box alone, to be weighed against another one.
+#     There the format is a <think> block and a box. Here it is a complete box, since our prompt asks
+#     for no block, so the preset equals `adora`.
+#   accuracy: the verdict alone.
+#   format: a complete box alone, to be weighed against another reward.
 PRESETS: Mapping[str, tuple[float, float, float]] = {
     "adora": (1.0, 0.1, 0.0),
     "easyr1": (0.9 + 0.1, 0.1, 0.0),
@@ -44,8 +44,10 @@ OTHERS: Mapping[str, RewardFunction] = {  # these are not about one mathematical
 
 def reward(grade: Grade, preset: str) -> float:
     """The reward that a preset gives for a grade."""
-    correct, boxed, none = PRESETS[preset]
-    return correct if grade.verdict == "correct" else none if grade.extracted is None else boxed
+    correct, boxed, unboxed = PRESETS[preset]
+    if grade.verdict == "correct":
+        return correct
+    return unboxed if grade.extracted is None else boxed
 
 
 def reward_function(
@@ -60,41 +62,50 @@ def reward_functions(
 ) -> list[RewardFunction]:
     """The TRL reward functions of some presets, named `<preset>_reward`.
 
-    Each reads the columns `answer` (the canonical reference answer) and, where there is one,
-    `choices` (a list of strings or None), and returns one float per completion. The first adds
-    `verdict`, `extracted` and `reason` to TRL's completions table, and logs the shares of the
-    verdicts and milliseconds per completion. `rounded`: the presets with `rounding`, which is that
-    of `grade`, as is `answer_tags`.
+    Each reads the columns `answer` (the canonical reference answer) and, if it exists, `choices` (a
+    list of strings or None), and returns one float per completion. The first function adds
+    `verdict`, `extracted` and `reason` to TRL's completions table. For its batch it logs the shares
+    `grading/<verdict>` and `grading/worked`, and the milliseconds per completion
+    `grading/ms_median` and `grading/ms_p99`. TRL's `reward_weights` weigh their sum.
 
-    Raises `UserError` for an unknown preset, none, or one given twice; the functions raise it for a
-    missing or unusable reference answer, since a reward of zero for every answer to a problem would
-    never be noticed.
+    Args:
+        presets: names in `PRESETS` or `OTHERS`.
+        rounded: the presets that also accept a rounded decimal (`rounding` of `grade`).
+        answer_tags: whether an `<answer>` block is as good as a box, as in `grade`.
+
+    Raises `UserError` for an unknown preset, no preset, or one that occurs twice. The functions
+    raise it for a missing or unusable reference answer, since a reward of zero for every answer to a
+    problem would never be noticed.
     """
     names = [*PRESETS, *OTHERS]
-    known = ", ".join(names)
+    listed = ", ".join(names)
     if not presets:
-        raise UserError(f"adora_reward: [] names no reward preset, use one or more of {known}")
+        raise UserError(f"adora_reward: [] names no reward preset, use one or more of {listed}")
     for index, preset in enumerate(presets):
         if preset not in names:
             raise UserError(
                 f"adora_reward: unknown preset '{preset}', use one of "
-                f"{known}{did_you_mean(preset, names)}"
+                f"{listed}{did_you_mean(preset, names)}"
             )
         if preset in presets[:index]:
             raise UserError(
                 f"adora_reward: '{preset}' is given twice; weigh it with reward_weights instead"
             )
-    graders = {rounding: _Grader(rounding, answer_tags) for rounding in (False, True)}
-    first = presets[0]
-    return [
-        OTHERS.get(one) or _reward_function(one, graders[one in rounded], logs=one == first)
-        for one in presets
-    ]
+    exact = _Grader(rounding=False, answer_tags=answer_tags)
+    rounding = _Grader(rounding=True, answer_tags=answer_tags)
+    functions: list[RewardFunction] = []
+    for preset in presets:
+        grader = rounding if preset in rounded else exact
+        logs = preset == presets[0]
+        functions.append(OTHERS.get(preset) or _reward_function(preset, grader, logs=logs))
+    return functions
 
 
 class _Grader:
-    """Grades a batch, and remembers the last one for the functions that ask for the same batch
-    next.
+    """Grades a batch of completions and keeps the grades of the last batch.
+
+    The functions of several presets are called with the same batch one after another, and only the
+    first call grades it.
     """
 
     def __init__(self, rounding: bool, answer_tags: bool) -> None:
@@ -112,6 +123,8 @@ class _Grader:
 
 
 def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunction:
+    """The reward function of one preset; `logs` says whether it logs verdicts and times."""
+
     def function(
         completions: Sequence[Any] = (),
         *,
@@ -127,18 +140,18 @@ def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunct
         answers = [final_part(text) for text in texts]
         grades = grader(answers, references)
         if logs and log_extra:
-            log_extra("verdict", [one.verdict for one in grades])
-            log_extra("extracted", [one.extracted for one in grades])
-            log_extra("reason", [one.reason for one in grades])
+            log_extra("verdict", [grade.verdict for grade in grades])
+            log_extra("extracted", [grade.extracted for grade in grades])
+            log_extra("reason", [grade.reason for grade in grades])
         if logs and log_metric and grades:
-            verdicts = [one.verdict for one in grades]
-            times_ms = [one.ms for one in grades]
+            verdicts = [grade.verdict for grade in grades]
+            times_ms = [grade.ms for grade in grades]
             for verdict in VERDICTS:
                 log_metric(f"grading/{verdict}", verdicts.count(verdict) / len(grades))
             log_metric("grading/ms_median", quantile(times_ms, 0.5))
             log_metric("grading/ms_p99", quantile(times_ms, 0.99))
             log_metric("grading/worked", sum(map(shows_working, texts)) / len(grades))
-        return [reward(one, preset) for one in grades]
+        return [reward(grade, preset) for grade in grades]
 
     function.__name__ = function.__qualname__ = f"{preset}_reward"
     return function
@@ -147,9 +160,9 @@ def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunct
 def _references(
     answer: Sequence[str] | None, choices: Sequence[Any] | None, count: int
 ) -> _References:
-    """One (reference answer, choices) per completion.
+    """The reference answer and the choices of each completion.
 
-    Raises `UserError` for one that is missing or unusable.
+    Raises `UserError` for a reference answer that is missing or unusable.
     """
     if answer is None:
         raise UserError(
@@ -167,8 +180,8 @@ def _references(
         if key not in usable:
             reason = verify_gold(*key) if isinstance(reference, str) else "not_a_string"
             if reason:
-                what = f"answer {reference!r} cannot be graded against ({reason})"
-                raise UserError(f"{what}: prepare the data with data_prep")
+                message = f"answer {reference!r} cannot be graded against ({reason})"
+                raise UserError(f"{message}: prepare the data with data_prep")
             usable.add(key)
         references.append(key)
     return references

@@ -1,6 +1,7 @@
-"""Calls a reward function that may fail, hang or return nonsense, and keeps the failure: one rank
-that raises would leave the others waiting in a collective call. The ranks stop together
-(`RewardGuard`).
+"""Calls a reward function that may fail, hang or return nonsense, and keeps the failure.
+
+The call itself raises nothing: a rank that raises would leave the remaining ranks waiting in a
+collective call. The ranks look at the failures together and stop together (`RewardGuard`).
 """
 
 import asyncio
@@ -19,15 +20,16 @@ from typing import Any, NamedTuple
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.own_files import OverdueError, back_in, backstop, deadline, in_one_process
 
-_SHOWN = 60
-_PLAIN = {int, float, str, bool, type(None)}
-_REASON = 200  # characters of what an exception says
+_VALUE_CHARS = 60  # of a returned value in a message
+_REASON_CHARS = 200  # of an exception's text in a message
+_IMMUTABLE = {int, float, str, bool, type(None)}  # types whose values need no copy
 
 
 class RewardFailure(NamedTuple):
-    """Which function failed, on which row, and how.
+    """The failure of a reward function in words.
 
-    `mistake`: `reason` is the text of a `UserError` that it raised.
+    `function` is its name, `row` the completion or row of data on which it failed, `reason` how it
+    failed. With `mistake` the reason is the text of a `UserError` that the function raised.
     """
 
     function: str
@@ -37,9 +39,9 @@ class RewardFailure(NamedTuple):
 
 
 class RewardValueError(Exception):
-    """What a function returned is not one reward per completion.
+    """The value that a function returned is not one reward per completion.
 
-    `row`: the completion with the wrong one, if known.
+    `row` is the number of the completion with the wrong reward, None if it is unknown.
     """
 
     def __init__(self, message: str, row: int | None = None) -> None:
@@ -47,36 +49,36 @@ class RewardValueError(Exception):
         self.row = row
 
 
-def own_copy(value: Any, same: Sequence[Any] = ()) -> Any:
-    """A copy of what a function of somebody else's is handed: it may edit what it gets, and the
-    next one, the next step and the record get what was there before.
+def own_copy(value: object, same: Sequence[object] = ()) -> Any:
+    """A copy of an argument of a user's function, which may edit what it gets.
 
-    Lists, mappings, sets, records, pictures, arrays and tensors are copied, with all that is in
-    them, each place where one stands by itself. Objects of other classes stay as they are, and so
-    do those of `same`.
+    The next function, the next step and the record then still get the original. Lists, mappings,
+    sets, dataclasses, pictures, arrays and tensors are copied with their contents, and an object
+    that occurs twice is copied twice. Objects of any further class are shared, and so are those in
+    `same`.
     """
-    if any(value is one for one in same):
+    if any(value is field for field in same):
         return value
     if isinstance(value, list):
-        if set(map(type, value)) <= _PLAIN:  # rows of token ids are long
+        if set(map(type, value)) <= _IMMUTABLE:  # rows of token ids are long
             return value[:]
-        return [own_copy(each, same) for each in value]
+        return [own_copy(item, same) for item in value]
     if type(value) is tuple:
-        return tuple(own_copy(each, same) for each in value)
+        return tuple(own_copy(item, same) for item in value)
     if isinstance(value, dict):
-        if set(map(type, value.values())) <= _PLAIN:  # the log of a run has thousands of these
+        if set(map(type, value.values())) <= _IMMUTABLE:  # the log of a run has thousands of these
             return dict(value)
-        return {key: own_copy(each, same) for key, each in value.items()}
+        return {key: own_copy(item, same) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
         record = copy(value)
-        for one in fields(value):
-            object.__setattr__(record, one.name, own_copy(getattr(value, one.name), same))
+        for field in fields(value):
+            object.__setattr__(record, field.name, own_copy(getattr(value, field.name), same))
         return record
     return _copied_content(value)
 
 
-def _copied_content(value: Any) -> Any:
-    """A picture, an array, a tensor or a set with content of its own; any other object itself."""
+def _copied_content(value: object) -> object:
+    """A copy of a picture, an array, a tensor, a set or a bytearray; any further object itself."""
     from PIL import Image  # late, for commands that import this module and touch no image
 
     from adora_vl.data.images import lent
@@ -85,7 +87,7 @@ def _copied_content(value: Any) -> Any:
         return lent(value)
     if isinstance(value, set | bytearray):
         return value.copy()
-    # A value of a library that nobody has imported does not exist.
+    # Without the library in `sys.modules` the value cannot be of one of its types.
     numpy = sys.modules.get("numpy")
     torch = sys.modules.get("torch")
     if numpy is not None and isinstance(value, numpy.ndarray):
@@ -96,7 +98,7 @@ def _copied_content(value: Any) -> Any:
 
 
 def _arguments_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What a reward function gets: copies, but for environments, which it may ask and change."""
+    """The arguments of one call: copies, except for environments, which it may use and change."""
     copied: dict[str, Any] = own_copy(dict(arguments), same=arguments.get("environments") or [])
     return copied
 
@@ -108,15 +110,21 @@ def safe_call(
     failures: list[RewardFailure],
     unscored: dict[int, str] | None = None,
 ) -> Callable[..., Any]:
-    """`function` as TRL calls it, sync or async as it is.
+    """`function` as TRL may call it: a function that does not raise; async if `function` is.
 
-    What goes wrong is added to `failures`, and the call returns zeros, which must not be used.
-    `timeout`: seconds. Where the function returns an exception in the place of a reward, TRL gets
-    None, and `unscored` the completion's number with the reason.
+    A call that fails returns zeros, which must not be used.
+
+    Args:
+        function: a reward function in TRL's form.
+        name: its name in messages.
+        timeout: seconds for each call, None for no limit.
+        failures: the list to which a failure is added.
+        unscored: filled with the number of each completion in whose place the function returned an
+            exception, and the reason; TRL gets None there.
     """
     folder = Path.cwd()
 
-    def ended(error: BaseException, arguments: Mapping[str, Any], row: int | None) -> list[float]:
+    def failed(error: BaseException, arguments: Mapping[str, Any], row: int | None) -> list[float]:
         failures.append(
             _failure(
                 function, name=name, error=error, arguments=arguments, row=row, timeout=timeout
@@ -124,16 +132,12 @@ def safe_call(
         )
         return [0.0] * len(arguments["completions"])
 
-    def rewards(found: Any, count: int) -> list[float | None]:
-        values = checked(found, count)
+    def rewards(returned: object, count: int) -> list[float | None]:
+        values = checked(returned, count)
         if unscored is not None:
-            unscored.update(
-                {
-                    n: in_one_line(v)[:_REASON]
-                    for n, v in enumerate(values)
-                    if isinstance(v, BaseException)
-                }
-            )
+            for number, value in enumerate(values):
+                if isinstance(value, BaseException):
+                    unscored[number] = in_one_line(value)[:_REASON_CHARS]
         return [None if isinstance(value, BaseException) else value for value in values]
 
     def call(**arguments: Any) -> list[float | None]:
@@ -147,21 +151,20 @@ def safe_call(
                 return rewards(function(**_arguments_of(arguments)), len(arguments["completions"]))
         except KeyboardInterrupt:
             raise
-        except (
-            BaseException
-        ) as error:  # asyncio's cancellation and a panic of compiled code are no `Exception`
+        # asyncio's cancellation and a panic of compiled code are no `Exception`
+        except BaseException as error:
             row = None
             if not isinstance(error, OverdueError | RewardValueError | UserError):
                 with back_in(folder), backstop(timeout), in_one_process(f"reward {name}"):
                     row = _first_to_fail(function, arguments, timeout)
-            return [*ended(error, arguments, row)]
+            return [*failed(error, arguments, row)]
 
     async def call_async(**arguments: Any) -> list[float | None]:
         try:
             with back_in(folder), backstop(timeout), in_one_process(f"reward {name}"):
                 async with asyncio.timeout(timeout) as limit:
-                    found = await function(**_arguments_of(arguments))
-            return rewards(found, len(arguments["completions"]))
+                    returned = await function(**_arguments_of(arguments))
+            return rewards(returned, len(arguments["completions"]))
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:
@@ -169,22 +172,19 @@ def safe_call(
             if task is not None and task.cancelling():  # from outside
                 raise
             if limit.expired():
-                return [*ended(OverdueError(), arguments, None)]
-            alone = not isinstance(error, RewardValueError | UserError)
-            return [
-                *ended(
-                    error,
-                    arguments,
-                    await _first_to_fail_async(function, arguments) if alone else None,
-                )
-            ]
+                return [*failed(OverdueError(), arguments, None)]
+            row = None
+            if not isinstance(error, RewardValueError | UserError):
+                row = await _first_to_fail_async(function, arguments)
+            return [*failed(error, arguments, row)]
 
     return call_async if is_async(function) else call
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call returns a coroutine, also of a partial function or an object with an async
-    `__call__`.
+    """Whether a call returns a coroutine.
+
+    The function may also be partial, or an object with an async `__call__`.
     """
     while isinstance(function, partial):
         function = function.func
@@ -193,12 +193,15 @@ def is_async(function: Callable[..., Any]) -> bool:
     )
 
 
-def checked(found: Any, count: int) -> list[float | BaseException | None]:
-    """One finite number, None or exception per completion. Raises `RewardValueError`."""
-    values = found.tolist() if hasattr(found, "tolist") else found  # of torch or NumPy
+def checked(returned: object, count: int) -> list[float | BaseException | None]:
+    """The returned rewards as a list: a finite number, None or an exception per completion.
+
+    Arrays and tensors are accepted. Raises `RewardValueError` for anything else.
+    """
+    values = returned.tolist() if hasattr(returned, "tolist") else returned  # of torch or NumPy
     if not isinstance(values, list | tuple):
         raise RewardValueError(
-            f"it returned {_shown(found)}, not a list with one reward per completion"
+            f"it returned {_described(returned)}, not a list with one reward per completion"
         )
     if len(values) != count:
         raise RewardValueError(f"it returned {len(values)} rewards for {count} completions")
@@ -209,10 +212,11 @@ def checked(found: Any, count: int) -> list[float | BaseException | None]:
     ]
 
 
-def _number(value: Any, row: int) -> float:
+def _number(value: object, row: int) -> float:
+    """The reward of one completion as a float. Raises `RewardValueError`."""
     value = value.item() if hasattr(value, "item") else value
     if not isinstance(value, numbers.Real):
-        raise RewardValueError(f"it returned {_shown(value)}, not a number or None", row)
+        raise RewardValueError(f"it returned {_described(value)}, not a number or None", row)
     if not math.isfinite(value):
         raise RewardValueError(
             f"it returned {value}; return None for a completion that is not scored", row
@@ -220,9 +224,12 @@ def _number(value: Any, row: int) -> float:
     return float(value)
 
 
-def _shown(value: Any) -> str:
+def _described(value: object) -> str:
+    """The beginning of a value's `repr`, on one line, with its type."""
     text = " ".join(repr(value).split())
-    return f"{text if len(text) <= _SHOWN else text[:_SHOWN] + '...'} ({type(value).__name__})"
+    if len(text) > _VALUE_CHARS:
+        text = f"{text[:_VALUE_CHARS]}..."
+    return f"{text} ({type(value).__name__})"
 
 
 def _failure(
@@ -233,32 +240,33 @@ def _failure(
     row: int | None,
     timeout: float | None,
 ) -> RewardFailure:
-    """The failure in words. `row`: the completion that fails alone."""
+    """The failure in words; `row` is the completion that also fails alone, None if unknown."""
     if isinstance(error, UserError):
         return RewardFailure(function=name, row="", reason=str(error), mistake=True)
-    place = _place(function, error)
+    location = _location(function, error)
     if isinstance(error, OverdueError):
-        reason = f"it did not return within {timeout:g} s (adora_reward_timeout){place}"
+        reason = f"it did not return within {timeout:g} s (adora_reward_timeout){location}"
     elif isinstance(error, RewardValueError):
         reason = str(error)
         row = error.row
     elif isinstance(error, SystemExit):
-        reason = (
-            "it called "
-            f"sys.exit({'' if error.code is None else f'{error.code!r:.{_REASON}}'}){place}"
-        )
+        code = "" if error.code is None else f"{error.code!r:.{_REASON_CHARS}}"
+        reason = f"it called sys.exit({code}){location}"
     else:
-        reason = f"{in_one_line(error)[:_REASON]}{place}"
+        reason = f"{in_one_line(error)[:_REASON_CHARS]}{location}"
     count = len(arguments["completions"])
     ids = arguments.get("id")
-    where = f"row {ids[row or 0]}" if ids else f"completion {(row or 0) + 1} of {count}"
+    index = 0 if row is None else row
+    where = f"row {ids[index]}" if ids else f"completion {index + 1} of {count}"
     if row is None and count > 1:
-        where = f"{count} completions together" + (f", of row {ids[0]} and others" if ids else "")
+        where = f"{count} completions together"
+        if ids:
+            where += f", of row {ids[0]} and others"
     return RewardFailure(name, where, reason)
 
 
-def _place(function: Callable[..., Any], error: BaseException) -> str:
-    """Where in the function's own file it happened."""
+def _location(function: Callable[..., Any], error: BaseException) -> str:
+    """The file and the last line of the function's file in the traceback; empty if it has none."""
     while isinstance(function, partial):
         function = function.func
     code = getattr(function, "__code__", None)
@@ -266,32 +274,33 @@ def _place(function: Callable[..., Any], error: BaseException) -> str:
     lines = [
         frame.lineno for frame in frames if code is not None and frame.filename == code.co_filename
     ]
-    return (
-        f" ({Path(code.co_filename).name}, line {lines[-1]})" if code is not None and lines else ""
-    )
+    if code is None or not lines:
+        return ""
+    return f" ({Path(code.co_filename).name}, line {lines[-1]})"
 
 
 def _alone(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The arguments of each completion by itself, without the hooks that would log it again."""
+    """The arguments of each completion alone, without the hooks that would log it again."""
     count = len(arguments["completions"])
     columns = {
-        key: each
-        for key, each in arguments.items()
-        if isinstance(each, list | tuple) and len(each) == count
+        key: value
+        for key, value in arguments.items()
+        if isinstance(value, list | tuple) and len(value) == count
     }
     for row in range(count):
-        one = {**arguments, **{key: [each[row]] for key, each in columns.items()}}
-        one |= {hook: lambda *_: None for hook in ("log_extra", "log_metric") if hook in one}
-        yield _arguments_of(one)
+        single = {**arguments, **{key: [value[row]] for key, value in columns.items()}}
+        single |= {hook: lambda *_: None for hook in ("log_extra", "log_metric") if hook in single}
+        yield _arguments_of(single)
 
 
 def _first_to_fail(
     function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float | None
 ) -> int | None:
-    for row, one in enumerate(_alone(arguments)):
+    """The number of the first completion that fails alone; None if none does, or one is overdue."""
+    for row, single in enumerate(_alone(arguments)):
         try:
             with deadline(timeout):
-                function(**one)
+                function(**single)
         except OverdueError:
             return None
         except KeyboardInterrupt:
@@ -304,9 +313,10 @@ def _first_to_fail(
 async def _first_to_fail_async(
     function: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> int | None:
-    for row, one in enumerate(_alone(arguments)):
+    """The number of the first completion that fails alone, for an async function."""
+    for row, single in enumerate(_alone(arguments)):
         try:
-            await function(**one)
+            await function(**single)
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException:

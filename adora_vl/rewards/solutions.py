@@ -2,10 +2,10 @@ r"""The solutions of inequalities in one unknown: which numbers solve them, and 
 same ones.
 
     ("is", "<=", n)     the unknown is at most n, a `Ball`; also with <, >, >=, != and =
-    ("and", one, ...)   all of them hold
-    ("or", one, ...)    at least one of them holds
+    ("and", part, ...)  all parts hold
+    ("or", part, ...)   at least one part holds
 
-Two are compared by trying them at all their ends, and between and beyond them. Nothing is
+Two solutions are compared by trying them at all their ends, and between and beyond them. Nothing is
 simplified.
 """
 
@@ -28,8 +28,9 @@ _HOLDS = {
 
 
 def of_absolute(atom: Solution) -> Solution | None:
-    """What `|x| < 5` says of x, given what it says of `|x|`; None where that is everything, nothing
-    or one number.
+    """The solution for x of an inequality in `|x|`: `-5 < x` and `x < 5` for `|x| < 5`.
+
+    None where every number, no number or a single number solves it, and for `!=`.
     """
     _, sign, at = atom
     if float(at.value) <= 0 or sign == "!=":
@@ -39,8 +40,15 @@ def of_absolute(atom: Solution) -> Solution | None:
 
 
 def between(low: Ball | str | None, high: Ball | str | None, brackets: str) -> Solution | None:
-    """What lies between two ends, also `-infinity` and `infinity`; None where that is nothing, all
-    or not known.
+    """The numbers of an interval as a solution.
+
+    Args:
+        low: the lower end, or `-infinity`.
+        high: the upper end, or `infinity`.
+        brackets: the opening and the closing bracket; a square one includes its end.
+
+    None where the interval is empty or everything, and where an end is neither a number nor an open
+    infinity on its side.
     """
     atoms = []
     for end, sign, infinite, bracket in zip(
@@ -50,47 +58,56 @@ def between(low: Ball | str | None, high: Ball | str | None, brackets: str) -> S
             continue
         if not isinstance(end, Ball):
             return None
-        atoms.append(("is", sign + "=" * (bracket in "[]"), end))
-    found = ("and", *atoms)
-    return found if atoms and decides(found) else None
+        if bracket in "[]":
+            sign += "="
+        atoms.append(("is", sign, end))
+    solution = ("and", *atoms)
+    return solution if atoms and decides(solution) else None
 
 
 def _atoms(solution: Solution) -> Iterator[Solution]:
+    """All single comparisons in a solution."""
     if solution[0] == "is":
         yield solution
     else:
-        for one in solution[1:]:
-            yield from _atoms(one)
+        for part in solution[1:]:
+            yield from _atoms(part)
 
 
 def decides(solution: Solution) -> bool:
-    """Whether some numbers solve it, and others do not."""
+    """Whether some numbers solve it while the rest do not."""
     return len(set(_truths(solution, _ends(solution)))) == 2
 
 
 def same_solutions(answer: Solution, reference: Solution) -> bool:
-    """Whether the same numbers solve both: they agree at all ends of both, and between any two of
-    them.
+    """Whether the same numbers solve both.
+
+    They do if both agree at all ends of both, between any two neighbouring ends, and beyond the
+    outer ones, since no solution changes anywhere else.
     """
     ends = _ends(answer, reference)
     return _truths(answer, ends) == _truths(reference, ends)
 
 
 def _ends(*solutions: Solution) -> list[Ball]:
-    """The numbers in solutions, in order, each once."""
-    found: list[Ball] = []
+    """The numbers in solutions in ascending order, without repetition."""
+    distinct: list[Ball] = []
     every = [atom[2] for solution in solutions for atom in _atoms(solution)]
     for number in sorted(every, key=lambda number: float(number.value)):
-        if not found or not same_number(number, found[-1]):
-            found.append(number)
-    return found
+        if not distinct or not same_number(number, distinct[-1]):
+            distinct.append(number)
+    return distinct
 
 
 def _truths(solution: Solution, ends: Sequence[Ball]) -> list[bool]:
-    """Whether the solution holds below the first end, at it, between it and the second, and so on."""
+    """Whether the solution holds below the first end, at it, between it and the second, and so on.
+
+    The 2 n + 1 positions alternate between open gaps (even) and ends (odd).
+    """
     if solution[0] == "is":
         _, sign, number = solution
-        place = 2 * next(index for index, end in enumerate(ends) if same_number(number, end)) + 1
-        return [_HOLDS[sign](at, place) for at in range(2 * len(ends) + 1)]
-    columns = zip(*(_truths(one, ends) for one in solution[1:]), strict=True)
-    return [(all if solution[0] == "and" else any)(column) for column in columns]
+        position = 2 * next(index for index, end in enumerate(ends) if same_number(number, end)) + 1
+        return [_HOLDS[sign](at, position) for at in range(2 * len(ends) + 1)]
+    columns = zip(*(_truths(part, ends) for part in solution[1:]), strict=True)
+    combine = all if solution[0] == "and" else any
+    return [combine(column) for column in columns]

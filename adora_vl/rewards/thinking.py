@@ -1,7 +1,7 @@
-"""Blocks of thinking: which part of a response is its answer, and whether a prompt has begun one.
+"""Blocks of thinking: which part of a response is its answer, and whether a prompt opens a block.
 
-A draft in `<think> </think>` is no answer. Every reader of answers, in rewards and in evaluations,
-reads `final_part` alone.
+A draft in `<think> </think>` is no answer. All code that reads answers, in rewards and in
+evaluations, reads `final_part` alone.
 """
 
 import re
@@ -9,8 +9,8 @@ import unicodedata
 from collections.abc import Callable, Sequence
 
 THINK_TAGS = ("<think>", "</think>")
-# Thinking models differ in spelling: Qwen, GLM and DeepSeek write the first, others the second,
-# Kimi the third.
+# Thinking models differ in spelling: Qwen, GLM and DeepSeek write the first, Kimi writes the third,
+# further models the second.
 _TAG = re.compile(r"<(/?)think>|<(/?)thinking>|◁(/?)think▷", re.IGNORECASE)
 # A template that opens the block ends the prompt with it, and with a line break behind it.
 _OPEN_AT_THE_END = re.compile(r"(?:<think>|<thinking>|◁think▷)\s*\Z", re.IGNORECASE)
@@ -56,15 +56,16 @@ def closes_block(response: str) -> bool:
 
 
 def _is_closing(tag: re.Match[str]) -> bool:
+    """Whether a match of `_TAG` closes a block."""
     return "/" in tag[0]
 
 
 def opens_thinking(prompt_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> bool:
-    """Whether a prompt ends inside a block of thinking, as templates of thinking models let it.
+    """Whether a prompt ends inside a block of thinking, as some chat templates do.
 
     Args:
-        prompt_ids: all tokens before those that the model samples.
-        decode: the function that makes the texts of responses, so that both show the same tags.
+        prompt_ids: all tokens of the prompt.
+        decode: the function that also decodes the responses, so that both show the same tags.
     """
     tail = decode(list(prompt_ids[-_TAIL_TOKENS:]))
     return _OPEN_AT_THE_END.search(tail) is not None

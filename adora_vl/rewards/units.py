@@ -1,8 +1,7 @@
-r"""Units of measurement: which stands behind a value, of what dimension it is, and how it compares
-with another.
+r"""Units of measurement: which unit stands behind a value, and of what dimension and size it is.
 
 A dimension is its base quantities with their powers, `length2` or `length/time`. A unit without a
-factor, as in `12 square units`, compares with any of its dimension.
+factor, as in `12 square units`, compares with any unit of its dimension.
 """
 
 import re
@@ -11,7 +10,11 @@ from typing import NamedTuple
 
 
 class Unit(NamedTuple):
-    """`text`: as it is stored, `cm^2`. `factor`: how much of the dimension's base unit it is."""
+    """A unit of measurement.
+
+    `text` is its stored spelling, `cm^2`. `factor` is its size in base units of the dimension, None
+    for a unit of no definite size.
+    """
 
     text: str
     dimension: str
@@ -19,7 +22,8 @@ class Unit(NamedTuple):
 
 
 RADIANS = "radians"  # a dimension
-# Each dimension's units: how they are written, and how much of the first one they are.
+# The units of each dimension: a pattern of their spellings, and their size in base units. A size of
+# 0 means no definite size.
 _DIMENSIONS = {
     "length": """m|met(?:er|re)s?|米 1, mm|millimet(?:er|re)s?|毫米 0.001, cm|centimet(?:er|re)s?|厘米 0.01,
         dm|decimet(?:er|re)s?|分米 0.1,
@@ -53,19 +57,19 @@ _DIMENSIONS = {
 _NAMES = {
     re.sub(r"\s", "", name): (dimension, Fraction(factor) or None)
     for dimension, names in _DIMENSIONS.items()
-    for name, factor in (one.rsplit(None, 1) for one in names.split(","))
+    for name, factor in (entry.rsplit(None, 1) for entry in names.split(","))
 }
 DEGREE = r"^\circ"
-_ONE = "|".join(f"(?:{name})" for name in _NAMES)
+_UNIT = "|".join(f"(?:{name})" for name in _NAMES)
 _POWER = r"\s*(?:\^\s*(?:[23]|\{\s*[23]\s*\})|squared|cubed)"
 _WORD = (
-    rf"(?:(?:(?:sq|cu)\.?\s*|(?:square|cubic)\s+|平方|立方)?(?:{_ONE})\.?(?:{_POWER})?|sq|square)"
+    rf"(?:(?:(?:sq|cu)\.?\s*|(?:square|cubic)\s+|平方|立方)?(?:{_UNIT})\.?(?:{_POWER})?|sq|square)"
 )
 _INVERSE = r"\^\s*\{?\s*-\s*([123])\s*\}?"
 # A value and its unit: `12 cm`, `12 cm^2`, `12 square feet`, `5\pi in.`, `60 km/h`, `5 m s^{-1}`.
 MEASURED = re.compile(
     rf"(.*(?:[\d}})$!]|\\pi))\s*({_WORD}(?:\s*(?:/|per\s)\s*(?:{_WORD}|[hs](?:{_POWER})?)"
-    rf"|\s*(?:\\cdot\s*)?(?:{_ONE}|[hs])\s*\^\s*\{{?\s*-\s*[123]\s*\}}?)?)",
+    rf"|\s*(?:\\cdot\s*)?(?:{_UNIT}|[hs])\s*\^\s*\{{?\s*-\s*[123]\s*\}}?)?)",
     re.DOTALL,
 )
 # A temperature, and what scale it is on.
@@ -95,21 +99,29 @@ def upright(text: str) -> str:
 
 
 def unit_of(text: str) -> Unit:
-    """The unit in what `MEASURED` found, or in `DEGREE`."""
+    """The unit in a text that `MEASURED` has matched, or in `DEGREE`.
+
+    Factors multiply, and so do dimensions: `km/h` is `length/time`, 5/18 of a metre per second. A
+    power without a name, as in `12 sq`, counts as one of a length of no definite size.
+    """
     if text == DEGREE:
         return Unit(text, "angle", Fraction(1))
     text = re.sub(rf"\s*(?:\\cdot\s*)?(\w+)\s*{_INVERSE}", r"/\1^\2", text).replace("^1", "")
     text = re.sub(r"\s+", " ", re.sub(r"\s*\^\s*\{?\s*([23])\s*\}?", r"^\1", text)).strip()
     factor: Fraction | None = Fraction(1)
     dimensions = []
-    for sign, one in zip((1, -1), re.split(r" ?(?:/|\bper ) ?", text), strict=False):
-        cubed = re.search(r"\^3|cubed|\bcu|立方", one)
-        squared = re.search(r"\^2|squared|\bsq|平方", one)
-        power = 3 if cubed else 2 if squared else 1
-        name = _POWERS.sub("", one)
+    for sign, unit_text in zip((1, -1), re.split(r" ?(?:/|\bper ) ?", text), strict=False):
+        cubed = re.search(r"\^3|cubed|\bcu|立方", unit_text)
+        squared = re.search(r"\^2|squared|\bsq|平方", unit_text)
+        power = 1
+        if cubed:
+            power = 3
+        elif squared:
+            power = 2
+        name = _POWERS.sub("", unit_text)
         name = _LETTERS.get(name, name)
         dimension, size = next(
-            (found for key, found in _NAMES.items() if re.fullmatch(key, name)), ("length", None)
+            (entry for key, entry in _NAMES.items() if re.fullmatch(key, name)), ("length", None)
         )
         factor = factor and size and factor * size ** (sign * power)
         dimensions.append(f"{dimension}{power if power > 1 else ''}")

@@ -146,11 +146,11 @@ def _asks(trainer: HasEngine, prompts: Prompts, where: str, tokens: int) -> list
     rows = zip(prompts.ids, prompts.images or [None] * len(prompts.ids), strict=True)
     return [
         SamplingRequest(
-            ids=ids,
+            prompt_ids=ids,
             images=list(images or ()),
-            together=number,
+            group=number,
             seed=rollout_seed(*seed, number, 0),
-            limit=tokens,
+            max_tokens=tokens,
         )
         for number, (ids, images) in enumerate(rows, first)
     ]
@@ -159,7 +159,7 @@ def _asks(trainer: HasEngine, prompts: Prompts, where: str, tokens: int) -> list
 def _rollouts(trainer: HasEngine, prompts: Prompts, answers: Sequence[SamplingResult]) -> Rollouts:
     tokens = [answer.tokens for answer in answers]
     logps = [answer.logps for answer in answers]
-    batch = trainer.pool.judge.collated(
+    batch = trainer.pool.builder.collated(
         prompts, completions=tokens, logps=logps, counted=[True] * len(tokens)
     )
     return Rollouts(tokens, batch)

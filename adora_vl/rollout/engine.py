@@ -423,7 +423,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             answers = self._sampled(asks, settings)
         if self.image_token_id is not None:
             check_prompts(
-                [ask.ids for ask in asks], [answer.read for answer in answers], self.image_token_id
+                [ask.prompt_ids for ask in asks],
+                [answer.prompt_ids_read for answer in answers],
+                self.image_token_id,
             )
         return answers
 

@@ -29,7 +29,7 @@ from adora_vl.data.images import KeptImage
 from adora_vl.models.four_bit import FrozenBase
 from adora_vl.rollout.engine_logps import engine_logp
 from adora_vl.rollout.prompt_tokens import collapse_image_runs
-from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult, plan_requests
+from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult, merge_requests
 from adora_vl.utils import compat
 from adora_vl.utils.errors import UserError, in_one_line
 
@@ -146,7 +146,9 @@ def answer_of(
     if rollout.finish_reason == "length":
         context_full = len(prompt_ids) + len(tokens) >= max_length
         reason = "room" if context_full else "length"
-    return SamplingResult(tokens=tokens, logps=logps, reason=reason, read=list(prompt_ids))
+    return SamplingResult(
+        tokens=tokens, logps=logps, finish_reason=reason, prompt_ids_read=list(prompt_ids)
+    )
 
 
 class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
@@ -212,20 +214,20 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         options = dict(settings)
         requests = [[ask] for ask in asks]
         if options["temperature"]:  # else sampling is greedy, where a request has one rollout
-            requests = plan_requests(asks)
+            requests = merge_requests(asks)
         if isinstance(options.get("structured_outputs"), dict):
             options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
         prompts: list[dict[str, Any]] = []
         parameters: list[SamplingParams] = []
         for request in requests:
             ask = request[0]
-            prompt: dict[str, Any] = {"prompt_token_ids": ask.ids}
+            prompt: dict[str, Any] = {"prompt_token_ids": ask.prompt_ids}
             if image_token_id is not None:
-                prompt["prompt_token_ids"] = collapse_image_runs(ask.ids, image_token_id)
+                prompt["prompt_token_ids"] = collapse_image_runs(ask.prompt_ids, image_token_id)
             if ask.images:
                 prompt["multi_modal_data"] = {"image": ask.images}
             prompts.append(with_known_images(prompt))
-            limits = {"seed": ask.seed, "max_tokens": ask.limit}
+            limits = {"seed": ask.seed, "max_tokens": ask.max_tokens}
             limits = {name: value for name, value in limits.items() if value is not None}
             parameters.append(SamplingParams(**{**options, **limits, "n": len(request)}))
         outputs = []

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
-from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult, plan_requests
+from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult, merge_requests
 from adora_vl.rollout.servers import GroupRequest, PlaceFeatures, Sampled, ServerPool
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.utils.errors import (
@@ -57,13 +57,13 @@ class ServerGroup:
         if not self.accelerator.is_main_process:
             return []
         requests = []
-        for group in plan_requests(everyone):
+        for group in merge_requests(everyone):
             ask = group[0]
-            limits = {"seed": ask.seed, "max_tokens": ask.limit}
+            limits = {"seed": ask.seed, "max_tokens": ask.max_tokens}
             limits = {name: value for name, value in limits.items() if value is not None}
             requests.append(
                 GroupRequest(
-                    prompt_ids=ask.ids,
+                    prompt_ids=ask.prompt_ids,
                     images=ask.images,
                     rollouts=len(group),
                     settings={**settings, **limits},

@@ -1,8 +1,8 @@
-"""Several turns of a rollout: the policy samples, tools answer its calls, and it goes on.
+"""Several turns of a rollout: the policy samples, tools answer its calls, and it continues.
 
-The tokens of earlier turns stay as they were sampled; those of an answer are put behind them, once.
-Nothing is decoded and encoded again: one of sixteen answers would come back as other tokens. This
-file knows neither tools nor trainer.
+The tokens of earlier turns stay as they were sampled, and the tokens of a tool's answer are put
+behind them, once. Nothing is decoded and encoded again, since one of sixteen completions would come
+back as other tokens. This file knows neither tools nor trainer.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -24,33 +24,41 @@ from adora_vl.rollout.rollouts import (
 )
 
 CALL = "<tool_call>"  # begins a call in the policy's words
-LEAST = 16  # tokens that an answer of a tool has to leave
+MIN_TOKENS_LEFT = 16  # tokens of the completion that a tool's answer has to leave to the policy
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 def run_turns(
     rollouts: Mapping[Key, Rollout],
-    ask: Callable[[dict[Key, Rollout]], dict[Key, Rollout]],
-    answered: Callable[[Key, Rollout], Rollout],
-    may_go_on: Callable[[Key, Rollout], bool],
+    sample: Callable[[dict[Key, Rollout]], dict[Key, Rollout]],
+    answer_calls: Callable[[Key, Rollout], Rollout],
+    has_room: Callable[[Key, Rollout], bool],
     any_rank: Callable[[bool], bool],
 ) -> dict[Key, Rollout]:
-    """These rollouts after they have gone on, in lockstep: all play a turn, then those that got an
-    answer the next.
+    """Continue rollouts in lockstep, turn by turn, until tools answer none of them.
 
-    `ask`: with what one call of the engine has added. `answered`: one whose turn has ended, with
-    the answer to its calls; as it is where it called nothing. `may_go_on`: whether it has tokens
-    left. `any_rank`: whether something holds on any rank, since all make the same calls of `ask`,
-    also with nothing to ask.
+    All rollouts sample a turn, then those that got an answer sample the next one.
+
+    Args:
+        rollouts: by any keys.
+        sample: returns these rollouts with one more turn of the policy, from one call of the engine.
+        answer_calls: returns a rollout whose turn has ended with the answer to its calls, or as it
+            is where it called nothing.
+        has_room: whether a rollout may sample more tokens.
+        any_rank: whether something holds on any rank. All ranks call `sample` equally often, also
+            with no rollouts.
+
+    Returns:
+        The continued rollouts by their keys.
     """
     done = dict[Key, Rollout]()
     going = dict(rollouts)
     while True:
-        for key, rollout in ask(going).items():
-            done[key] = answered(key, rollout) if rollout.ended == "stop" else rollout
+        for key, rollout in sample(going).items():
+            done[key] = answer_calls(key, rollout) if rollout.ended == "stop" else rollout
         going = {
-            key: done[key] for key in going if not done[key].ended and may_go_on(key, done[key])
+            key: done[key] for key in going if not done[key].ended and has_room(key, done[key])
         }
         if not any_rank(bool(going)):
             return done
@@ -58,131 +66,185 @@ def run_turns(
 
 def append_result(
     rollout: Rollout,
-    ask: SamplingRequest,
-    answer: SamplingResult,
-    longest: int,
-    turn: int | None,
-    ended: Callable[[Sequence[int]], bool] | None,
+    request: SamplingRequest,
+    result: SamplingResult,
+    max_length: int,
+    max_turn: int | None,
+    has_ended: Callable[[Sequence[int]], bool] | None,
     step: int = 0,
     compared: bool = True,
 ) -> Rollout:
-    """The rollout with what was sampled for it.
+    """The rollout with one segment more, and with the reason why it ended, if it did.
 
-    `longest`: tokens of the whole answer; `turn`: of a turn, None for any number. `ended`: whether
-    a turn has an end, as a server does not say why it stopped. `step`: of the weights. `compared`:
-    whether the engine saw the trainer's images, else its log-probabilities do not belong to the
-    trainer's prompt.
+    Args:
+        rollout: that the request continued.
+        request: of this turn.
+        result: the tokens that were sampled for it.
+        max_length: tokens of the whole completion.
+        max_turn: tokens of a turn; None for any number.
+        has_ended: whether a turn of these tokens ended by itself, since servers do not say why they
+            stopped.
+        step: optimizer steps that the weights had made.
+        compared: whether the engine saw the trainer's images; else its log-probabilities do not
+            belong to the trainer's prompt, and are left out.
     """
-    logps = tuple(answer.logps) if compared else (None,) * len(answer.tokens)
-    made = replace(
-        rollout,
-        spans=(*rollout.spans, Segment(tuple(answer.tokens), logps, step)),
-        compared=compared,
-    )
-    reason = answer.reason
+    logps = tuple(result.logps) if compared else (None,) * len(result.tokens)
+    segment = Segment(tuple(result.tokens), logps, step)
+    longer = replace(rollout, segments=(*rollout.segments, segment), compared=compared)
+    reason = result.finish_reason
     if not reason:
-        full = len(answer.tokens) >= (ask.limit or longest)
-        reason = "length" if full and not (ended and ended(made.turn)) else "stop"
-    if reason == "length" and len(made.tokens) < longest and not (turn and len(made.turn) >= turn):
-        return replace(made, ended="")
-    return replace(made, ended=reason)
+        at_limit = len(result.tokens) >= (request.max_tokens or max_length)
+        reason = "length" if at_limit else "stop"
+        # The last token that fits may also be the one that ends the turn.
+        if at_limit and has_ended is not None and has_ended(longer.last_turn_tokens):
+            reason = "stop"
+    if reason == "length":
+        is_whole = len(longer.tokens) >= max_length
+        if not is_whole and not (max_turn and len(longer.last_turn_tokens) >= max_turn):
+            return replace(longer, ended="")  # only the budget of this generation is used up
+    return replace(longer, ended=reason)
 
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """What tools say to the calls of a turn, in order."""
+    """The answer of tools to the calls of a turn, in order."""
 
     parts: Sequence[str | Image.Image]  # of the user's turn
-    calls: Sequence[Call]  # that have no span yet
+    calls: Sequence[Call]  # that have no segment yet
 
 
 class Tools(Protocol):
-    """Those of a run (`adora_vl.tools`)."""
+    """The tools of a run (`adora_vl.tools`)."""
 
     def answer(
-        self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, environment: Any
+        self,
+        text: str,
+        images: Sequence[Image.Image],
+        *,
+        seed: str,
+        last: bool,
+        environment: object,
     ) -> ToolAnswer | None:
-        """What they say to a turn of the policy, None where it called nothing.
+        """Answer a turn of the policy; None where it called nothing.
 
-        `images`: the problem's, then those of tools. `seed`: names the random numbers. `last`:
-        whether no calls are left. `environment`: the rollout's own.
+        Args:
+            text: of the turn.
+            images: the problem's, then those that tools have returned.
+            seed: names the random numbers.
+            last: whether no further calls are left.
+            environment: the rollout's own, or None.
         """
 
 
 @dataclass(frozen=True)
 class ToolLoop:
-    """How calls are answered in a run."""
+    """Answers the calls of a run's rollouts."""
 
     tools: Tools
     processor: Any  # or a tokenizer
     template: Mapping[str, Any]  # arguments of its chat template
-    tokens_of: Callable[[Image.Image], int]  # of an image
-    most: int | None  # turns that are answered; None: any number
+    tokens_of: Callable[[Image.Image], int]  # number of tokens of an image
+    max_answers: int | None  # turns of a rollout that are answered; None: any number
     decode: Callable[[Sequence[int]], str] = field(repr=False)
-    tokens: int | None = None  # of a turn, at the most; None: as many as the answer has left
-    # tokens that the engine has for a prompt with its answer; None: for any
-    room: int | None = None
+    # most tokens of a turn of the policy; None: as many as the completion has left
+    turn_tokens: int | None = None
+    # tokens that the engine has for a prompt with its completion; None: for any
+    context_length: int | None = None
 
     def __call__(
         self,
         rollout: Rollout,
         images: Sequence[Image.Image],
         *,
-        prompt: int,
-        longest: int,
+        prompt_length: int,
+        max_length: int,
         step: int,
         seed: str,
     ) -> Rollout:
-        """A rollout whose turn has ended, with the answer to its calls.
+        """Answer the calls of a rollout whose turn has ended.
 
-        `images`: of its problem. `prompt`: tokens of it. `longest`: of the whole answer, with what
-        tools say. `step`: optimizer steps made. `seed`: names its place.
+        Args:
+            rollout: whose last segment is the policy's.
+            images: of its problem.
+            prompt_length: tokens of its prompt.
+            max_length: tokens of the whole completion, with those of tools.
+            step: optimizer steps that have been made.
+            seed: names the rollout; the random numbers of tools follow from it.
+
+        Returns:
+            The rollout as it is where it called nothing; with the answer as a further segment; or
+            ended, where no calls or no tokens are left.
         """
-        text = self.decode(rollout.turn)
-        number = sum(span.logps is None for span in rollout.spans)
+        text = self.decode(rollout.last_turn_tokens)
+        answers = sum(segment.logps is None for segment in rollout.segments)
         if CALL not in text:
             return rollout
-        if self.most is not None and number >= self.most:
+        if self.max_answers is not None and answers >= self.max_answers:
             return replace(rollout, ended="calls")
-        seen = [*images, *(picture.image for picture in rollout.pictures)]
-        last = self.most is not None and number + 1 >= self.most
-        inside = rollout.environment
-        told = self.tools.answer(text, seen, seed=f"{seed}/{number}", last=last, environment=inside)
-        if told is None:
+        images_so_far = [*images, *(picture.image for picture in rollout.pictures)]
+        answer = self.tools.answer(
+            text,
+            images_so_far,
+            seed=f"{seed}/{answers}",
+            last=self.max_answers is not None and answers + 1 >= self.max_answers,
+            environment=rollout.environment,
+        )
+        if answer is None:
             return rollout
-        shown = [kept(part.convert("RGB")) for part in told.parts if isinstance(part, Image.Image)]
-        ids = self._ids(told.parts, [self.tokens_of(image) for image in shown], rollout.turn)
-        limit = longest if self.room is None else min(longest, self.room - prompt)
-        if limit - len(rollout.tokens) - len(ids) < LEAST:
-            return replace(rollout, ended="room", calls=(*rollout.calls, *told.calls))
-        place = len(rollout.spans)
+        new_images = [
+            kept(part.convert("RGB")) for part in answer.parts if isinstance(part, Image.Image)
+        ]
+        image_lengths = [self.tokens_of(image) for image in new_images]
+        ids = self._ids(answer.parts, image_lengths, rollout.last_turn_tokens)
+        limit = max_length
+        if self.context_length is not None:
+            limit = min(max_length, self.context_length - prompt_length)
+        if limit - len(rollout.tokens) - len(ids) < MIN_TOKENS_LEFT:
+            return replace(rollout, ended="room", calls=(*rollout.calls, *answer.calls))
+        number = len(rollout.segments)
+        pictures = [Picture(image.digest, image, number) for image in new_images]
+        calls = [replace(call, span=number) for call in answer.calls]
         return replace(
             rollout,
-            spans=(*rollout.spans, Segment(tuple(ids), None, step)),
+            segments=(*rollout.segments, Segment(tuple(ids), None, step)),
             ended="",
-            pictures=(*rollout.pictures, *(Picture(image.digest, image, place) for image in shown)),
-            calls=(*rollout.calls, *(replace(call, span=place) for call in told.calls)),
+            pictures=(*rollout.pictures, *pictures),
+            calls=(*rollout.calls, *calls),
         )
 
     def _ids(
-        self, parts: Sequence[str | Image.Image], counts: Sequence[int], turn: Sequence[int]
+        self,
+        parts: Sequence[str | Image.Image],
+        image_lengths: Sequence[int],
+        last_turn: Sequence[int],
     ) -> list[int]:
-        """Of the user's turn that these parts are, behind the policy's, up to where it goes on."""
+        """Token ids of the tool reply turn, from behind the policy's turn to where it continues.
+
+        Args:
+            parts: texts and images of the reply.
+            image_lengths: tokens of each image.
+            last_turn: token ids of the policy's turn. Where it lacks the token that ends a turn, as
+                one that was stopped at a string, that token comes first.
+        """
         before, image, behind = self._around
-        said = "".join(self._harmless(part) if isinstance(part, str) else image for part in parts)
+        content = "".join(
+            self._harmless(part) if isinstance(part, str) else image for part in parts
+        )
         tokenizer = self._tokenizer
         image_id = getattr(self.processor, "image_token_id", None)
-        read: list[int] = tokenizer(f"{before}{said}{behind}", add_special_tokens=False)[
+        read: list[int] = tokenizer(f"{before}{content}{behind}", add_special_tokens=False)[
             "input_ids"
         ]
-        rest = iter(counts)
+        if last_turn and last_turn[-1] == read[0]:
+            read = read[1:]
+        lengths = iter(image_lengths)
         ids = list[int]()
-        for token in read[1:] if turn and turn[-1] == read[0] else read:
-            ids += [token] * (next(rest) if token == image_id else 1)
+        for token in read:
+            ids += [token] * (next(lengths) if token == image_id else 1)
         return ids
 
     def count(self, text: str) -> int:
-        """Tokens of a text of the policy's."""
+        """Number of tokens of a text of the policy's."""
         return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @cached_property
@@ -193,39 +255,44 @@ class ToolLoop:
 
     @property
     def _tokenizer(self) -> Any:
+        """The tokenizer of a processor, or the tokenizer itself."""
         return getattr(self.processor, "tokenizer", self.processor)
 
     @cached_property
     def _around(self) -> tuple[str, str, str]:
-        """What the template writes between the policy's words and a user's turn, for an image, and
-        behind the turn.
+        """What the chat template writes around a reply.
+
+        Three texts: between the policy's words and the user's turn, for an image, and behind the
+        user's turn. They are read off a conversation with marks in the place of the words.
         """
-        sees = hasattr(self.processor, "tokenizer")
-        mark = "Answer 4711."
-        asked = "Begin 4712."
-        end = "End 4713."
+        has_images = hasattr(self.processor, "tokenizer")
+        answer_mark = "Answer 4711."
+        begin_mark = "Begin 4712."
+        end_mark = "End 4713."
 
         def content(*parts: str | None) -> Any:
-            if not sees:
+            if not has_images:
                 return "".join(part or "" for part in parts)
             return [{"type": "text", "text": part} if part else {"type": "image"} for part in parts]
 
-        turns = (
-            ("user", content(asked)),
-            ("assistant", content(mark)),
-            ("user", content(asked, None, end)),
-        )
-        messages = [{"role": role, "content": said} for role, said in turns]
+        messages = [
+            {"role": "user", "content": content(begin_mark)},
+            {"role": "assistant", "content": content(answer_mark)},
+            {"role": "user", "content": content(begin_mark, None, end_mark)},
+        ]
         text: str = self.processor.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **self.template
         )
-        before, _, rest = text.rpartition(mark)[2].partition(asked)
-        image, _, behind = rest.partition(end)
+        behind_answer = text.rpartition(answer_mark)[2]
+        before, _, rest = behind_answer.partition(begin_mark)
+        image, _, behind = rest.partition(end_mark)
         return before, image, behind
 
     def _harmless(self, text: str) -> str:
-        """A text without the model's own tokens: that of an image would have no image, that of a
-        turn would begin one.
+        """A text without the model's control tokens, each of which gets a space behind its first
+        character.
+
+        The token of an image would have no image, and the token of a turn would begin one.
         """
         for mark in self._control_tokens:
             text = text.replace(mark, f"{mark[0]} {mark[1:]}")
@@ -233,4 +300,5 @@ class ToolLoop:
 
     @cached_property
     def _control_tokens(self) -> tuple[str, ...]:
+        """The texts of the model's control tokens."""
         return control_tokens(self.processor)

@@ -56,6 +56,7 @@ def value_of(expression: str) -> Ball:
 
 
 def _read(expression: str) -> Tree:
+    """The tree of an expression. Raises `NotReadError`."""
     if len(expression) > MAX_CHARS:
         raise NotReadError("too_large")
     tokens = list[str]()
@@ -78,25 +79,27 @@ def _read(expression: str) -> Tree:
 
 
 class _Reader:
-    """A recursive-descent parser with one method for each rule; each takes its rule from the next
-    token on.
+    """A recursive-descent parser with one method for each rule of the grammar.
+
+    Each method reads its rule from the next token on and returns its tree. It raises `NotReadError`
+    where the tokens do not fit.
     """
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens
-        self._place = 0
+        self._position = 0
         self._nesting = 0
 
     @property
     def next(self) -> str:
         """The next token, empty at the end."""
-        return self._tokens[self._place] if self._place < len(self._tokens) else ""
+        return self._tokens[self._position] if self._position < len(self._tokens) else ""
 
     def _take(self, expected: str = "") -> str:
         token = self.next
         if not token or (expected and token != expected):
             raise NotReadError
-        self._place += 1
+        self._position += 1
         return token
 
     def sum(self) -> Tree:
@@ -108,7 +111,7 @@ class _Reader:
         return terms[0][1] if len(terms) == 1 else ("sum", *terms)
 
     def _product(self) -> Tree:
-        """`signed (operator signed | power)*`: what stands side by side is multiplied."""
+        """`signed (operator signed | power)*`: factors side by side are multiplied."""
         factors = [("*", self._signed())]
         divided = False
         while self.next and self.next not in {"+", "-", ")", "|", ","}:
@@ -168,6 +171,7 @@ class _Reader:
         return self._function(symbol)
 
     def _number(self) -> Tree:
+        """A literal, also with an exponent as in `2e3`."""
         token = self._take()
         digits, _, power = token.lower().partition("e")
         if len(digits) > MAX_DIGITS or abs(int(power or 0)) > _LARGEST_POWER_OF_TEN:
@@ -175,6 +179,7 @@ class _Reader:
         return ("num", token)
 
     def _group(self) -> Tree:
+        """A sum in round brackets."""
         self._take("(")
         inside = self._inside()
         self._take(")")

@@ -1,8 +1,8 @@
-"""How a call is written, read and answered, in Hermes' form as Qwen's models know it.
+"""How a call is written, read and answered, in the form of Hermes, which Qwen's models know.
 
-A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` in the policy's turn; the
-answer is a turn of the user's with `<tool_response>...</tool_response>`. What is wrong with a call
-is its answer, in one line.
+A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` in the turn of the policy. The
+answer is a turn of the user with `<tool_response>...</tool_response>`. A wrong call is answered by
+one line that says what is wrong.
 """
 
 import inspect
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
-from typing import Any, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 import numpy as np
 import torch
@@ -25,11 +25,10 @@ from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.own_files import back_in, backstop, deadline, in_one_process
 from adora_vl.utils.seeding import kept_random_state, number_at
 
-HIDDEN = ("images", "view")  # parameters that the model knows nothing of
-# characters and nesting of a call
-_MOST = 4000
-_DEPTH = 8
-_LINE = 200  # characters of an error
+HIDDEN = ("images", "view")  # parameters of a tool that no model is told about
+_MAX_CALL_CHARS = 4000
+_MAX_DEPTH = 8  # of lists and objects in the arguments of a call
+_ERROR_CHARS = 200  # of an error, as the model reads it
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _PATH = re.compile(r"(?<![\w<])(?:~|\.{1,2})?/(?:[\w.~+-]+/)*")
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -44,45 +43,59 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class CallError(Exception):
-    """What is wrong with a call, for the model."""
+    """A call is wrong; the text tells the model what to change."""
 
 
 def schema_of(
     entry: str, function: Callable[..., Any], words: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """What a model is told of a tool, as Transformers makes it of type hints and a Google
-    docstring, without `HIDDEN`.
+    """The JSON schema of a tool, as a model is told of it.
 
-    `words`: in the docstring's braces. Raises `UserError` for a function of which none can be made.
+    Transformers derives it from type hints and a Google docstring. The parameters in `HIDDEN` are
+    left out.
+
+    Args:
+        entry: the tool's entry in `tools`, for messages.
+        function: the tool.
+        words: replacements for names in braces in the docstring.
+
+    Raises `UserError` for a function without a schema: an async one, one without type hints or a
+    docstring for each parameter, or one with `*` or `**`.
     """
     if inspect.iscoroutinefunction(function):
         raise UserError(f"tools: {entry!r} is async; write a plain function")
     try:
         hints = get_type_hints(function)
         signature = inspect.signature(function)
-        shown = [one for one in signature.parameters.values() if one.name not in HIDDEN]
+        parameters = [
+            parameter for parameter in signature.parameters.values() if parameter.name not in HIDDEN
+        ]
 
-        def told() -> None: ...
+        def described() -> None: ...
 
-        assert isinstance(told, FunctionType)
-        told.__name__ = function.__name__
-        told.__doc__ = inspect.getdoc(function)
-        told.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
-        told.__annotations__ = {one.name: hints[one.name] for one in shown if one.name in hints}
-        made: dict[str, Any] = get_json_schema(told)
+        assert isinstance(described, FunctionType)
+        described.__name__ = function.__name__
+        described.__doc__ = inspect.getdoc(function)
+        described.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        described.__annotations__ = {
+            parameter.name: hints[parameter.name]
+            for parameter in parameters
+            if parameter.name in hints
+        }
+        schema: dict[str, Any] = get_json_schema(described)
     except Exception as error:  # Transformers has classes of its own for what a docstring lacks
         raise UserError(
             f"tools: {entry!r} needs type hints and a docstring with `Args:` that says what each "
-            f"of its parameters is ({in_one_line(error)[:_LINE]})"
+            f"of its parameters is ({in_one_line(error)[:_ERROR_CHARS]})"
         ) from error
-    kinds = {one.kind for one in shown}
+    kinds = {parameter.kind for parameter in parameters}
     if kinds & {
         inspect.Parameter.VAR_POSITIONAL,
         inspect.Parameter.VAR_KEYWORD,
         inspect.Parameter.POSITIONAL_ONLY,
     }:
         raise UserError(f"tools: {entry!r} has to name each of its parameters; leave out * and **")
-    text = json.dumps(made)
+    text = json.dumps(schema)
     for name, word in (words or {}).items():
         text = text.replace(f"{{{name}}}", json.dumps(word)[1:-1])
     filled: dict[str, Any] = json.loads(text)
@@ -90,14 +103,14 @@ def schema_of(
 
 
 def calls_in(text: str) -> list[str]:
-    """What stands between the marks of each call of a turn; the last one may have no end."""
-    return [found[1].strip() for found in _CALL.finditer(text)]
+    """The text between the marks of each call of a turn; the last call may have no closing mark."""
+    return [match[1].strip() for match in _CALL.finditer(text)]
 
 
 def read_call(written: str) -> tuple[str, dict[str, Any]]:
-    """Name and arguments. Raises `CallError`."""
-    if len(written) > _MOST:
-        raise CallError(f"the call has {len(written)} characters, at most {_MOST}")
+    """The name and the arguments of a call. Raises `CallError`."""
+    if len(written) > _MAX_CALL_CHARS:
+        raise CallError(f"the call has {len(written)} characters, at most {_MAX_CALL_CHARS}")
     try:
         call = json.loads(
             written, object_pairs_hook=each_once, parse_constant=_no_number, parse_float=_finite
@@ -115,24 +128,28 @@ def read_call(written: str) -> tuple[str, dict[str, Any]]:
     arguments = call.get("arguments", {})
     if not isinstance(arguments, dict):
         raise CallError("arguments is no object, such as {...}")
-    if _is_deeper(arguments, _DEPTH):
+    if _is_deeper(arguments, _MAX_DEPTH):
         raise CallError("the call is nested too deep")
     return clean(call["name"]), arguments
 
 
-def _no_number(word: str) -> Any:
+def _no_number(word: str) -> NoReturn:
+    """Raise `ValueError` for `NaN` and infinities, which JSON does not have but Python reads."""
     raise ValueError(f"{word} is no number")
 
 
 def _finite(digits: str) -> float:
+    """The float of a number in JSON. Raises `ValueError` where it overflows."""
     value = float(digits)
-    return value if math.isfinite(value) else _no_number("a number without an end")
+    if not math.isfinite(value):
+        _no_number("a number without an end")
+    return value
 
 
-def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects stand in one another on more than so many levels.
+def _is_deeper(value: object, levels: int) -> bool:
+    """Whether lists and objects are nested on more than `levels` levels.
 
-    It looks no further down than that, however deep a model has nested them.
+    The function looks no deeper than that, since a model may nest them at any depth.
     """
     inside: Iterable[Any] = ()
     if isinstance(value, dict):
@@ -141,29 +158,30 @@ def _is_deeper(value: Any, levels: int) -> bool:
         inside = value
     else:
         return False
-    return levels == 0 or any(_is_deeper(one, levels - 1) for one in inside)
+    return levels == 0 or any(_is_deeper(item, levels - 1) for item in inside)
 
 
 def checked(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as the schema has them; whole numbers may be written as 3.0.
+    """The arguments in the types of the schema; an integer may be written as 3.0.
 
-    Raises `CallError`.
+    Raises `CallError` for an unknown or missing argument and for a wrong type.
     """
-    wanted = schema["function"]["parameters"]
-    known: Mapping[str, Any] = wanted["properties"]
+    parameters = schema["function"]["parameters"]
+    properties: Mapping[str, Any] = parameters["properties"]
     for name in arguments:
-        if name not in known:
-            raise CallError(f"no argument {name!r}; there are {', '.join(known) or 'none'}")
-    for name in wanted.get("required", ()):
+        if name not in properties:
+            raise CallError(f"no argument {name!r}; there are {', '.join(properties) or 'none'}")
+    for name in parameters.get("required", ()):
         if name not in arguments:
             raise CallError(f"the argument {name!r} is missing")
-    return {name: _fitting(name, value, known[name]) for name, value in arguments.items()}
+    return {name: _fitting(name, value, properties[name]) for name, value in arguments.items()}
 
 
-def _fitting(name: str, value: Any, wanted: Mapping[str, Any]) -> Any:
-    if value is None and wanted.get("nullable"):
+def _fitting(name: str, value: object, schema: Mapping[str, Any]) -> object:
+    """The value of an argument in the type of its schema. Raises `CallError`."""
+    if value is None and schema.get("nullable"):
         return None
-    kinds = wanted.get("type", ())
+    kinds = schema.get("type", ())
     kinds = [kinds] if isinstance(kinds, str) else [*kinds]
     if "integer" in kinds and isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -172,15 +190,15 @@ def _fitting(name: str, value: Any, wanted: Mapping[str, Any]) -> Any:
         raise CallError(f"{name} is no {' or '.join(kinds)}")
     if "number" in kinds and isinstance(value, int) and not _is_a_float(value):
         raise CallError(f"{name} is too large a number")
-    if wanted.get("enum") and value not in wanted["enum"]:
-        raise CallError(f"{name} is not one of {', '.join(map(str, wanted['enum']))}")
-    if isinstance(value, list) and isinstance(wanted.get("items"), Mapping):
-        return [_fitting(name, one, wanted["items"]) for one in value]
+    if schema.get("enum") and value not in schema["enum"]:
+        raise CallError(f"{name} is not one of {', '.join(map(str, schema['enum']))}")
+    if isinstance(value, list) and isinstance(schema.get("items"), Mapping):
+        return [_fitting(name, item, schema["items"]) for item in value]
     return value
 
 
 def _is_a_float(value: int) -> bool:
-    """Whether a whole number is small enough for the arithmetic of a tool."""
+    """Whether an integer is small enough for a float, which a tool may compute with."""
     try:
         float(value)
     except OverflowError:
@@ -189,24 +207,33 @@ def _is_a_float(value: int) -> bool:
 
 
 def error_line(reason: str) -> str:
-    """What the model reads: one line without a path."""
-    return clean("Error: " + " ".join(_PATH.sub("", reason).split()))[:_LINE]
+    """An error as the model reads it: one line without paths."""
+    return clean("Error: " + " ".join(_PATH.sub("", reason).split()))[:_ERROR_CHARS]
 
 
 def clean(text: str) -> str:
-    """Text that a tokenizer takes: half a character, as JSON can have it, becomes a question mark."""
-    return str.encode(text, "utf-8", "replace").decode()  # of a class of somebody's, too
+    """Text that a tokenizer accepts: half of a surrogate pair in JSON becomes a question mark."""
+    # `str.encode` is called on the class, since a user's subclass of str may override it.
+    return str.encode(text, "utf-8", "replace").decode()
 
 
 @contextmanager
-def limited(what: str, seconds: float, seed: str) -> Iterator[None]:
-    """Inside, code of the user's runs for so long, with random numbers named by `seed`; the run's
-    own stay.
+def limited(label: str, seconds: float, seed: str) -> Iterator[None]:
+    """A context in which code of the user runs with a time limit and random states of its own.
+
+    The random states of `random`, NumPy and torch derive from `seed` inside, and are restored
+    behind it. So are the working folder and the process: a fork or a change of folder has no effect
+    on the run.
+
+    Args:
+        label: names the code in messages.
+        seconds: the time limit. Raises `OverdueError` behind it.
+        seed: names the random numbers.
     """
     with kept_random_state():
         number = number_at(f"tool/{seed}")
         random.seed(number)
         np.random.seed(number % 2**32)
         torch.manual_seed(number >> 1)
-        with back_in(Path.cwd()), backstop(seconds), deadline(seconds), in_one_process(what):
+        with back_in(Path.cwd()), backstop(seconds), deadline(seconds), in_one_process(label):
             yield

@@ -25,21 +25,28 @@ _OWN = ("reset", "get_reward")  # methods that no model is told of
 
 @dataclass
 class Environments:
-    """Those of a run on one rank. As in TRL an instance is made once and reset often."""
+    """The environments of a run on one rank. As in TRL an instance is built once and reset often."""
 
     factory: Callable[[], Any]
+    """What returns a new environment at each call, such as its class."""
     name: str
-    hashes: Mapping[str, str]  # of its file, as `ChosenTools.hashes`
-    seconds: float  # that making or resetting one may take
-    made: list[Any] = field(default_factory=list)
-    taken: int = 0  # of them by the present generation
-    control_tokens: Sequence[str] = CONTROL_TOKENS  # of the model, which `reset` may not say
+    """The name in messages, later that of the class."""
+    hashes: Mapping[str, str]
+    """The hash of its file, as in `ChosenTools.hashes`."""
+    seconds: float
+    """The time limit for building or resetting one environment."""
+    control_tokens: Sequence[str] = CONTROL_TOKENS
+    """The control tokens of the model, which `reset` may not return."""
+    _instances: list[Any] = field(default_factory=list, init=False)
+    """All instances that were built so far."""
+    _in_use: int = field(default=0, init=False)
+    """The number of instances that rollouts of the current generation have."""
 
     def __post_init__(self) -> None:
-        """Raises `UserError` for what is none."""
+        """Raise `UserError` for a factory whose objects are no environments."""
         first = self._free(f"{KEY}: {self.name}")
         # as TRL names its reward
-        self.taken = 0
+        self._in_use = 0
         self.name = type(first).__name__
         members = dict(inspect.getmembers(type(first), inspect.isfunction))
         public = [name for name in members if name not in _OWN and not name.startswith("_")]
@@ -58,12 +65,10 @@ class Environments:
             raise UserError(f"{KEY}: {self.name}.{later} is async; write a plain method")
 
     def reward(self) -> Callable[..., list[float | None]]:
-        """TRL's reward function of environments that grade by themselves, under the name of their
-        class.
-        """
+        """TRL's reward function for environments with `get_reward`, with the name of their class."""
 
         def get_reward(environments: Sequence[Any], **_: Any) -> list[float | None]:
-            return [one.get_reward() for one in environments]
+            return [environment.get_reward() for environment in environments]
 
         get_reward.__name__ = self.name
         return get_reward
@@ -71,14 +76,21 @@ class Environments:
     def entered(
         self, groups: Sequence[RolloutGroup], run_seed: int, *, anew: bool
     ) -> list[RolloutGroup]:
-        """The groups in environments, with what `reset` said.
+        """The groups with an environment for each rollout, and the texts of `reset` in their prompts.
 
-        `anew`: those of before are free. Raises `UserError`.
+        Args:
+            groups: groups that begin.
+            run_seed: the seed of the run.
+            anew: whether a generation begins, so that all instances are free again.
+
+        Raises `UserError` where an environment fails, or differs within a group.
         """
-        self.taken = 0 if anew else self.taken
+        if anew:
+            self._in_use = 0
         return [self._entered(group, run_seed) for group in groups]
 
     def _entered(self, group: RolloutGroup, run_seed: int) -> RolloutGroup:
+        """One group in environments, which are reset with the same random numbers."""
         problem = group.problem
         where = f"row {group.row.get('id', problem.number)}"
         seed = f"{run_seed}/{problem.where}/{problem.place}"
@@ -86,39 +98,44 @@ class Environments:
             replace(rollout, environment=self._free(f"{KEY}: {where}"))
             for rollout in group.rollouts
         ]
-        said = [
+        messages = [
             self._reset(rollout.environment, row=group.row, where=f"{KEY}: {where}", seed=seed)
             for rollout in inside
         ]
-        other = next((text for text in said if text != said[0]), said[0])
-        if other != said[0]:
+        deviating = next((text for text in messages if text != messages[0]), messages[0])
+        if deviating != messages[0]:
             raise UserError(
-                f"{KEY}: {where}: reset says {said[0]!r:.60} to one rollout of a problem and "
-                f"{other!r:.60} to another; let it say what the row alone decides"
+                f"{KEY}: {where}: reset says {messages[0]!r:.60} to one rollout of a problem and "
+                f"{deviating!r:.60} to another; let it say what the row alone decides"
             )
-        return replace(group, row=_told(group.row, said[0]), rollouts=tuple(inside))
+        return replace(group, row=_with_text(group.row, messages[0]), rollouts=tuple(inside))
 
     def _free(self, where: str) -> Any:
-        """An instance that no rollout of this generation has."""
-        if self.taken == len(self.made):
-            new = self._run(self.factory, f"{where}: it cannot be made", KEY)
-            known = any(new is one for one in self.made)
-            if known:
+        """An instance that no rollout of this generation has; a new one is built if needed."""
+        if self._in_use == len(self._instances):
+            environment = self._run(self.factory, f"{where}: it cannot be made", KEY)
+            is_shared = any(environment is instance for instance in self._instances)
+            if is_shared:
                 raise UserError(
                     f"{where}: {self.name} is one object for two rollouts; give what makes one at "
                     "each call"
                 )
-            self.made.append(new)
-        self.taken += 1
-        return self.made[self.taken - 1]
+            self._instances.append(environment)
+        self._in_use += 1
+        return self._instances[self._in_use - 1]
 
     def _reset(self, environment: Any, row: Row, where: str, seed: str) -> str:
-        said = self._run(lambda: environment.reset(**own_copy(dict(row))), f"{where}: reset", seed)
-        if said is not None and not isinstance(said, str):
+        """The text that `reset` returns for a row. Raises `UserError`."""
+
+        def reset() -> object:
+            return environment.reset(**own_copy(dict(row)))
+
+        message = self._run(reset, f"{where}: reset", seed)
+        if message is not None and not isinstance(message, str):
             raise UserError(
-                f"{where}: reset returned a {type(said).__name__}; return a text or None"
+                f"{where}: reset returned a {type(message).__name__}; return a text or None"
             )
-        text = clean(said or "")
+        text = clean(message or "")
         token = control_token_in(text, self.control_tokens)
         if token is not None:
             raise UserError(
@@ -127,46 +144,57 @@ class Environments:
             )
         return text
 
-    def _run(self, do: Callable[[], Any], what: str, seed: str) -> Any:
+    def _run(self, do: Callable[[], Any], label: str, seed: str) -> Any:
+        """The result of code of the user, within limits. Raises `UserError` where it fails."""
         try:
             with limited(f"environment {self.name}", self.seconds, seed):
                 return do()
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            raise UserError(f"{what}: {in_one_line(error)}") from None
+            raise UserError(f"{label}: {in_one_line(error)}") from None
 
 
-def environments_of(asked: Any, seconds: float) -> Environments | None:
-    """Of the key, `FILE.py:CLASS`, or of what Python gave; None without any. Raises `UserError`."""
-    if asked is None:
+def environments_of(factory: object, seconds: float) -> Environments | None:
+    """The environments of a run, None without any.
+
+    Args:
+        factory: `FILE.py:CLASS`, or a class or function from Python; None for no environments.
+        seconds: the time limit for building or resetting one environment.
+
+    Raises `UserError`.
+    """
+    if factory is None:
         return None
-    if isinstance(asked, str):
-        own = from_file(KEY, asked, "class", callable)
+    if isinstance(factory, str):
+        user_class = from_file(KEY, factory, "class", callable)
         return Environments(
-            factory=own.value,
-            name=function_name(own.value),
-            hashes={own.file: own.hash},
+            factory=user_class.value,
+            name=function_name(user_class.value),
+            hashes={user_class.file: user_class.hash},
             seconds=seconds,
         )
-    if isinstance(asked, Mapping):
+    if isinstance(factory, Mapping):
         raise UserError(f"{KEY}: several environments are not supported; give one class")
-    if not callable(asked):
-        raise UserError(f"{KEY}: {asked!r:.80} is no class")
-    name = function_name(asked)
+    if not callable(factory):
+        raise UserError(f"{KEY}: {factory!r:.80} is no class")
+    name = function_name(factory)
     return Environments(
-        factory=asked, name=name, hashes={name: source_hash(asked)}, seconds=seconds
+        factory=factory, name=name, hashes={name: source_hash(factory)}, seconds=seconds
     )
 
 
-def _told(row: Row, text: str) -> Row:
-    """The row with the text at the end of its prompt's last message."""
+def _with_text(row: Row, text: str) -> Row:
+    """The row with a text at the end of the last message of its prompt."""
     if not text:
         return row
     *before, last = row["prompt"]
-    said: Any = last["content"]
-    if isinstance(said, str):
-        said += text
+    content: Any = last["content"]
+    if isinstance(content, str):
+        content += text
     else:
-        said = [*said, {**dict.fromkeys(said[0] if said else ()), "type": "text", "text": text}]
-    return Row(**{**row, "prompt": [*before, {**last, "content": said}]})
+        content = [
+            *content,
+            {**dict.fromkeys(content[0] if content else ()), "type": "text", "text": text},
+        ]
+    return Row(**{**row, "prompt": [*before, {**last, "content": content}]})

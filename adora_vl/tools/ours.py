@@ -2,9 +2,9 @@
 
 None of them reads a file or the network, and nothing is evaluated by Python.
 
-Points come in the family's coordinates (`Vision.relative`), and are taken from the picture as it
-is: a region holds more than the model has seen where the picture was made smaller for it.
-`{points}` in a docstring is said by family.
+Points come in the coordinates of the model's family (`Vision.relative`). Regions are cut from the
+original picture, so they show more than the model has seen where the picture was made smaller for
+it. `{points}` in the docstring of a tool is replaced by a text for the family.
 """
 
 import math
@@ -26,9 +26,10 @@ _DIGITS = 10  # of a number in an answer
 
 @dataclass(frozen=True)
 class View:
-    """What a model sees of a picture: `low` to `high` pixels, `unit` a side of a token.
+    """What a model sees of a picture.
 
-    `relative`: as in `Vision`.
+    A picture has from `low` to `high` pixels, and an image token covers `unit` x `unit` of them.
+    `relative` says whether coordinates are in thousandths, as in `Vision`.
     """
 
     low: int
@@ -38,6 +39,7 @@ class View:
 
     @property
     def points(self) -> str:
+        """The unit of coordinates, in words for the model."""
         return "in thousandths of its width and height" if self.relative else "in its pixels"
 
     def size(self, image: Image.Image) -> tuple[int, int]:
@@ -45,14 +47,14 @@ class View:
         return model_size(*image.size, self.unit, self.low, self.high)
 
     def scale(self, image: Image.Image) -> tuple[float, float]:
-        """The largest coordinates."""
+        """The largest coordinates in x and y."""
         width, height = self.size(image)
         return (1000, 1000) if self.relative else (width, height)
 
     def shares(self, image: Image.Image, *points: tuple[float, float]) -> list[tuple[float, float]]:
         """The points as shares of width and height.
 
-        Raises `ValueError` for one that is not in the picture.
+        Raises `ValueError` for a point outside of the picture.
         """
         wide, high = self.scale(image)
         for x, y in points:
@@ -83,23 +85,21 @@ def zoom(
         picture: Number of the picture, from 0.
     """
     image = _chosen(images, picture)
-    (left, top), (right, bottom) = view.shares(image, (x1, y1), (x2, y2))
-    if left >= right or top >= bottom:
+    (x_low, y_low), (x_high, y_high) = view.shares(image, (x1, y1), (x2, y2))
+    if x_low >= x_high or y_low >= y_high:
         raise ValueError("the region is empty: x1 has to be below x2, and y1 below y2")
     wide, high = image.size
     box = (
-        math.floor(left * wide),
-        math.floor(top * high),
-        math.ceil(right * wide),
-        math.ceil(bottom * high),
+        math.floor(x_low * wide),
+        math.floor(y_low * high),
+        math.ceil(x_high * wide),
+        math.ceil(y_high * high),
     )
     cut = image.crop(box)
-    longer = max(1.0, view.unit / min(cut.size))
-    return (
-        cut
-        if longer == 1
-        else cut.resize((math.ceil(cut.width * longer), math.ceil(cut.height * longer)))
-    )
+    factor = max(1.0, view.unit / min(cut.size))
+    if factor == 1:
+        return cut
+    return cut.resize((math.ceil(cut.width * factor), math.ceil(cut.height * factor)))
 
 
 def mark(
@@ -116,12 +116,13 @@ def mark(
     if len(label) > _LABEL:
         raise ValueError(f"the label has {len(label)} characters, at most {_LABEL}")
     image = _chosen(images, picture).convert("RGB")
-    [place] = view.shares(image, (x, y))
-    (x, y) = _at(image, place)
+    [share] = view.shares(image, (x, y))
+    (x, y) = _at(image, share)
     thick = _thick(image)
-    drawn = ImageDraw.Draw(image := image.copy())
-    drawn.ellipse((x - 2 * thick, y - 2 * thick, x + 2 * thick, y + 2 * thick), fill=_COLOUR)
-    drawn.text(
+    image = image.copy()
+    canvas = ImageDraw.Draw(image)
+    canvas.ellipse((x - 2 * thick, y - 2 * thick, x + 2 * thick, y + 2 * thick), fill=_COLOUR)
+    canvas.text(
         (x + 3 * thick, y),
         label,
         fill=_COLOUR,
@@ -182,12 +183,12 @@ def measure(
     wide, high = view.size(image)
     points = [(x1, y1), (x2, y2), *([(x3, y3)] if x3 is not None and y3 is not None else [])]
     first, second, *third = [(x * wide, y * high) for x, y in view.shares(image, *points)]
-    sides = [math.dist(second, other) for other in (first, *third)]
+    sides = [math.dist(second, point) for point in (first, *third)]
     if not all(sides):
         raise ValueError("two of the points are the same")
     if not third:
         return f"{sides[0]:.1f} pixels of the picture, which may not be to scale"
-    angles = [math.atan2(other[1] - second[1], other[0] - second[0]) for other in (first, *third)]
+    angles = [math.atan2(point[1] - second[1], point[0] - second[0]) for point in (first, *third)]
     degrees = abs(math.degrees(angles[0] - angles[1])) % 360
     return f"{min(degrees, 360 - degrees):.1f} degrees in the picture, which may not be to scale"
 
@@ -212,9 +213,9 @@ def calculate(expression: str) -> str:
 
 
 def _value_of_an_answer(expression: str) -> Ball:
-    r"""The value of what no calculator reads, such as `\frac{1}{2}` or `7 1/2`, as it is graded.
+    r"""The value of an answer that no calculator reads, such as `\frac{1}{2}` or `7 1/2`.
 
-    Raises `ValueError` where it has none.
+    It is read as the grader reads it. Raises `ValueError` where it has no value.
     """
     answer = plain(expression)
     if answer.kind != "number" or answer.real is None:
@@ -223,24 +224,28 @@ def _value_of_an_answer(expression: str) -> Ball:
 
 
 def _no_value(reason: str) -> str:
+    """The error of an expression without a value."""
     return f"the expression has no value here ({reason.replace('_', ' ')})"
 
 
-# Characters of the shortest answer of those whose answers have more than a few.
+# The length of the shortest answer of a tool, for tools whose answers are long.
 SHORTEST_TEXT = {"measure": len("1.0 degrees in the picture, which may not be to scale")}
 OURS = {tool.__name__: tool for tool in (zoom, mark, line, measure, calculate)}
 
 
 def _chosen(images: Sequence[Image.Image], number: int) -> Image.Image:
+    """The picture of this number. Raises `ValueError` where there is none."""
     if not 0 <= number < len(images):
-        there = f"0 to {len(images) - 1}" if images else "none"
-        raise ValueError(f"picture: {number} is not there ({there})")
+        available = f"0 to {len(images) - 1}" if images else "none"
+        raise ValueError(f"picture: {number} is not there ({available})")
     return images[number]
 
 
 def _at(image: Image.Image, share: tuple[float, float]) -> tuple[float, float]:
+    """The pixel at these shares of width and height."""
     return share[0] * (image.width - 1), share[1] * (image.height - 1)
 
 
 def _thick(image: Image.Image) -> int:
+    """The width in pixels of a line that can be seen in the picture."""
     return max(1, min(image.size) // 150)

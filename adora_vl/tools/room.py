@@ -1,46 +1,57 @@
-"""Refuses limits within which a tool can never answer, before anything is sampled: each call would
-be an error, or end its rollout, and nothing would say so.
+"""Refuses limits within which a tool can never answer, before anything is sampled.
+
+Without this check each call would be an error, or end its rollout, and nothing would say so.
 """
 
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from PIL import Image
 
 from adora_vl.data.images import model_size
-from adora_vl.rollout.turns import CALL, LEAST, ToolLoop
+from adora_vl.rollout.turns import CALL, MIN_TOKENS_LEFT, ToolLoop
 from adora_vl.tools.ours import OURS, SHORTEST_TEXT
 from adora_vl.tools.run import Toolbox
 from adora_vl.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 _SHORTEST = {"integer": 0, "number": 0, "string": "", "boolean": True, "array": [], "object": {}}
 
 
 @dataclass(frozen=True)
 class Room:
-    """What a conversation may have. None where that is not known.
-
-    `completion`: tokens behind the prompt, by the key of this name. `context`: tokens of prompt and
-    completion together. `prompt`: tokens of the shortest prompt. `pictures`: of the problem that
-    has the fewest.
-    """
+    """The limits of a conversation; None where a limit is unknown."""
 
     key: str
+    """The key of the run that sets `completion`."""
     completion: int
+    """The tokens behind the prompt."""
     context: int | None = None
+    """The tokens of prompt and completion together."""
     prompt: int | None = None
+    """The tokens of the shortest prompt."""
     pictures: int | None = None
+    """The number of pictures of the problem with the fewest."""
 
 
 def refuse_no_room(
-    toolbox: Toolbox, processor: Any, template: Mapping[str, Any], room: Room
+    toolbox: Toolbox,
+    processor: "ProcessorMixin | PreTrainedTokenizerBase | None",
+    template: Mapping[str, Any],
+    room: Room,
 ) -> None:
-    """Hold the limits against the least that each tool needs.
+    """Raise `UserError` where a limit is below the minimum that a tool needs.
 
-    `processor`: of the model, or a tokenizer; None where it is not here, and then no tokens are
-    counted. `template`: arguments of its chat template. Raises `UserError`.
+    Args:
+        toolbox: the tools of the run.
+        processor: that of the model, or a tokenizer; None if it is not available, and then no
+            tokens are counted.
+        template: arguments of the chat template.
+        room: the limits of a conversation.
     """
     for name, tool in toolbox.chosen.functions.items():
         _refuse_no_pictures(toolbox, name=name, tool=tool, room=room)
@@ -52,7 +63,7 @@ def refuse_no_room(
         processor=processor,
         template=template,
         tokens_of=lambda image: 0,
-        most=None,
+        max_answers=None,
         decode=str,
     )
     for schema in toolbox.schemas:
@@ -60,6 +71,7 @@ def refuse_no_room(
 
 
 def _refuse_no_pictures(toolbox: Toolbox, name: str, tool: Callable[..., Any], room: Room) -> None:
+    """Raise `UserError` where a tool that shows pictures may show none."""
     images = toolbox.options.images
     max_pixels = toolbox.options.max_pixels
     if not _shows_a_picture(tool) or toolbox.view is None:
@@ -78,7 +90,7 @@ def _refuse_no_pictures(toolbox: Toolbox, name: str, tool: Callable[..., Any], r
 
 
 def _shows_a_picture(tool: Callable[..., Any]) -> bool:
-    """Whether its hints say that it returns a picture, and nothing else."""
+    """Whether the type hints of a tool say that it always returns a picture."""
     try:
         returned = get_type_hints(tool).get("return")
     except Exception:  # names of a file of the user's that only a type checker knows
@@ -87,6 +99,7 @@ def _shows_a_picture(tool: Callable[..., Any]) -> bool:
 
 
 def _refuse_no_text(toolbox: Toolbox, name: str, tool: Callable[..., Any]) -> None:
+    """Raise `UserError` where every answer of a tool is over the limit of text."""
     max_text = toolbox.options.max_text
     shortest = SHORTEST_TEXT.get(name, 0) if OURS.get(name) is tool else 0
     if max_text < shortest:
@@ -99,13 +112,14 @@ def _refuse_no_text(toolbox: Toolbox, name: str, tool: Callable[..., Any]) -> No
 def _refuse_no_tokens(
     toolbox: Toolbox, turns: ToolLoop, function: Mapping[str, Any], room: Room
 ) -> None:
+    """Raise `UserError` where the shortest call of a tool and its answer do not fit."""
     name = function["name"]
     call = _shortest_call(turns, function)
     answer = turns.around + _shortest_picture(toolbox, toolbox.chosen.functions[name])
-    needed = call + answer + LEAST
+    needed = call + answer + MIN_TOKENS_LEFT
     parts = (
         f"{name}, whose shortest call takes {call} tokens and the answer to it {answer}, and "
-        f"{LEAST} have to be left behind it"
+        f"{MIN_TOKENS_LEFT} have to be left behind it"
     )
     turn = toolbox.options.turn_tokens
     if turn is not None and turn < call:
@@ -128,8 +142,9 @@ def _refuse_no_tokens(
 
 
 def _shortest_call(turns: ToolLoop, function: Mapping[str, Any]) -> int:
-    """Tokens of a call with as little in it as its schema allows, in the spelling that takes the
-    fewest, and without the mark at its end, which may be left out.
+    """The tokens of the shortest call that the schema allows, in its shortest spelling.
+
+    The closing mark is not counted, since a model may omit it.
     """
     parameters = function["parameters"]
     properties = parameters["properties"]

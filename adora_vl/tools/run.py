@@ -1,8 +1,7 @@
-"""The tools of a run: which they are, and what they say to a turn, within limits of time, number
-and size.
+"""The tools of a run, and how they answer a turn, within limits of time, number and size.
 
-A tool is code of the user's. It may fail, hang, exit, fork or return anything, and each of these is
-one line for the model; it gets views of the pictures, and draws from random states of its own.
+A tool may be code of the user. It may fail, hang, exit, fork or return anything, and each of these
+becomes one line for the model. It gets copies of the pictures and random states of its own.
 """
 
 import json
@@ -51,15 +50,16 @@ from adora_vl.utils.own_files import (
 )
 
 Part = str | Image.Image
-_MOST_PARTS = 10_000  # of an answer; those without a character count nowhere else
+_MAX_PARTS = 10_000  # of an answer; empty texts count in no further limit
 _NEED_PICTURES = [tool for tool in OURS.values() if "view" in signature(tool).parameters]
 
 
 @dataclass(frozen=True)
 class ChosenTools:
-    """A run's tools by name, with methods of the first of `environments`.
+    """The tools of a run by name.
 
-    `hashes`: of each file of the user's.
+    `functions` includes the methods of the first environment, which stand for those of every
+    environment. `hashes` has a hash of each file, or function, of the user.
     """
 
     functions: Mapping[str, Callable[..., Any]]
@@ -67,72 +67,76 @@ class ChosenTools:
     environments: Environments | None = None
 
     def schemas(self, view: View | None) -> list[dict[str, Any]]:
-        """What the model is told of each.
+        """The JSON schemas of the tools, as the model is told of them.
 
-        `view`: of a model that sees; None: of one that reads text alone.
+        `view` is that of a model that sees images, None for a model that reads text alone.
         """
         words = {"points": view.points} if view else {}
         return [schema_of(name, tool, words) for name, tool in self.functions.items()]
 
 
 def choose_tools(
-    asked: Sequence[str | Callable[..., Any]], environments: Environments | None = None
+    entries: Sequence[str | Callable[..., Any]], environments: Environments | None = None
 ) -> ChosenTools:
-    """The key's tools: names of ours, `FILE.py:FUNCTION`, functions; and environments' methods.
+    """The tools of a run, and the methods of its environments.
 
-    Raises `UserError`.
+    Args:
+        entries: the key `tools`: names of our tools, `FILE.py:FUNCTION`, and functions.
+        environments: those of the run, whose public methods become tools.
+
+    Raises `UserError` for an unknown entry, for a tool without a schema, and for two tools of the
+    same name.
     """
-    given = list[tuple[str, str, Any]]()  # name, how it is called in an error, and the tool
+    tools = list[tuple[str, str, Any]]()  # name, label in messages, and the tool
     hashes = dict(environments.hashes) if environments is not None else {}
-    for entry in asked:
+    for entry in entries:
         if not isinstance(entry, str):
             tool = entry
             name = function_name(entry)
             hashes[name] = source_hash(entry)
         elif is_own(entry):
-            own = from_file("tools", entry)
-            tool = own.value
-            name = own.value.__name__
-            hashes[own.file] = own.hash
+            user_function = from_file("tools", entry)
+            tool = user_function.value
+            name = user_function.value.__name__
+            hashes[user_function.file] = user_function.hash
         elif entry in OURS:
             tool = OURS[entry]
             name = entry
         else:
-            known = ", ".join(OURS)
+            names = ", ".join(OURS)
             raise UserError(
-                f"tools: {entry!r} is none of {known}, nor "
+                f"tools: {entry!r} is none of {names}, nor "
                 f"FILE.py:FUNCTION{did_you_mean(entry, OURS)}"
             )
         if not is_function(tool):
             raise UserError(f"tools: {entry!r:.80} is no function")
-        given.append((name, entry if isinstance(entry, str) else name, tool))
-    found: dict[str, Callable[..., Any]] = {}
+        tools.append((name, entry if isinstance(entry, str) else name, tool))
+    functions: dict[str, Callable[..., Any]] = {}
     inside = environments.tools if environments is not None else {}
-    for name, shown, tool in [*given, *((name, name, tool) for name, tool in inside.items())]:
-        if name in found:
+    for name, label, tool in [*tools, *((name, name, tool) for name, tool in inside.items())]:
+        if name in functions:
             raise UserError(f"tools: two of them have the name {name!r}; rename one of them")
-        schema_of(shown, tool)
-        found[name] = tool
-    return ChosenTools(found, hashes, environments)
+        schema_of(label, tool)
+        functions[name] = tool
+    return ChosenTools(functions, hashes, environments)
 
 
 def view_of(config: Any, pixels: Limits) -> View | None:
-    """What a model of this Transformers config sees within these limits; None for one that reads
-    text alone.
+    """The view of a model of this Transformers config; None for a model that reads text alone.
+
+    `pixels` are the limits within which the model sees a picture.
     """
     family = family_of(config)
     vision = family.vision if family is not None else None
     relative = vision is not None and vision.relative
-    return (
-        View(low=pixels.low, high=pixels.high, unit=pixels.unit, relative=relative)
-        if sees_images(config)
-        else None
-    )
+    if not sees_images(config):
+        return None
+    return View(low=pixels.low, high=pixels.high, unit=pixels.unit, relative=relative)
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What came of a call; `name` is empty where none could be read."""
+    """The result of one call; `name` is empty where it could not be read."""
 
     name: str
     parts: Sequence[Part]
@@ -149,10 +153,16 @@ class Toolbox:
         view: View | None,
         control_tokens: Sequence[str] = CONTROL_TOKENS,
     ) -> None:
-        """`view`: what the model sees of a picture; None: it reads text alone.
+        """Build the schemas of the tools.
 
-        `control_tokens`: of the model. Raises `UserError` for a tool of which it cannot be told, or
-        that needs pictures.
+        Args:
+            chosen: the tools of the run.
+            options: the limits of calls and answers.
+            view: what the model sees of a picture, None for a model that reads text alone.
+            control_tokens: the control tokens of the model, which no schema may contain.
+
+        Raises `UserError` for a tool that the model cannot be told of, or that needs pictures where
+        the model sees none.
         """
         self.chosen = chosen
         self.options = options
@@ -166,17 +176,10 @@ class Toolbox:
                     f"tools: {name!r} has the model's own token {token} in its docstring or hints, "
                     "which the model is told; remove it from the text"
                 )
-        self._said_late = False
-        blind = next(
-            (
-                name
-                for name, tool in chosen.functions.items()
-                if view is None and tool in _NEED_PICTURES
-            ),
-            None,
-        )
-        if blind is not None:
-            raise UserError(f"tools: {blind!r} needs a model that sees images; leave it out")
+        self._has_warned = False
+        for name, tool in chosen.functions.items():
+            if view is None and tool in _NEED_PICTURES:
+                raise UserError(f"tools: {name!r} needs a model that sees images; leave it out")
 
     def answer(
         self,
@@ -185,22 +188,26 @@ class Toolbox:
         *,
         seed: str,
         last: bool,
-        environment: Any = None,
+        environment: object = None,
     ) -> ToolAnswer | None:
-        """What the tools say to a turn; None: it called nothing.
+        """The answer to a turn of the policy, None if the turn calls nothing.
 
-        `images`: the problem's, then those of tools. `seed`: names the random numbers. `last`:
-        whether no calls are left. `environment`: the rollout's own.
+        Args:
+            text: the turn.
+            images: the pictures of the problem, then those of earlier answers.
+            seed: names the random numbers of the calls.
+            last: whether no calls remain after this turn; the answer then says so.
+            environment: that of the rollout, if it has one.
         """
-        shown = list(images)
+        pictures_so_far = list(images)
         parts = list[Part]()
         calls = list[Call]()
-        for number, written in enumerate(calls_in(text)):
+        for number, call_text in enumerate(calls_in(text)):
             began = time.perf_counter()
             outcome = self._outcome(
-                written,
+                call_text,
                 number=number,
-                shown=shown,
+                images=pictures_so_far,
                 seed=f"{seed}/{number}",
                 environment=environment,
             )
@@ -209,8 +216,8 @@ class Toolbox:
             for part in outcome.parts:
                 words += ["\n"] if words else []
                 if isinstance(part, Image.Image):
-                    words += [f"Picture {len(shown)}: ", part]
-                    shown.append(part)
+                    words += [f"Picture {len(pictures_so_far)}: ", part]
+                    pictures_so_far.append(part)
                 else:
                     words.append(part)
             parts += [*(["\n"] if number else []), *tool_response(words)]
@@ -219,7 +226,7 @@ class Toolbox:
             calls.append(
                 Call(
                     name=outcome.name,
-                    arguments=written,
+                    arguments=call_text,
                     text="\n".join([*texts, *["<image>"] * len(pictures)]),
                     seconds=seconds,
                     failed=outcome.failed,
@@ -227,32 +234,32 @@ class Toolbox:
                 )
             )
             if number >= self.options.calls_per_turn:
-                break  # one line for all that are too many
+                break  # a single line answers all calls over the limit
         if not calls:
             return None
         return ToolAnswer((*parts, *([f"\n{NO_CALLS_LEFT}"] if last else [])), tuple(calls))
 
     def _outcome(
         self,
-        written: str,
+        call_text: str,
         *,
         number: int,
-        shown: Sequence[Image.Image],
+        images: Sequence[Image.Image],
         seed: str,
-        environment: Any,
+        environment: object,
     ) -> _Outcome:
-        """What comes of one call, from its text to the parts of its answer.
+        """The result of one call, from its text to the parts of its answer.
 
-        Everything here follows from what a model wrote or a tool of the user's returned, so
-        whatever is raised is a line for the model: a run that ended here would draw the same call
-        again when it is resumed.
+        Everything here follows from what a model wrote or a tool of the user returned, so every
+        exception becomes a line for the model: a run that ended here would draw the same call again
+        when it is resumed.
         """
         name = ""
         try:
             if number >= self.options.calls_per_turn:
                 raise CallError(f"too many calls in a turn, at most {self.options.calls_per_turn}")
-            name, arguments = read_call(written)
-            parts = self._called(name, arguments, shown, seed, environment)
+            name, arguments = read_call(call_text)
+            parts = self._called(name, arguments, images, seed, environment)
             return _Outcome(name, parts)
         except KeyboardInterrupt:
             raise
@@ -260,7 +267,7 @@ class Toolbox:
             reason = str(error)
         except OverdueError:
             reason = f"the tool took longer than {self.options.seconds:g} s"
-            self._say_late(name)
+            self._warn_late(name)
         except SystemExit:
             reason = "the tool called sys.exit"
         except BaseException as error:  # compiled code raises some that are no `Exception`
@@ -273,56 +280,58 @@ class Toolbox:
         arguments: Mapping[str, Any],
         images: Sequence[Image.Image],
         seed: str,
-        environment: Any,
+        environment: object,
     ) -> list[Part]:
-        """The parts of what a tool returned. Raises `CallError`, and what the tool raises."""
+        """The parts of a tool's result. Raises `CallError`, and whatever the tool raises."""
         if name not in self._by_name:
             raise CallError(f"no tool {name[:40]!r}; there are {', '.join(self._by_name)}")
-        given: dict[str, Any] = checked(arguments, self._by_name[name])
+        kwargs: dict[str, Any] = checked(arguments, self._by_name[name])
         tool = self.chosen.functions[name]
-        own = self.chosen.environments
-        if own is not None and environment is not None and name in own.tools:
+        environments = self.chosen.environments
+        if environments is not None and environment is not None and name in environments.tools:
             tool = getattr(environment, name)
         hidden = {"images": images, "view": self.view}
-        given |= {key: value for key, value in hidden.items() if key in signature(tool).parameters}
+        kwargs |= {key: value for key, value in hidden.items() if key in signature(tool).parameters}
         if OURS.get(name) is tool:
             try:
-                return self._parts(tool(**given), len(images))
+                return self._parts(tool(**kwargs), len(images))
             except ValueError as error:
                 raise CallError(str(error)) from error
-        given = {key: own_copy(value) for key, value in given.items()}
-        # What is returned may be read late, or be slow to look at: that is the tool's time, too.
+        kwargs = {key: own_copy(value) for key, value in kwargs.items()}
+        # The result may be lazy, or slow to convert: that counts as the tool's time too.
         with limited(f"tool {name}", self.options.seconds, seed):
-            return self._parts(tool(**given), len(images))
+            return self._parts(tool(**kwargs), len(images))
 
-    def _say_late(self, name: str) -> None:
-        if not self._said_late:
+    def _warn_late(self, name: str) -> None:
+        """Warn, once in a run, that a tool was stopped by its time limit."""
+        if not self._has_warned:
             late = f"tools: {name} took longer than adora_tool_options.seconds"
             print(
                 f"{late}: {self.options.seconds:g}; a resumed run may differ, as it may be in "
                 "time there",
                 file=sys.stderr,
             )
-        self._said_late = True
+        self._has_warned = True
 
-    def _parts(self, result: Any, before: int) -> list[Part]:
-        """A tool's result as text and pictures that the model's processor takes.
+    def _parts(self, result: object, before: int) -> list[Part]:
+        """A tool's result as texts and pictures that the model's processor accepts.
 
-        Raises `CallError`, and what an object of somebody else's raises when it is looked at.
+        `before` is the number of pictures that the model has already. Raises `CallError`, and
+        whatever an object of the user raises when it is read.
         """
         parts = list[Part]()
         length = 0
         pictures = 0
         listed = result if isinstance(result, list | tuple) else [result]
-        for one in listed:
-            part = self._part(one)
+        for value in listed:
+            part = self._part(value)
             parts.append(part)
             if isinstance(part, str):
                 length += len(part)
             else:
                 pictures += 1
-            # Within the loop, since a list of somebody's class may have no end.
-            if length > self.options.max_text or len(parts) > _MOST_PARTS:
+            # The check is within the loop, since a list of a user's class may have no end.
+            if length > self.options.max_text or len(parts) > _MAX_PARTS:
                 raise CallError(
                     f"the tool's text has {length} characters, at most {self.options.max_text}"
                 )
@@ -330,7 +339,11 @@ class Toolbox:
                 raise CallError(f"no further pictures, there are {before} of {self.options.images}")
         return parts or ["nothing"]
 
-    def _part(self, value: Any) -> Part:
+    def _part(self, value: object) -> Part:
+        """One value of a result as text or picture; any JSON value becomes its text.
+
+        Raises `CallError`.
+        """
         if isinstance(value, Mapping):  # TRL's parts
             kind = value.get("type")
             if isinstance(kind, str) and kind in ("text", "image"):
@@ -348,6 +361,7 @@ class Toolbox:
             ) from None
 
     def _picture(self, image: Image.Image) -> Image.Image:
+        """A picture as the model can see it, resized within the limits. Raises `CallError`."""
         if self.view is None:
             raise CallError("the tool returned a picture, and the model reads text alone")
         try:

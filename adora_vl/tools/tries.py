@@ -1,5 +1,7 @@
-"""Calls each tool of the user's twice before a run, alike in all that a run sets: a tool that
-answers in two ways then draws from somewhere else, and a run that is resumed would not repeat it.
+"""Calls each tool of the user twice before a run, in the same state.
+
+A tool that answers in two ways uses a source that the run does not control, and a resumed run would
+not repeat its answers.
 """
 
 import json
@@ -22,9 +24,14 @@ def unsteady_tools(
 ) -> list[str]:
     """A line for each tool that answers the same call in two ways.
 
-    The arguments are made up from its schema, so a tool may refuse all of them, and then nothing is
-    known of it. `images`: of a problem. `environments`: two that were begun alike, for tools that
-    are methods of them.
+    The arguments are invented from its schema, so a tool may refuse all of them; it then gets no
+    line.
+
+    Args:
+        toolbox: the tools of the run.
+        images: the pictures of a problem.
+        environments: two environments that were reset alike, for tools that are their methods; with
+            none these tools are skipped.
     """
     lines = []
     inside = toolbox.chosen.environments
@@ -52,7 +59,7 @@ def _two_answers(
     images: Sequence[Image.Image],
     environments: Sequence[Any],
 ) -> tuple[str, str] | None:
-    """What a tool says to the first call that it answers in two ways; None without one."""
+    """Both answers to the first call that a tool answers in two ways; None without such a call."""
     for arguments in _made_up(function["parameters"]):
         written = json.dumps({"name": function["name"], "arguments": arguments})
         text = f"{CALL}{written}"
@@ -67,7 +74,7 @@ def _two_answers(
 
 
 def _made_up(parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Two sets of arguments: the shortest, and plain ones where a tool refuses those."""
+    """Sets of arguments in the order in which they are tried: plain values, then the shortest."""
     properties = parameters["properties"]
     required = parameters.get("required", ())
     plain = dict[str, Any]()

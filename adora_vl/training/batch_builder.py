@@ -1,5 +1,4 @@
-"""From complete groups to a batch that is graded and judged: what is said, its columns, rewards and
-criteria.
+"""Makes complete groups of rollouts into a batch, grades and judges it.
 
 On the same rollouts every column is TRL 1.16's to the bit (`tests/parity/test_own_generation.py`).
 """
@@ -18,7 +17,7 @@ from adora_vl.packing.images import DistinctImages
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rewards.thinking import closes_block, opens_thinking
-from adora_vl.rollout.rollouts import Rollout, RolloutGroup, graded
+from adora_vl.rollout.rollouts import Rollout, RolloutGroup, row_for_rewards
 from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.extensions import Extension
 from adora_vl.training.first_answers import FirstAnswers
@@ -30,35 +29,46 @@ from adora_vl.types import Batch, StepContext, loss_mask
 _BY_TOKEN = ("token_type_ids", "mm_token_type_ids")  # fields of prompts with a value for each token
 
 
-def said(processor: Any, prompts: PromptBatch, completions: Sequence[list[int]]) -> list[Any]:
-    """What was answered, (B,): as messages where the prompts are messages, else as texts."""
+def answers_of(processor: Any, prompts: PromptBatch, completions: Sequence[list[int]]) -> list[Any]:
+    """The answers of these completions, (B,).
+
+    They are lists of messages where the prompts are messages, else texts. A tokenizer with a
+    template or schema of responses takes a message apart as TRL does, for example into thinking
+    and content.
+    """
     tokenizer = getattr(processor, "tokenizer", processor)
     conversational = not isinstance(prompts.messages[0], str)
-    if conversational and any(
-        getattr(tokenizer, f"response_{of}", None) is not None for of in ("template", "schema")
-    ):
+    parses = conversational and any(
+        getattr(tokenizer, f"response_{kind}", None) is not None for kind in ("template", "schema")
+    )
+    if parses:
         pairs = zip(completions, prompts.ids, strict=True)
         return [[parse_response(tokenizer, ids, prefix=prompt)] for ids, prompt in pairs]
     texts: list[str] = processor.batch_decode(completions, skip_special_tokens=True)
-    return [[{"role": "assistant", "content": text}] for text in texts] if conversational else texts
+    if conversational:
+        return [[{"role": "assistant", "content": text}] for text in texts]
+    return texts
 
 
 class GenerationCallback(Protocol):
-    """Notes what becomes of a generation; for all ranks together."""
+    """Notes what becomes of a generation; every rank calls each method."""
 
     def graded(self, generation: Generation, prompts: PromptBatch, answers: list[Any]) -> None:
-        """Its rollouts are graded and judged.
+        """Called when the rollouts of a generation are graded and judged.
 
-        `prompts`, `answers`: of this rank, as messages or texts.
+        `prompts` and `answers` are those of this rank, as messages or texts.
         """
 
     def weighed(self, generation: Generation) -> None:
-        """The advantages of those that are learned from are final."""
+        """Called when the advantages of the groups that are learned from are final."""
 
 
 @dataclass(frozen=True)
 class BatchBuilder:
-    """All ranks call it together, with equally many groups."""
+    """Makes the rollouts of complete groups into a batch, grades and judges them.
+
+    The methods are collective: every rank calls each of them, with equally many groups.
+    """
 
     context: StepContext
     images: DistinctImages
@@ -72,9 +82,9 @@ class BatchBuilder:
     drift_guard: DriftGuard
     watcher: GenerationCallback
     phase: Callable[[str], AbstractContextManager[None]]  # inside, the seconds count as this one's
-    scored: bool  # whether who samples says log-probabilities
-    multiple: int | None = None  # of which the widths of columns are multiples; None for any
-    tools: bool = False  # whether not all tokens are the policy's
+    scored: bool  # whether the sampler returns log-probabilities
+    multiple: int | None = None  # the widths of columns are multiples of it; None for any width
+    tools: bool = False  # whether some tokens may be those of tools
     first_answers: FirstAnswers = field(default_factory=FirstAnswers)
     other_images: bool = False  # whether some rollouts see other images than the trainer
 
@@ -86,27 +96,42 @@ class BatchBuilder:
         *,
         aged: bool,
     ) -> None:
-        """Fill the generation.
+        """Fill a generation with the batch, the scores and the advantages of these groups.
 
-        `prompts`: of its rollouts, None: to be read. `aged`: the batch has their ages.
+        Args:
+            generation: gets them, and the rows and rollouts of the groups.
+            groups: of this rank, complete.
+            prompts: of all rollouts in their order; None where they have to be read.
+            aged: whether the batch gets the ages of its rollouts.
+
+        Raises:
+            RunError: a reward function failed, or no rollout has a reward.
+            RolloutError: the engine and the policy drift apart.
         """
         step = generation.step
         mode = generation.mode
-        rows = generation.rows = [group.row for group in groups for _ in group.rollouts]
-        rollouts = generation.rollouts = [rollout for group in groups for rollout in group.rollouts]
-        prompts = prompts or self.images.prompts(rows, mode, refill=generation.attempt > 0)
-        completions = [rollout.said for rollout in rollouts]
-        turns = [rollout.turn for rollout in rollouts]
-        answers = said(self.processor, prompts, turns)  # the last turn is what is graded
+        is_training = mode == "train"
+        rows = [group.row for group in groups for _ in group.rollouts]
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        generation.rows = rows
+        generation.rollouts = rollouts
+        if not prompts:
+            prompts = self.images.prompts(rows, mode, refill=generation.attempt > 0)
+        completions = [rollout.policy_tokens for rollout in rollouts]
+        # What is graded is the last turn.
+        answers = answers_of(
+            self.processor, prompts, [rollout.last_turn_tokens for rollout in rollouts]
+        )
         texts = [completion_text(answer) for answer in answers]
-        ended = [*map(self.ends.has_end, rollouts, texts)]
-        given = [*map(graded, rows, rollouts)]
+        ended = list(map(self.ends.has_end, rollouts, texts))
+        reward_rows = list(map(row_for_rewards, rows, rollouts))
         opened = self.thinking_opened(prompts, rollouts, texts)
-        batch = generation.batch = self.columns(generation, groups, prompts, ended, aged=aged)
+        batch = self.columns(generation, groups, prompts, ended, aged=aged)
+        generation.batch = batch
         self.score(batch, mode)
         with self.phase("grading"):
             grades = self.rewards(
-                given,
+                reward_rows,
                 prompts.messages,
                 answers,
                 completions,
@@ -116,14 +141,15 @@ class BatchBuilder:
         size = generation.group_size
         scores = self.grader(grades, prompts.ids, completions, texts, ended, size, step)
         generation.scores = scores
-        training = mode == "train"
-        if training and self.context.accelerator.is_main_process:
+        if is_training and self.context.accelerator.is_main_process:
             self.first_answers.look(rows, scores)
-        if training:
+        if is_training:
             self.drift_guard.check_batch(batch, step)
-        else:  # in a training those are counted that are learned from
+        else:  # in a training `weigh` counts the tokens of the rollouts that are learned from
             batch["num_items_in_batch"] = self.loss_tokens(batch)
-        generation.advantages = self.advantages.judged(scores, batch, size, step, training=training)
+        generation.advantages = self.advantages.judged(
+            scores, batch, size, step, training=is_training
+        )
         with self.phase("other"):
             self.watcher.graded(generation, prompts, answers)
 
@@ -135,16 +161,16 @@ class BatchBuilder:
         Templates of thinking models end the prompt with `<think>`. Where the tokenizer has parsed a
         closed block out of the message, `texts` is the answer alone, and begins outside.
         """
-        found: list[bool] = []
+        opened: list[bool] = []
         for prompt, rollout, text in zip(prompts.ids, rollouts, texts, strict=True):
-            turn = rollout.turn
+            turn = rollout.last_turn_tokens
             before = rollout.tokens[: len(rollout.tokens) - len(turn)]
             is_open = opens_thinking([*prompt, *before], self.ends.decode)
             if is_open:
                 was_parsed = not closes_block(text) and closes_block(self.ends.decode(turn))
                 is_open = not was_parsed
-            found.append(is_open)
-        return found
+            opened.append(is_open)
+        return opened
 
     def columns(
         self,
@@ -155,46 +181,48 @@ class BatchBuilder:
         *,
         aged: bool,
     ) -> Batch:
-        """What is known of rollouts from how they were sampled.
+        """The columns that follow from how the rollouts were sampled.
 
-        `ended`: whether each has an end.
+        `ended` says for each rollout whether it has an end, (B,). With `aged` the batch gets the
+        columns `stale_tokens`, `segments` and `age`.
         """
         config = self.context.config
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         logps = [rollout.logps for rollout in rollouts] if self.scored else None
         counted = list(ended) if config.mask_truncated_completions else [True] * len(rollouts)
-        own = None
+        policy_mask = None
         if self.tools:
-            own = [rollout.own for rollout in rollouts]
-            # What the loss does not count shows no image.
+            policy_mask = [rollout.policy_mask for rollout in rollouts]
+            # Masked-out rollouts get no image tokens, so their images are not needed.
             pictures = [
-                [p.image for p in one.pictures if sees]
-                for one, sees in zip(rollouts, counted, strict=True)
+                [picture.image for picture in rollout.pictures if is_counted]
+                for rollout, is_counted in zip(rollouts, counted, strict=True)
             ]
             prompts = self.images.shown_later(prompts, pictures, generation.mode)
-        found = self.collated(
+        sampled = self.collated(
             prompts,
             completions=[rollout.tokens for rollout in rollouts],
             logps=logps,
             counted=counted,
-            own=own,
+            policy_mask=policy_mask,
         )
-        facts: dict[str, Any] = {}
+        facts: dict[str, list[int]] = {}
         if aged or (self.other_images and generation.mode == "train"):
-            facts["stale_tokens"] = [rollout.stale(generation.step) for rollout in rollouts]
+            facts["stale_tokens"] = [rollout.stale_tokens(generation.step) for rollout in rollouts]
         if aged:
             facts["segments"] = [
-                sum(span.logps is not None for span in one.spans) for one in rollouts
+                sum(segment.logps is not None for segment in rollout.segments)
+                for rollout in rollouts
             ]
             facts["age"] = [
                 generation.number - group.began for group in groups for _ in group.rollouts
             ]
         device = self.context.accelerator.device
-        made = {
+        further_columns = {
             name: torch.tensor(values).to(device, non_blocking=True)
             for name, values in facts.items()
         }
-        return self.images.completed(cast("Batch", {**found, **made}))
+        return self.images.completed(cast("Batch", {**sampled, **further_columns}))
 
     def collated(
         self,
@@ -202,73 +230,81 @@ class BatchBuilder:
         completions: Sequence[list[int]],
         logps: Sequence[list[float | None]] | None,
         counted: Sequence[bool],
-        own: Sequence[list[bool]] | None = None,
+        policy_mask: Sequence[list[bool]] | None = None,
     ) -> Batch:
-        """The rollouts of this rank, B rows.
+        """The rollouts of this rank as padded columns, B rows.
 
-        `prompts`: with the images of the completions behind their own.
-
-        `logps`: the engine's; None for a token that it was not asked for, which becomes NaN.
-        `counted`: whether the loss counts a rollout. `own`: which tokens the policy has sampled,
-        where tools may have said others.
+        Args:
+            prompts: with the images of the completions behind their own.
+            completions: token ids, those of tools included.
+            logps: the engine's; None for a token that it was not asked for, which becomes NaN.
+            counted: whether the loss counts a rollout.
+            policy_mask: which tokens the policy has sampled; None: all of them.
         """
         pad_id = self.context.pad_id
         image_id = getattr(self.processor, "image_token_id", None)
 
-        def wide(
-            values: Sequence[Any], fill: float, side: str, dtype: torch.dtype = torch.long
-        ) -> Tensor:
-            rows = [torch.tensor(row, dtype=dtype) for row in values]
-            padded: Tensor = pad(
-                rows, padding_value=fill, padding_side=side, pad_to_multiple_of=self.multiple
-            )
-            return padded
-
-        # Positions are counted by the mask, so what it leaves out shows no image.
-        answers = zip(completions, counted, strict=True)
+        # Positions are counted by the mask, so a rollout that it leaves out has no image tokens.
         completions = [
-            [pad_id if t == image_id and not counts else t for t in ids] for ids, counts in answers
+            [pad_id if token == image_id and not is_counted else token for token in ids]
+            for ids, is_counted in zip(completions, counted, strict=True)
         ]
-        ones = [[int(one)] * len(ids) for ids, one in zip(completions, counted, strict=True)]
+        completion_mask = [
+            [int(is_counted)] * len(ids)
+            for ids, is_counted in zip(completions, counted, strict=True)
+        ]
         batch: dict[str, Any] = {
-            "prompt_ids": wide(prompts.ids, pad_id, "left"),
-            "prompt_mask": wide([[1] * len(ids) for ids in prompts.ids], 0, "left"),
-            "completion_ids": wide(completions, pad_id, "right"),
-            "completion_mask": wide(ones, 0, "right"),
+            "prompt_ids": self._padded(prompts.ids, pad_id, "left"),
+            "prompt_mask": self._padded([[1] * len(ids) for ids in prompts.ids], 0, "left"),
+            "completion_ids": self._padded(completions, pad_id, "right"),
+            "completion_mask": self._padded(completion_mask, 0, "right"),
         }
         fields = prompts.fields if prompts.images is not None else {}
         for name, values in fields.items():
             batch[name] = values
             if name in _BY_TOKEN:
-                shows = name == "mm_token_type_ids" and image_id is not None
-                behind = (
-                    batch["completion_ids"] == image_id
-                    if shows
-                    else torch.zeros_like(batch["completion_ids"])
-                )
-                batch[name] = torch.cat([wide(values, 0, "left"), behind.long()], dim=1)
-        if own is not None:
-            batch["tool_mask"] = wide(own, 1, "right")
+                # Only this field tells the tokens of images from others.
+                if name == "mm_token_type_ids" and image_id is not None:
+                    of_completions = batch["completion_ids"] == image_id
+                else:
+                    of_completions = torch.zeros_like(batch["completion_ids"])
+                of_prompts = self._padded(values, 0, "left")
+                batch[name] = torch.cat([of_prompts, of_completions.long()], dim=1)
+        if policy_mask is not None:
+            batch["tool_mask"] = self._padded(policy_mask, 1, "right")
         moved: Batch = self.to_device(batch)
         if logps is not None:
-            scored = [[torch.nan if logp is None else logp for logp in row] for row in logps]
-            seen = wide(scored, fill=0.0, side="right", dtype=torch.float32)
-            moved["sampling_per_token_logps"] = seen.to(
+            nan_logps = [[torch.nan if logp is None else logp for logp in row] for row in logps]
+            logps_BC = self._padded(nan_logps, fill=0.0, side="right", dtype=torch.float32)
+            moved["sampling_per_token_logps"] = logps_BC.to(
                 moved["prompt_ids"].device, non_blocking=True
             )
         if prompts.images is not None:
             moved["num_images"] = prompts.num_images
         return moved
 
+    def _padded(
+        self, values: Sequence[Any], fill: float, side: str, dtype: torch.dtype = torch.long
+    ) -> Tensor:
+        """Rows of unequal lengths as one tensor, padded with `fill` on a side."""
+        rows = [torch.tensor(row, dtype=dtype) for row in values]
+        padded: Tensor = pad(
+            rows, padding_value=fill, padding_side=side, pad_to_multiple_of=self.multiple
+        )
+        return padded
+
     def weigh(self, generation: Generation, extensions: Sequence[Extension]) -> None:
-        """Weigh the groups that are learned from, once: no later part replaces one."""
+        """Weigh the groups that are learned from, once no group is replaced any more.
+
+        Afterwards the batch has its final advantages, (B,), and the number of tokens in the loss,
+        and lacks the columns that only refill needs.
+        """
         batch = generation.batch
         accelerator = self.context.accelerator
-        weighed = generation.advantages = self.advantages(
-            batch, generation.group_size, generation.step
-        )
-        own_B = generation.of_rank(weighed.advantages_PG.flatten(), accelerator.process_index)
-        batch["advantages"] = own_B.to(accelerator.device, non_blocking=True)
+        final = self.advantages(batch, generation.group_size, generation.step)
+        generation.advantages = final
+        advantages_B = generation.of_rank(final.advantages_PG.flatten(), accelerator.process_index)
+        batch["advantages"] = advantages_B.to(accelerator.device, non_blocking=True)
         batch["num_items_in_batch"] = self.loss_tokens(batch)
         with self.phase("policy"):
             for extension in extensions:
@@ -277,7 +313,7 @@ class BatchBuilder:
         with self.phase("other"):
             self.watcher.weighed(generation)
 
-    def loss_tokens(self, batch: Batch) -> torch.Tensor:
-        """Of all ranks, ()."""
-        tokens: torch.Tensor = self.context.accelerator.gather(loss_mask(batch).sum()).sum()
+    def loss_tokens(self, batch: Batch) -> Tensor:
+        """Number of tokens in the loss over all ranks, ()."""
+        tokens: Tensor = self.context.accelerator.gather(loss_mask(batch).sum()).sum()
         return tokens

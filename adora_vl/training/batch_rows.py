@@ -1,10 +1,10 @@
-"""Rows of a batch, taken, packed, joined and replaced.
+"""Takes, packs, joins and replaces rows of a batch.
 
-This file alone knows which columns are as wide as what.
+This file alone knows which columns are as wide as prompts, completions, or both.
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate.utils import recursively_apply, send_to_device
@@ -21,6 +21,7 @@ SplitBatch = dict[str, Any]
 # The columns of some rows, on the CPU. In `images` stands each distinct image, by the number of its
 # first patch.
 PackedRows = dict[str, Any]
+Nested = TypeVar("Nested")  # tensors in lists, tuples and dicts
 _OWN_WIDTH = ("pixel_values", "image_grid_thw", "grades")  # whatever the number of their columns
 
 
@@ -46,8 +47,8 @@ def pack_rows(rows: SplitBatch, banks: ImageBanks) -> PackedRows:
     references = rows.get("pixel_values")
     if isinstance(references, list):
         starts = [
-            first_patches(own, grid)
-            for own, grid in zip(references, rows["image_grid_thw"], strict=True)
+            first_patches(references_of_row, grid)
+            for references_of_row, grid in zip(references, rows["image_grid_thw"], strict=True)
         ]
         packed["pixel_values"] = starts
         packed["images"] = {
@@ -62,50 +63,53 @@ def unpack_rows(packed: PackedRows, banks: ImageBanks, device: torch.device) -> 
     rows: SplitBatch = send_to_device({k: v for k, v in packed.items() if k != "images"}, device)
     bank = banks.more()
     if "images" in packed and bank is not None:
-        held = {
+        references = {
             start: bank.hold(key, patches.to(device), grid).to(device)
             for start, (key, patches, grid) in packed["images"].items()
         }
         none = torch.zeros(0, 1, dtype=torch.long, device=device)
         rows["pixel_values"] = [
-            torch.cat([none, *(held[start] for start in row)]) for row in packed["pixel_values"]
+            torch.cat([none, *(references[start] for start in row)])
+            for row in packed["pixel_values"]
         ]
     return join_images(rows)
 
 
-def to_cpu(values: Any) -> Any:
-    """A copy whose tensors are on the CPU, each with storage of its own."""
-    return recursively_apply(lambda tensor: tensor.detach().cpu().clone(), values)
+def to_cpu(values: Nested) -> Nested:
+    """A copy of nested values whose tensors are on the CPU, each with storage of its own."""
+    copied: Nested = recursively_apply(lambda tensor: tensor.detach().cpu().clone(), values)
+    return copied
 
 
 def take_rows(split: SplitBatch, rows: Sequence[int]) -> SplitBatch:
     """Select these rows from every column. Scalars are kept."""
-    taken: SplitBatch = {}
-    places: dict[torch.device, Tensor] = {}  # one copy to a device, for which nothing waits
+    selected: SplitBatch = {}
+    indices: dict[torch.device, Tensor] = {}  # one copy to a device, for which nothing waits
     for name, value in split.items():
         if isinstance(value, list):
-            taken[name] = [value[row] for row in rows]
+            selected[name] = [value[row] for row in rows]
         elif isinstance(value, Tensor) and value.dim() > 0:
-            if value.device not in places:
-                places[value.device] = torch.as_tensor(rows).to(value.device, non_blocking=True)
-            taken[name] = value[places[value.device]]
+            if value.device not in indices:
+                indices[value.device] = torch.as_tensor(rows).to(value.device, non_blocking=True)
+            selected[name] = value[indices[value.device]]
         else:
-            taken[name] = value
-    return taken
+            selected[name] = value
+    return selected
 
 
 def used_columns(prompt_mask: Tensor, lengths: Sequence[int]) -> tuple[int, int]:
-    """The first column of prompts and the number of columns of completions that are not padding in
-    every row.
+    """The first column of prompts and the number of completion columns that are not all padding.
+
+    `lengths` has the completion tokens of each row.
     """
     return int(prompt_mask.any(dim=0).int().argmax()), max(*lengths, 1)
 
 
 def without_padding(batch: dict[str, Any], used: tuple[int, int] | None = None) -> dict[str, Any]:
-    """Cut off columns that are padding in every row: on the left of prompts and on the right of
-    completions.
+    """Cut off columns that are padding in every row.
 
-    `used`: the `used_columns` of these rows, where they are known.
+    They are on the left of prompts and on the right of completions. `used` has the `used_columns`
+    of these rows, where they are known.
     """
     prompt = batch["prompt_mask"].size(1)
     completion = batch["completion_mask"].size(1)
@@ -114,23 +118,22 @@ def without_padding(batch: dict[str, Any], used: tuple[int, int] | None = None) 
     )
     if first == 0 and last == completion:
         return batch
-    kept = {
+    slices = {
         "prompt": slice(first, None),
         "both": slice(first, prompt + last),
         "answer": slice(last),
     }
-    spans = {
-        name: _span(name, value=value, prompt=prompt, completion=completion)
-        for name, value in batch.items()
-    }
-    return {
-        name: value[:, kept[spans[name]]] if spans[name] else value for name, value in batch.items()
-    }
+    cut: dict[str, Any] = {}
+    for name, value in batch.items():
+        axis = _token_axis(name, value=value, prompt=prompt, completion=completion)
+        cut[name] = value[:, slices[axis]] if axis else value
+    return cut
 
 
-def _span(name: str, value: Any, prompt: int, completion: int) -> str:
-    """Of what a column has a value for each token: of the `prompt`, the `answer` or `both`; empty:
-    of neither.
+def _token_axis(name: str, value: object, prompt: int, completion: int) -> str:
+    """Which token axis a column has: 'prompt', 'answer' (the completion), 'both' or ''.
+
+    `prompt` and `completion` are the widths of the batch.
     """
     if not isinstance(value, Tensor) or value.dim() < 2 or name in _OWN_WIDTH:
         return ""
@@ -139,37 +142,50 @@ def _span(name: str, value: Any, prompt: int, completion: int) -> str:
     return {completion: "answer", prompt + completion: "both"}.get(value.size(1), "")
 
 
-def concat_rows(batch: Batch, further: Batch, pad_id: int) -> Batch:
+def concat_rows(batch: Batch, appended: Batch, pad_id: int) -> Batch:
     """The rows of both batches, padded to the wider of the two.
 
     Values without rows are taken from `batch`.
     """
-    prompt = max(part["prompt_ids"].size(1) for part in (batch, further))
-    completion = max(part["completion_ids"].size(1) for part in (batch, further))
-    both_sequence = all(_sequence_ratio(part) for part in (batch, further))
-    wide = (
-        _widened(
-            part, prompt=prompt, completion=completion, pad_id=pad_id, sequence_ratio=both_sequence
+    batches = (batch, appended)
+    prompt = max(part["prompt_ids"].size(1) for part in batches)
+    completion = max(part["completion_ids"].size(1) for part in batches)
+    sequence_ratio = all(_sequence_ratio(part) for part in batches)
+    splits = []
+    for part in batches:
+        widened = _widened(
+            part,
+            prompt=prompt,
+            completion=completion,
+            pad_id=pad_id,
+            sequence_ratio=sequence_ratio,
         )
-        for part in (batch, further)
-    )
-    own, other = map(split_images, wide)
-    both: SplitBatch = {}
-    for name, value in own.items():
+        splits.append(split_images(widened))
+    first, second = splits
+    joined: SplitBatch = {}
+    for name, value in first.items():
         if isinstance(value, Tensor) and value.dim() > 0:
-            both[name] = torch.cat([value, other[name]])
+            joined[name] = torch.cat([value, second[name]])
+        elif isinstance(value, list):
+            joined[name] = value + second[name]
         else:
-            both[name] = value + other[name] if isinstance(value, list) else value
-    return join_images(both)
+            joined[name] = value
+    return join_images(joined)
 
 
 def chosen_groups(
     batch: Batch, further: Batch, groups: Sequence[int], size: int, pad_id: int
 ) -> Batch:
-    """The `groups` of `size` rows of both batches, by their numbers in the two together, padded to
-    the wider of them.
+    """The chosen groups of both batches, padded to the wider of the two.
 
     `num_items_in_batch` is left unchanged, because it is a sum over all ranks.
+
+    Args:
+        batch: its groups are numbered first.
+        further: its groups are numbered on from there.
+        groups: numbers of the chosen groups.
+        size: rows of a group.
+        pad_id: fills columns of token ids.
     """
     rows = [group * size + member for group in groups for member in range(size)]
     return join_images(take_rows(split_images(concat_rows(batch, further, pad_id)), rows))
@@ -184,17 +200,22 @@ def _sequence_ratio(batch: Batch) -> bool:
 def _widened(
     batch: Batch, prompt: int, completion: int, pad_id: int, sequence_ratio: bool
 ) -> Batch:
-    """Pad prompts on the left, completions on the right, and tensors that span both on both sides."""
-    now = batch["prompt_ids"].size(1), batch["completion_ids"].size(1)
-    left = prompt - now[0]
-    right = completion - now[1]
-    sides = {"prompt": (left, 0), "both": (left, right), "answer": (0, right)}
+    """Pad prompts on the left, completions on the right, and columns of both on both sides.
+
+    `prompt` and `completion` are the new widths. `sequence_ratio` says whether the importance ratio
+    to the engine is one number per rollout, which has no token axis.
+    """
+    prompt_width = batch["prompt_ids"].size(1)
+    completion_width = batch["completion_ids"].size(1)
+    on_left = prompt - prompt_width
+    on_right = completion - completion_width
+    sides = {"prompt": (on_left, 0), "both": (on_left, on_right), "answer": (0, on_right)}
     wide = dict[str, Any]()
     for name, value in dict[str, Any](batch).items():
         fill = pad_id if name.endswith("_ids") and name != "mm_token_type_ids" else 0
         if name == "importance_sampling_ratio":  # TRL's VESPO takes its logarithm without a mask
-            wide[name] = value if sequence_ratio else pad(value, (0, right), value=1)
+            wide[name] = value if sequence_ratio else pad(value, (0, on_right), value=1)
         else:
-            span = _span(name, value, *now)
-            wide[name] = pad(value, sides[span], value=fill) if span else value
+            axis = _token_axis(name, value, prompt=prompt_width, completion=completion_width)
+            wide[name] = pad(value, sides[axis], value=fill) if axis else value
     return cast("Batch", wide)

@@ -43,7 +43,7 @@ class Extension:
         """Refuse a model. Raises `ValueError` as `check` does."""
 
     def costs(self, keys: AdoraGRPOConfig) -> str:
-        """What it costs, for the first lines of the run; nothing is an empty text."""
+        """The costs of the extension, for the first lines of the run; empty if it costs nothing."""
         return ""
 
     def start(self, context: StepContext, images: DistinctImages) -> None:
@@ -52,10 +52,10 @@ class Extension:
         self.images: DistinctImages = images
 
     def images_of(self, group: RolloutGroup, images: list[Any]) -> list[list[Any] | None]:
-        """What each rollout of a training group sees instead of the problem's `images`.
+        """The images that each rollout of a training group sees instead of the problem's `images`.
 
-        None is the problem's own images. A group that goes on in a later generation is asked for
-        again, so the answer may depend on nothing that has changed since.
+        None stands for the problem's own images. The images of a group that continues in a later
+        generation are asked for again, so they may depend on nothing that has changed since.
         """
         return [None] * len(group.rollouts)
 
@@ -79,6 +79,8 @@ def asked_extensions(config: AdoraGRPOConfig) -> dict[str, dict[str, Any]]:
 
 
 def _loaded(entry: str) -> FromFile:
+    """The class that an entry of the key names, from its file."""
+
     def is_extension(value: object) -> bool:
         return isinstance(value, type) and issubclass(value, Extension)
 
@@ -135,9 +137,13 @@ def other_images(
     members: Sequence[tuple[int, int]],
     images: Sequence[list[Any] | None],
 ) -> list[list[Any] | None]:
-    """What a rollout sees where it does not see the trainer's `images`.
+    """The images of each rollout that does not see the trainer's; None for the others.
 
-    `members` has the number of its group, and its number in the group, for each rollout.
+    Args:
+        extensions: of the run; of several that change a rollout's images the last one counts.
+        groups: of this rank.
+        members: for each rollout the number of its group, and its own in the group.
+        images: the trainer's, for each rollout.
     """
     instead: list[list[Any] | None] = [None] * len(members)
     for extension in extensions:

@@ -1,5 +1,6 @@
-"""What is said where not one of the first rollouts of a run is right: the reference answers beside
-what was read.
+"""Warns where not one of the first rollouts of a run is right.
+
+The warning shows reference answers beside what was read of the rollouts.
 
 A reference answer that no answer can meet trains at reward 0 for ever, and looks like a problem that
 is too hard.
@@ -48,11 +49,11 @@ def unmet(rows: Sequence[Row], scores: Scores) -> list[str]:
     beside: dict[str, str] = {}
     for row, answer, reason in zip(rows, read, reasons, strict=False):
         gold = shown(row.get("answer"), _SHOWN_CHARS)
-        said = "no answer" if answer is None else shown(answer, _SHOWN_CHARS)
-        beside.setdefault(str(gold), f"{said} ({reason})")
+        extracted = "no answer" if answer is None else shown(answer, _SHOWN_CHARS)
+        beside.setdefault(str(gold), f"{extracted} ({reason})")
     examples = [
-        f"  reference answer {gold}, read {said}"
-        for gold, said in list(beside.items())[:_SHOWN_ROWS]
+        f"  reference answer {gold}, read {extracted}"
+        for gold, extracted in list(beside.items())[:_SHOWN_ROWS]
     ]
     return [
         f"warning: none of the first {len(verdicts)} rollouts is right; see whether these reference "

@@ -15,15 +15,16 @@ from adora_vl.types import Batch, Row
 
 @dataclass
 class Generation:
-    """One batch of this rank: B rows in groups of G. N: the rows of all ranks, P x G."""
+    """One generation of this rank: B rows in groups of G. All ranks have N = P x G rows."""
 
     rows: list[Row]  # (B,)
     mode: Literal["train", "eval"]
     step: int  # optimizer steps made before it
     key: str  # that step and the micro-batch in it, "12/0": seeds whatever is drawn for it
-    attempt: int  # 0, or which round of further problems
+    attempt: int  # 0, or the round of further problems
     group_size: int  # G
-    number: int = 0  # of the generations of a training, where rollouts may be older
+    # index among the generations of a training, where rollouts may be older than theirs
+    number: int = 0
     first_micro_step: int = 0  # TRL's `_step` where it begins
     rollouts: list[Rollout] = field(default_factory=list)  # (B,)
     scores: Scores | None = None
@@ -33,15 +34,25 @@ class Generation:
 
     @classmethod
     def restored(cls, first_micro_step: int, micro_batches: list[Batch]) -> Generation:
-        """A generation that a checkpoint was written within.
+        """The rest of a generation that a checkpoint was written within.
 
-        It has nothing but its micro-batches.
+        It has nothing but its micro-batches, and where they begin.
         """
-        return cls([], "train", 0, "", 0, 0, 0, first_micro_step, micro_batches=micro_batches)
+        return cls(
+            rows=[],
+            mode="train",
+            step=0,
+            key="",
+            attempt=0,
+            group_size=0,
+            first_micro_step=first_micro_step,
+            micro_batches=micro_batches,
+        )
 
     def release(self) -> None:
-        """Let go of all but the micro-batches, which are copies: the policy learns from nothing
-        else.
+        """Let go of all but the micro-batches, which are copies.
+
+        The policy learns from nothing else, and images take much memory.
         """
         self.rows = []
         self.rollouts = []
@@ -51,8 +62,9 @@ class Generation:
 
     @property
     def where(self) -> str:
-        """Names this batch among all of a run; a resumed run arrives at the same name."""
-        return f"{self.mode}/{self.key}{f'/{self.attempt}' if self.attempt else ''}"
+        """The name of this batch among all of a run; a resumed run arrives at the same name."""
+        attempt = f"/{self.attempt}" if self.attempt else ""
+        return f"{self.mode}/{self.key}{attempt}"
 
     @property
     def micro(self) -> int:
@@ -60,5 +72,5 @@ class Generation:
         return int(self.key.split("/")[1])
 
     def of_rank(self, values_N: Tensor, rank: int) -> Tensor:
-        """This rank's part of a value per rollout of all ranks, (B,)."""
+        """The part of rank `rank`, (B,), of values of all ranks' rollouts, (N,)."""
         return values_N[rank * len(self.rows) : (rank + 1) * len(self.rows)]

@@ -1,6 +1,8 @@
-"""Ends the run, or skips the step, when something goes wrong: an unreadable image, a reward
-function that fails, an engine that drifts from the policy, an importance ratio that explodes. All
-ranks decide alike.
+"""Guards that end the run, or skip the step, when something goes wrong.
+
+They look for an image that cannot be read, a reward function that fails, an engine that drifts from
+the policy, a reference that is not the policy's start, an importance ratio that explodes. All ranks
+decide alike.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,44 +39,57 @@ START_BOUND = 1e-3
 
 
 class GenerationGuard:
-    """Ends the run, with a checkpoint, where a generation is sampled: there one is exact, and
-    nothing is lost.
+    """Ends the run, with a checkpoint, where a generation is sampled.
+
+    A checkpoint is exact there, so nothing is lost.
     """
 
     def __init__(
         self, context: StepContext, control_tokens: Sequence[str] = CONTROL_TOKENS
     ) -> None:
-        """`control_tokens`: of the model, which no prompt may have."""
+        """Build a guard.
+
+        `control_tokens` are those of the model, which no prompt may have.
+        """
         self.save = context.save_now
         self.state = context.state
         self.control_tokens = control_tokens
 
     def check(self, rows: Sequence[Row], step: int) -> None:
-        """Raises `RunError` on all ranks, with row and checkpoint, if any has one whose image
-        cannot be read, and `SharedUserError` where a prompt cannot be used: rows of a stream are
-        seen here for the first time.
+        """Refuse rows that cannot be used. Collective.
+
+        Rows of a stream are seen here for the first time.
+
+        Args:
+            rows: of this rank's generation.
+            step: optimizer steps that have been made.
+
+        Raises:
+            RunError: an image cannot be read on some rank; names row and checkpoint.
+            SharedUserError: a prompt cannot be used on some rank.
         """
         self._check_prompts(rows, step)
-        found = gather_object(unreadable_rows(rows))
-        if not found:
+        unreadable = gather_object(unreadable_rows(rows))
+        if not unreadable:
             return
         checkpoint = self.save()
-        (row, reason) = found[0]
-        more = len({name for name, _ in found}) - 1
+        (row, reason) = unreadable[0]
+        others_count = len({name for name, _ in unreadable}) - 1
         raise RunError(
             f"step {step + 1}: row {row}: an image cannot be read: {reason}"
-            f"{f' (and {more} more rows)' if more else ''}. Nothing of this step was applied. "
+            f"{f' (and {others_count} more rows)' if others_count else ''}. Nothing of this step was applied. "
             f"Repair or remove the row, and go on with --resume_from_checkpoint {checkpoint}"
         )
 
     def _check_prompts(self, rows: Sequence[Row], step: int) -> None:
+        """Raise `SharedUserError` on all ranks where a prompt cannot be used on any."""
         faults = []
-        seen = set[int]()  # the rows of a group share one prompt
+        checked_ids = set[int]()  # the rows of a group share one prompt
         for number, row in enumerate(rows):
             prompt = row.get("prompt")
-            if id(prompt) in seen:
+            if id(prompt) in checked_ids:
                 continue
-            seen.add(id(prompt))
+            checked_ids.add(id(prompt))
             fault = problem_with_messages(prompt, self.control_tokens)
             if fault is not None:
                 faults.append(f"row {row.get('id', f'#{number} of the batch')}: {fault}")
@@ -86,16 +101,17 @@ class GenerationGuard:
 
     @contextmanager
     def beginning(self, step: int) -> Iterator[None]:
-        """Inside, a user's code begins rollouts.
+        """Inside, a user's code begins the rollouts of rows. Collective.
 
-        `SharedUserError` on all ranks where any raised `UserError`; saves.
+        Raises `SharedUserError` on all ranks, with the checkpoint to go on from, where any rank has
+        raised `UserError`.
         """
         problem = ""
         try:
             yield
         except UserError as error:
             problem = str(error)
-        problems = [one for one in gather_object([problem]) if one]
+        problems = [text for text in gather_object([problem]) if text]
         if problems:
             raise SharedUserError(
                 f"step {step + 1}: {problems[0]}; go on with --resume_from_checkpoint {self.save()}"
@@ -103,9 +119,9 @@ class GenerationGuard:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, all ranks ask the servers, or give them weights.
+        """Inside, all ranks use the servers, or give them weights.
 
-        Raises `RunError` on all of them together.
+        Raises `RunError` on all ranks together where no server is left.
         """
         try:
             yield
@@ -117,8 +133,9 @@ class GenerationGuard:
 
 
 class RewardGuard:
-    """Ends the run where a reward function fails, hangs or returns nonsense, and knows which of its
-    calls failed.
+    """Ends the run where a reward function fails, hangs or returns nonsense.
+
+    It also knows which calls of a function failed for single completions.
     """
 
     def __init__(self, context: StepContext) -> None:
@@ -126,12 +143,11 @@ class RewardGuard:
         self.timeout = context.config.adora_reward_timeout
         self.save = context.save_now
         self.failures: list[RewardFailure] = []  # of this rank, in the present generation
-        self._unscored: list[
-            dict[int, str]
-        ] = []  # by function: this rank's completions whose call failed, and why
+        # for each function, why its call failed, by the number of this rank's completion
+        self._unscored: list[dict[int, str]] = []
 
     def around(self, functions: Sequence[Any], names: Sequence[str]) -> list[Any]:
-        """The functions as TRL is to call them.
+        """The functions as TRL is to call them: with a time limit, and failures noted.
 
         Reward models, which are modules, stay as they are.
         """
@@ -150,17 +166,20 @@ class RewardGuard:
         ]
 
     def check(self, step: int) -> None:
-        """Raises `RunError` on all ranks, with function, row and the checkpoint to go on from, if
-        any rank failed; `SharedUserError` where the failure is a mistake of the user.
+        """End the run on all ranks if a function failed on any. Collective.
+
+        Raises:
+            RunError: names function, row and the checkpoint to go on from.
+            SharedUserError: the failure is a mistake of the user.
         """
-        found = [RewardFailure(*each) for each in gather_object(self.failures[:])]
+        failures = [RewardFailure(*fields) for fields in gather_object(self.failures[:])]
         self.failures.clear()
-        if not found:
+        if not failures:
             return
-        mistake = next((each.reason for each in found if each.mistake), None)
+        mistake = next((failure.reason for failure in failures if failure.mistake), None)
         if mistake is not None:
             raise SharedUserError(f"step {step + 1}: {mistake}, and go on with {self._resume()}")
-        failure = found[0]
+        failure = failures[0]
         raise RunError(
             f"step {step + 1}: reward {failure.function}: {failure.row}: {failure.reason}. "
             "Nothing of this step was applied. Repair the function, and go on with "
@@ -168,28 +187,28 @@ class RewardGuard:
         )
 
     def failed_calls(self, rows: int) -> dict[tuple[int, int], str]:
-        """Why a function returned an exception in the place of a reward, by the number of the
-        rollout, of all ranks, and of the function. `rows`: rollouts of one rank; every rank has as
-        many.
+        """Why functions returned an exception in the place of a reward. Collective.
+
+        Returns the reasons by the number of the rollout over all ranks and the number of the
+        function. Every rank has `rows` rollouts.
         """
-        own = [
-            [
-                (row, number, why)
-                for number, one in enumerate(self._unscored)
-                for row, why in one.items()
-            ]
+        calls_of_rank = [
+            (row, function, reason)
+            for function, unscored in enumerate(self._unscored)
+            for row, reason in unscored.items()
         ]
-        for one in self._unscored:
-            one.clear()
-        ranks = enumerate(gather_object(own))
-        return {
-            (rank * rows + row, number): why for rank, found in ranks for row, number, why in found
-        }
+        for unscored in self._unscored:
+            unscored.clear()
+        reasons = {}
+        for rank, calls in enumerate(gather_object([calls_of_rank])):
+            for row, function, reason in calls:
+                reasons[rank * rows + row, function] = reason
+        return reasons
 
     def check_scored(self, missing: Sequence[str | None], step: int) -> None:
-        """Raises `RunError` if not one rollout has a reward.
+        """Raise `RunError` if not one rollout has a reward.
 
-        `missing`: why each has none, of all ranks.
+        `missing` says why each rollout of all ranks has none; None for a rollout with a reward.
         """
         if not all(missing):
             return
@@ -200,13 +219,14 @@ class RewardGuard:
         )
 
     def _resume(self) -> str:
-        """Saves, and returns how to go on."""
+        """Save, and return the option that goes on from there."""
         return f"--resume_from_checkpoint {self.save()}"
 
 
-def _is_bounded(function: Any) -> bool:
-    """Whether a function is one of ours: those bound the work for each answer, or the time for each
-    call of a judge.
+def _is_bounded(function: object) -> bool:
+    """Whether a function is one of ours, and needs no time limit.
+
+    Ours bound the work for each answer, or the time for each call of a judge.
     """
     return str(getattr(function, "__module__", "")).startswith("adora_vl.rewards.")
 
@@ -221,12 +241,11 @@ class DriftGuard:
         self.bound = context.config.adora_max_drift  # nats per token on average; None only logs
 
     def check_batch(self, batch: Batch, step: int, logps_BC: Tensor | None = None) -> None:
-        """As `check`, for the log-probabilities of a batch.
+        """Check the log-probabilities of a batch, as `check` does.
 
-        Called in the first pass that scores these rollouts.
-
-        `logps_BC`: the policy's, by default the old ones. Where they or the engine's are missing,
-        nothing is compared.
+        It is called in the first pass that scores these rollouts. `logps_BC` are the policy's, by
+        default the old ones of the batch. Where they or the engine's are missing, nothing is
+        compared.
         """
         logps_BC = logps_BC if logps_BC is not None else batch.get("old_per_token_logps")
         sampling_BC = batch.get("sampling_per_token_logps")
@@ -234,9 +253,9 @@ class DriftGuard:
             self.check(logps_BC, sampling_BC, compared_mask(batch), step)
 
     def check(self, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor, step: int) -> None:
-        """The policy's log-probabilities against the engine's.
+        """Compare the policy's log-probabilities with the engine's, and log the drift. Collective.
 
-        Raises `RolloutError` on all ranks together.
+        Raises `RolloutError` on all ranks together where the mean drift is above the bound.
         """
         sums_3 = drift_sums(logps_BC, sampling_BC, mask_BC)
         drift = merge_drift(self.accelerator.gather(sums_3[None]))
@@ -251,13 +270,12 @@ class DriftGuard:
 
 
 def largest_ratio(log_ratios_BC: Tensor, mask_BC: Tensor, level: str = "token") -> Tensor:
-    """The largest importance ratio of a batch, (), float32, and at least 1; NaN if any ratio is
-    NaN.
+    """The largest importance ratio of a batch, (), float32, and at least 1; NaN if any is NaN.
 
-    `level`: `token`, or `sequence` for the ratio of a sequence's mean, as TRL's
+    The `level` is `token`, or `sequence` for the ratio of a sequence's mean, as TRL's
     `importance_sampling_level`.
     """
-    # a padded place may hold anything
+    # a padded position may hold anything
     counted_BC = torch.where(mask_BC.bool(), log_ratios_BC.float(), 0.0)
     if level == "sequence":
         counted_BC = counted_BC.sum(dim=1, keepdim=True) / mask_BC.sum(dim=1, keepdim=True).clamp(
@@ -267,12 +285,16 @@ def largest_ratio(log_ratios_BC: Tensor, mask_BC: Tensor, level: str = "token") 
 
 
 class ReferenceGuard:
-    """Stops the run before its first update where the reference of the KL term is not the policy
-    that the run starts from: the term would pull the policy there before anything was learned.
+    """Stops the run before its first update where the reference is not the policy's start.
+
+    The KL term would then pull the policy to the reference before anything was learned.
     """
 
     def __init__(self, context: StepContext, rounding: float) -> None:
-        """`rounding`: how far two right passes may differ on average, in nats per token."""
+        """Build a guard.
+
+        `rounding` is how far two right passes may differ on average, in nats per token.
+        """
         self.accelerator = context.accelerator
         self.beta = context.config.beta
         self.rows = context.config.per_device_train_batch_size
@@ -284,10 +306,10 @@ class ReferenceGuard:
         return step == 0 and not self._is_done
 
     def check(self, batch: Batch, policy_logps: PolicyLogps) -> None:
-        """Compare the policy with its reference, on all ranks together.
+        """Compare the policy with its reference. Collective.
 
-        Raises `SharedUserError`. `policy_logps`: scores the batch's first rows where the batch has
-        no log-probabilities of the policy yet.
+        Raises `SharedUserError` where they differ by more than rounding. `policy_logps` scores the
+        batch's first rows where the batch has no log-probabilities of the policy yet.
         """
         self._is_done = True
         policy_BC = batch.get("old_per_token_logps")
@@ -317,12 +339,11 @@ class RatioGuard:
         self.exploded: float | None = None  # the ratio above the bound, in this optimizer step
 
     def loss(self, loss: Tensor, logps_BC: Tensor | None, micro: Batch) -> Tensor:
-        """Returns `loss`, or NaN if the ratio is above the bound.
+        """Return the loss, or NaN if the ratio is above the bound. Collective.
 
         With NaN every backend finds gradients that are not finite on all ranks, and the step is
-        skipped and counted like any such step.
-
-        `logps_BC`: the policy's log-probabilities from its pass for this loss.
+        skipped and counted like any such step. `logps_BC` are the policy's log-probabilities from
+        its pass for this loss.
         """
         old_BC = micro.get("old_per_token_logps")
         # nothing was learned since sampling: every ratio is 1
@@ -337,21 +358,27 @@ class RatioGuard:
         return loss * torch.nan
 
     def take(self) -> float | None:
-        """Returns the ratio that exploded in this step, if any, and forgets it."""
-        taken = self.exploded
+        """Return the ratio that exploded in this step, if any, and forget it."""
+        ratio = self.exploded
         self.exploded = None
-        return taken
+        return ratio
 
 
 def errors_with_step(
     step: Callable[[], int], where_to_go_on: Callable[[], str]
 ) -> TranslatedErrors:
-    """Wraps the training.
+    """A context for the training, which raises errors again with the step that failed.
 
-    Errors are raised again with the step and the checkpoint that a new start goes on from.
+    An error of the engine, or an unexpected one, also names the checkpoint that a new start goes on
+    from.
+
+    Args:
+        step: returns the optimizer steps that have been made.
+        where_to_go_on: returns words on the checkpoint.
     """
 
     def translated(error: Exception) -> Exception | None:
+        """The error to raise instead; None for one that says all this already."""
         if isinstance(error, EngineError):
             failed = RunError(f"step {step() + 1}: {error}; {where_to_go_on()}")
             failed.__cause__ = error.__cause__ or error
@@ -371,7 +398,7 @@ def errors_with_step(
 def _full_disk(error: Exception, step: int, where_to_go_on: str) -> DiskFullError:
     """The error of a step that found the disk full; it names the file where that is known."""
     file = getattr(error, "filename", None)
-    place = f" of {str(file)!r}" if file else ""
+    of_file = f" of {str(file)!r}" if file else ""
     return DiskFullError(
-        f"step {step + 1}: no space left on the disk{place}; make room there, and {where_to_go_on}"
+        f"step {step + 1}: no space left on the disk{of_file}; make room there, and {where_to_go_on}"
     )

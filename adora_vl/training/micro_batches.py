@@ -1,10 +1,11 @@
 """Divides a generation into micro-batches.
 
-Groups stay together, those without signal are left out, padding is cut.
+Groups stay together, groups without signal are left out, and padding is cut.
 
 A unit is the rows that stay together: a group, or as large a part of it as divides a micro-batch
-(`BatchLayout.unit`). Units move between ranks, so that none waits for another: with ZeRO-3 the ranks go
-through their micro-batches in lockstep, and one takes as long as on the rank with the most tokens.
+(`BatchLayout.unit`). Units move between ranks, so that no rank waits for another: with ZeRO-3 the
+ranks go through their micro-batches in lockstep, and each takes as long as on the rank with the
+most tokens.
 """
 
 import math
@@ -39,24 +40,31 @@ MEAN_OVER_TOKENS = frozenset({"dapo", "cispo", "vespo"})
 
 
 def live_units(advantages: Tensor, unit: int) -> list[bool]:
-    """For each unit, whether any of its advantages is not 0. `advantages`: (B,) or (B, C)."""
-    alive: list[bool] = advantages.bool().view(-1, unit * advantages[0].numel()).any(dim=1).tolist()
+    """Whether any advantage of each unit is not 0.
+
+    The advantages are (B,) or (B, C); a unit is `unit` neighbouring rows.
+    """
+    values_per_unit = unit * advantages[0].numel()
+    alive: list[bool] = advantages.bool().view(-1, values_per_unit).any(dim=1).tolist()
     return alive
 
 
-def chosen_units(live: Sequence[bool], wanted: int, tokens: Sequence[int]) -> list[int]:
-    """All live units, filled up to `wanted` with the shortest of the others, in their original
-    order.
+def chosen_units(live: Sequence[bool], count: int, tokens: Sequence[int]) -> list[int]:
+    """Numbers of the units that are learned from, in ascending order.
+
+    They are all live units, filled up to `count` with the shortest of the others, so that all ranks
+    have equally many. `tokens` has the tokens of each unit.
     """
     dead = sorted((unit for unit, alive in enumerate(live) if not alive), key=tokens.__getitem__)
-    kept = {unit for unit, alive in enumerate(live) if alive}
-    return sorted(kept | set(dead[: max(0, wanted - len(kept))]))
+    chosen = {unit for unit, alive in enumerate(live) if alive}
+    missing = max(0, count - len(chosen))
+    return sorted(chosen | set(dead[:missing]))
 
 
 def split_evenly(units: Sequence[int], micro_batches: int) -> list[list[int]]:
-    """Distribute the units as evenly as possible.
+    """Distribute the units over micro-batches as evenly as possible.
 
-    Neighbours share a micro-batch, and none stays empty.
+    Neighbours share a micro-batch, and no micro-batch stays empty.
     """
     assert len(units) >= micro_batches, f"{len(units)} units for {micro_batches} micro-batches"
     return [part.tolist() for part in torch.tensor(units).tensor_split(micro_batches)]
@@ -79,35 +87,40 @@ def planned(units: Sequence[int], chunks: int, chunk: int, full: int) -> list[li
 def tokens_of_units(
     prompts_B: Tensor, answers_B: Tensor, unit: int, *, shares_prompt: bool
 ) -> list[int]:
-    """How many tokens the policy's pass has for each unit, with its prompt once or once for each
-    row.
+    """How many tokens the policy's pass has for each unit.
+
+    Args:
+        prompts_B: tokens of each row's prompt.
+        answers_B: tokens of each row's completion.
+        unit: rows of a unit.
+        shares_prompt: whether the prompt is computed once for a unit, not once for each row.
     """
     prompts_UR = prompts_B.view(-1, unit)
     answers_UR = answers_B.view(-1, unit)
-    own_U = prompts_UR[:, 0] if shares_prompt else prompts_UR.sum(dim=1)
-    counts: list[int] = (own_U + answers_UR.sum(dim=1)).tolist()
+    prompts_U = prompts_UR[:, 0] if shares_prompt else prompts_UR.sum(dim=1)
+    counts: list[int] = (prompts_U + answers_UR.sum(dim=1)).tolist()
     return counts
 
 
-def by_length(units: Sequence[int], tokens: Sequence[int], chunks: int, place: str) -> list[int]:
-    """The units in the order in which they are learned from, divided into `chunks` optimizer steps
-    by `split_evenly`.
+def by_length(units: Sequence[int], tokens: Sequence[int], chunks: int, seed: str) -> list[int]:
+    """The units in the order in which they are learned from.
 
-    Within a step the longest come first. So units of similar length meet, in a micro-batch, where
-    they need little padding, and on ranks, where none waits for another; and a run that does not
-    fit into memory fails at once. Each step should see units of all lengths: which go into which
-    step is drawn by `place`, the same for all ranks.
+    `split_evenly` divides them into `chunks` optimizer steps. Within a step the longest come first.
+    So units of similar length meet: in a micro-batch, where they need little padding, and on
+    different ranks at the same time, where none waits for another. A run that does not fit into
+    memory fails at once. Each step should see units of all lengths, so it is drawn which go into
+    which step; the `seed` is the same on all ranks.
     """
     longest_first = sorted(units, key=lambda number: (-tokens[number], number))
     if chunks == 1:
         return longest_first
-    drawn = torch.randperm(len(units), generator=generator_at(place)).tolist()
+    drawn = torch.randperm(len(units), generator=generator_at(seed)).tolist()
     return [longest_first[rank] for part in split_evenly(drawn, chunks) for rank in sorted(part)]
 
 
 _CPU = torch.device("cpu")
-# With at least this share of the longest unit's tokens one may be learned from beside it
-# (`benchmarks.lockstep`).
+# A unit with at least this share of the longest one's tokens may be learned from beside it. A higher
+# share moves more units and saves little (`python -m benchmarks.lockstep`).
 ALIKE = 0.8
 
 
@@ -119,42 +132,64 @@ class Move(NamedTuple):
     target: int
 
 
-def plan_moves(tokens: Sequence[Mapping[int, int]], least: int = 1) -> list[Move]:
-    """The units that move, so that ranks find similar ones at the same time, the longest first; the
-    same on all ranks.
+class Unit(NamedTuple):
+    """A unit of a rank.
 
-    Units are dealt, the longest first, in rounds of one for each rank: its own where that is about
-    as long as the longest that is left; else another rank's, if there is such a one.
-
-    `tokens`: on each rank, of each unit that is to be learned from. `least`: units that every rank
-    processes anyway.
+    Units compare by their tokens; among equally long ones the lower number is the greater unit.
     """
-    left = [
-        sorted(((count, -number) for number, count in own.items()), reverse=True) for own in tokens
+
+    tokens: int
+    negative_number: int
+
+    @property
+    def number(self) -> int:
+        """The unit's number on its rank."""
+        return -self.negative_number
+
+
+def plan_moves(tokens: Sequence[Mapping[int, int]], min_units: int = 1) -> list[Move]:
+    """The units that move, so that ranks find similar ones at the same time.
+
+    Ranks learn from their units in order of length, the longest first. So units are dealt in rounds
+    of one for each rank, the longest first: the rank's own where that is about as long as the
+    longest that remains anywhere; else another rank's, if there is such a one.
+
+    Every rank computes the same plan.
+
+    Args:
+        tokens: for each rank, the tokens of each unit that is to be learned from, by its number.
+        min_units: units that every rank processes anyway.
+    """
+    remaining = [
+        sorted((Unit(count, -number) for number, count in units.items()), reverse=True)
+        for units in tokens
     ]
-    rounds = max(least, math.ceil(sum(map(len, left)) / len(left)))
+    ranks = range(len(remaining))
+    rounds = max(min_units, math.ceil(sum(map(len, remaining)) / len(remaining)))
     moves = []
-    for further in range(rounds - 1, -1, -1):  # rounds after this one
-        near = ALIKE * max((own[0][0] for own in left if own), default=0)
-        taking = []
-        for rank, own in enumerate(left):
-            if own and own[0][0] >= near:
-                own.pop(0)
+    for rounds_after in range(rounds - 1, -1, -1):
+        near = ALIKE * max((units[0].tokens for units in remaining if units), default=0)
+        receivers = []
+        for rank, units in enumerate(remaining):
+            if units and units[0].tokens >= near:
+                units.pop(0)
             else:
-                taking.append(rank)
-        for rank in sorted(taking, key=lambda rank: (not left[rank], left[rank][:1])):
-            source = max(range(len(left)), key=lambda other: (left[other][:1], -other))
-            if not left[
-                rank
-            ]:  # gets what another rank could not learn from in the rounds that are left
-                source = max(range(len(left)), key=lambda other: (len(left[other]), -other))
-                wanted = len(left[source]) > further
+                receivers.append(rank)
+        # Ranks with the shortest units come first, ranks without any last.
+        receivers.sort(key=lambda rank: (not remaining[rank], remaining[rank][:1]))
+        for rank in receivers:
+            if remaining[rank]:
+                source = max(ranks, key=lambda giver: (remaining[giver][:1], -giver))
+                moves_one = remaining[source][0].tokens >= near
             else:
-                wanted = left[source][0][0] >= near
-            if wanted:
-                moves.append(Move(source, -left[source].pop(0)[1], rank))
-            elif left[rank]:
-                left[rank].pop(0)
+                # It gets what another rank could not learn from in the rounds after this one.
+                source = max(ranks, key=lambda giver: (len(remaining[giver]), -giver))
+                moves_one = len(remaining[source]) > rounds_after
+            if moves_one:
+                unit = remaining[source].pop(0)
+                moves.append(Move(source, unit.number, rank))
+            elif remaining[rank]:
+                remaining[rank].pop(0)
     return moves
 
 
@@ -168,12 +203,23 @@ def rebalanced(
     pad_id: int,
     exchange: Callable[[Sequence[Move], Sequence[Any], int], list[Any]],
 ) -> tuple[Batch, list[bool]]:
-    """Carry out the `plan` of `plan_moves`; returns the new batch of this rank, and for each of its
-    units whether it learns from it. All ranks call this together. Units that are given away stay in
-    the batch with advantages of 0.
+    """Carry out a plan of `plan_moves`. Collective.
 
-    `live`: for each unit of `unit` rows, whether it is to be learned from. `banks`: the images that
-    the rows refer to. `exchange`: sends packed rows, by the plan.
+    Units that are given away stay in the batch with advantages of 0.
+
+    Args:
+        batch: of this rank.
+        live: for each of its units, whether it is to be learned from.
+        unit: rows of a unit.
+        plan: the same on all ranks.
+        rank: this one.
+        banks: have the images that the rows refer to.
+        pad_id: fills columns of token ids.
+        exchange: `exchange(plan, packed_units, rank)` sends the packed units and returns those that
+            arrive.
+
+    Returns:
+        The new batch of this rank, and for each of its units whether it is to be learned from.
     """
     live = list(live)
     split = split_images(batch)
@@ -194,22 +240,28 @@ def rebalanced(
 
 
 def movable(batch: Mapping[str, Any]) -> tuple[str, ...]:
-    """The columns' names, the same on all ranks.
+    """Names of the columns, which must be the same on all ranks for rows to move.
 
-    Empty where each row has pixels of its own, too large to send.
+    Empty where each row has pixels of its own, because these are too large to send.
     """
     pixels = batch.get("pixel_values")
     return () if pixels is not None and pixels.is_floating_point() else tuple(sorted(batch))
 
 
 class MicroBatcher:
-    """Divides generations.
+    """Divides generations into micro-batches.
 
-    All ranks call every method together and get equally many micro-batches with work.
+    Every rank calls every method, and all get equally many micro-batches with work.
     """
 
     def __init__(self, context: StepContext, banks: ImageBanks, *, every_row_counts: bool) -> None:
-        """`every_row_counts`: whether a row adds to the loss even if its advantage is 0."""
+        """Build a batcher.
+
+        Args:
+            context: what every part of a training step is built from.
+            banks: have the images that rows refer to.
+            every_row_counts: whether a row adds to the loss even if its advantage is 0.
+        """
         self.accelerator = context.accelerator
         self.log = context.log
         self.pad_id = context.pad_id
@@ -221,45 +273,44 @@ class MicroBatcher:
         # mean over tokens, both are taken over the micro-batch and weighed by its tokens.
         by_tokens = context.config.loss_type in MEAN_OVER_TOKENS
         self._by_tokens = by_tokens and has_entropy_bonus(context.config)
-        self._group: Any = None  # of the exchange
+        # the processes that exchange units, made at the first exchange
+        self._group: distributed.ProcessGroup | None = None
 
     def split(self, batch: Batch, key: str) -> list[Batch]:
-        """Divide the generation into `steps_per_generation` micro-batches of whole units.
+        """Divide a generation into `steps_per_generation` micro-batches of whole units. Collective.
 
-        An empty one has no work.
-
-        `key`: where the run stands, the same on all ranks.
+        An empty micro-batch has no work. The `key` names the position in the run, the same on all
+        ranks, and seeds which units go into which optimizer step.
         """
         shape = self.shape
         unit = self.shape.unit
         chunks = self.shape.steps // self.shape.chunk
-        # less where rollouts are unfinished
+        # The share of the generation's slots that have rollouts: below 1 where rollouts are
+        # unfinished.
         filled = len(batch["advantages"]) / (shape.rows * shape.steps)
         count = len(batch["advantages"]) // unit
-        takes_all = not self.config.own("skip_zero_signal")
-        live = (
-            [True] * count
-            if self._every_row_counts or takes_all
-            else live_units(batch["advantages"], unit)
-        )
+        skips_dead = self.config.own("skip_zero_signal") and not self._every_row_counts
+        live = live_units(batch["advantages"], unit) if skips_dead else [True] * count
         if self.config.own("spread_signal") and self.accelerator.num_processes > 1:
             batch, live = self._rebalance(batch, live)
-        wanted = max(gather_object([sum(live)]))
+        # Collective: all ranks learn from as many units as the one with the most live ones.
+        most_live = max(gather_object([sum(live)]))
         columns = dict[str, Any](batch)
         host = HostRows.of(
             batch["prompt_ids"], batch["prompt_mask"], batch["completion_mask"], columns
         )
         tokens = self._tokens(host.prompt_mask.sum(dim=1), torch.tensor(host.lengths))
-        units = chosen_units(live, max(wanted, chunks), tokens)
+        units = chosen_units(live, max(most_live, chunks), tokens)
         self.log("adora/skipped_groups", 1 - len(units) / count)
         units = by_length(
-            units, tokens=tokens, chunks=chunks, place=f"micro-batches/{self.config.seed}/{key}"
+            units, tokens=tokens, chunks=chunks, seed=f"micro-batches/{self.config.seed}/{key}"
         )
         split = split_images(batch)
         plan = planned(units, chunks=chunks, chunk=shape.chunk, full=shape.rows // unit)
         return [self._micro_batch(split, host=host, units=part, filled=filled) for part in plan]
 
     def _tokens(self, prompts_B: Tensor, answers_B: Tensor) -> list[int]:
+        """Tokens of each unit in the policy's pass, from those of each row."""
         return tokens_of_units(
             prompts_B,
             answers_B=answers_B,
@@ -270,7 +321,10 @@ class MicroBatcher:
     def _micro_batch(
         self, split: SplitBatch, host: HostRows, units: list[int], filled: float
     ) -> Batch:
-        """`filled`: the share of the generation's places that have rollouts."""
+        """The micro-batch of some units, without padding.
+
+        `filled` is the share of the generation's slots that have rollouts.
+        """
         if not units:
             return {}
         unit = self.shape.unit
@@ -283,30 +337,29 @@ class MicroBatcher:
             tokens = loss_mask(micro).sum()
             micro["share_of_tokens"] = self.share_of_tokens(micro, tokens)
             # With these TRL divides by the tokens of the micro-batch.
-            micro["num_items_in_batch"] = tokens * self._places
+            micro["num_items_in_batch"] = tokens * self._micro_batches
         return micro
 
     @property
-    def _places(self) -> int:
+    def _micro_batches(self) -> int:
         """Micro-batches of a generation over all ranks, with those that stay empty."""
         return int(self.accelerator.num_processes) * self.shape.steps
 
     def share_of_tokens(self, micro: Batch, tokens: Tensor) -> Tensor:
-        """The tokens of a micro-batch over those of a micro-batch of its generation on average,
-        (), float64.
+        """The tokens of a micro-batch over the mean tokens of its generation's, (), float64.
 
-        `tokens`: how many of its tokens count, ().
+        `tokens` is how many of its tokens count, ().
         """
-        known = micro.get("share_of_tokens")
-        if known is not None:
-            return known
-        return tokens.double() * self._places / micro["num_items_in_batch"].clamp(min=1)
+        share = micro.get("share_of_tokens")
+        if share is not None:
+            return share
+        return tokens.double() * self._micro_batches / micro["num_items_in_batch"].clamp(min=1)
 
     def weight(self, micro: Batch) -> float | Tensor:
-        """By what the loss of a micro-batch is scaled.
+        """The factor by which the loss of a micro-batch is scaled.
 
-        Stock TRL takes a mean over its rows, or over its tokens, so those of a small one would
-        weigh more.
+        Stock TRL takes a mean over the rows of a micro-batch, or over its tokens, so the rows or
+        tokens of a small one would weigh more.
         """
         if self._by_tokens:
             return micro.get("share_of_tokens", 1.0)
@@ -315,17 +368,22 @@ class MicroBatcher:
         return 1.0
 
     def scaled(self, loss: Tensor, micro: Batch) -> Tensor:
-        """The loss of a micro-batch by its weight among those of the step."""
+        """The loss of a micro-batch times its weight among the micro-batches of the step."""
         return loss * self.weight(micro)
 
     def _rebalance(self, batch: Batch, live: list[bool]) -> tuple[Batch, list[bool]]:
-        """Move units between ranks, if one of them would otherwise take longer than the others."""
+        """Move units between ranks, if one of them would otherwise take longer than the others.
+
+        Collective. Returns the new batch, and for each unit whether it is to be learned from.
+        """
         counts = self._tokens(batch["prompt_mask"].sum(dim=1), batch["completion_mask"].sum(dim=1))
-        own = {number: tokens for number, tokens in enumerate(counts) if live[number]}
-        tokens, names = zip(*gather_object([(own, movable(batch))]), strict=True)
-        # a rank without images lacks their columns
-        alike = names[0] and all(those == names[0] for those in names)
-        plan = plan_moves(tokens, self.shape.steps // self.shape.chunk) if alike else []
+        live_counts = {number: count for number, count in enumerate(counts) if live[number]}
+        gathered = gather_object([(live_counts, movable(batch))])
+        tokens = [counts_of_rank for counts_of_rank, _ in gathered]
+        columns = [columns_of_rank for _, columns_of_rank in gathered]
+        # A rank without images lacks their columns; then nothing moves.
+        is_movable = columns[0] and all(names == columns[0] for names in columns)
+        plan = plan_moves(tokens, self.shape.steps // self.shape.chunk) if is_movable else []
         self.log("adora/moved_groups", len(plan) / max(sum(map(len, tokens)), 1))
         if not plan:
             return batch, live
@@ -343,9 +401,10 @@ class MicroBatcher:
         )
 
     def _exchange(self, plan: Sequence[Move], sending: Sequence[Any], rank: int) -> list[Any]:
-        """What arrives on this rank of packed rows that go through CPU memory, so that no GPU has
-        to hold them twice. `sending`: those of this rank, in the order of the plan, which all ranks
-        go through together.
+        """Send packed rows by the plan, and return those that arrive on this rank.
+
+        All ranks go through the plan together. Rows travel through CPU memory, so that no GPU has
+        to hold them twice. `sending` has those of this rank in the order of the plan.
         """
         if self._group is None:
             self._group = distributed.new_group(backend="gloo")

@@ -1,11 +1,12 @@
-"""The optimizer's steps: bad ones skipped, and the learning rate that a method scales."""
+"""Callbacks around the optimizer's steps: skip bad ones, and scale the learning rate."""
 
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from torch.optim import Optimizer
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adora_vl.training.guards import RatioGuard
 from adora_vl.types import StepContext
@@ -14,7 +15,9 @@ MOST_BAD_STEPS = 3  # in a row, after which a run stops
 
 
 class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """A NaN in one batch would stay in Adam's moments for good, so such a step leaves weights and
+    """Skips optimizer steps whose gradients are not finite.
+
+    A NaN in one batch would stay in Adam's moments for good, so such a step leaves weights and
     optimizer alone.
 
     After `MOST_BAD_STEPS` of them in a row the run saves and stops, and `reason` says why.
@@ -26,8 +29,13 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
     def __init__(
         self, context: StepContext, ratios: RatioGuard, deepspeed: Callable[[], Any] | None
     ) -> None:
-        """`deepspeed`: the model in its engine, which is there once the training has begun; None
-        without DeepSpeed.
+        """Build the callback.
+
+        Args:
+            context: what every part of a training step is built from.
+            ratios: says whether an importance ratio made the step bad.
+            deepspeed: returns the model in DeepSpeed's engine, which exists once the training has
+                begun; None without DeepSpeed.
         """
         self.patience = (
             math.inf if deepspeed is not None and context.config.fp16 else MOST_BAD_STEPS
@@ -40,9 +48,17 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
         self.reason: str | None = None
 
     def on_pre_optimizer_step(
-        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Optimizer,
+        **kwargs: object,
     ) -> None:
-        """All ranks see the same reduced gradients, and so decide alike."""
+        """Drop gradients that are not finite, without DeepSpeed.
+
+        All ranks see the same reduced gradients, and so decide alike.
+        """
         if self.deepspeed is not None:
             return
         parameters = [
@@ -59,8 +75,14 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
                 parameter.grad = None
         self._count(bad, control)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """DeepSpeed's norm is infinite where it has skipped the step."""
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Count steps that DeepSpeed has skipped: its norm is infinite there."""
         if self.deepspeed is None:
             return
         norm = self.deepspeed().get_global_grad_norm()  # of all ranks
@@ -76,7 +98,8 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
             return
         self._count(bad, control)
 
-    def _count(self, bad: bool, control: Any) -> None:
+    def _count(self, bad: bool, control: TrainerControl) -> None:
+        """Count a step, and stop the run after too many bad ones in a row."""
         self.log("adora/skipped_steps", float(bad))
         self.in_a_row = self.in_a_row + 1 if bad else 0
         ratio = self.ratios.take()
@@ -96,25 +119,34 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
             f"{self.in_a_row} steps in a row {why}; the weights are those of before. Likely "
             f"causes: {causes}"
         )
-        control.should_save = control.should_training_stop = True
+        control.should_save = True
+        control.should_training_stop = True
 
 
 class ScaledRate(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Multiplies the rate of every parameter group for the time of one optimizer step, and restores
-    it to the bit.
+    """Multiplies the rate of every parameter group for the time of one optimizer step.
 
-    Multiplying advantages would not do: Adam divides by the size of the gradient, so a constant
-    factor changes nothing.
+    Afterwards the rates are restored to the bit. Multiplying advantages would not do: Adam divides
+    by the size of the gradient, so a factor that stays the same over the steps changes nothing.
     """
 
     def __init__(self, factor: Callable[[], float]) -> None:
-        """`factor`: for the step that comes; 1 leaves the rates alone."""
+        """Build the callback.
+
+        `factor` returns the factor of the coming step; 1 leaves the rates alone.
+        """
         self.factor = factor
         self._before: list[float] = []
 
     def on_pre_optimizer_step(
-        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Optimizer,
+        **kwargs: object,
     ) -> None:
+        """Multiply the rates."""
         factor = self.factor()
         self._before = []
         if factor != 1.0:
@@ -123,8 +155,14 @@ class ScaledRate(TrainerCallback):  # type: ignore[misc]  # transformers is unty
                 group["lr"] = group["lr"] * factor
 
     def on_optimizer_step(
-        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Optimizer,
+        **kwargs: object,
     ) -> None:
+        """Restore the rates."""
         for group, rate in zip(optimizer.param_groups, self._before, strict=False):
             group["lr"] = rate
         self._before = []

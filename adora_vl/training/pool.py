@@ -1,14 +1,16 @@
-"""A pool of groups fills a generation: by rules, whoever samples, and to the same end on all ranks.
+"""A pool of groups that fills each generation, with the same number of groups on every rank.
 
-A problem is drawn; its group begins, and its rollouts go on until they end, or for as many tokens
-as a generation may take (`budget`: partial rollouts, of Kimi k1.5, arXiv 2501.12599, section 2.6.2,
-and APRIL, arXiv 2509.18521, for texts; ours keeps whole groups, takes the images along, and drops
-nothing). The oldest complete groups are graded, and those without signal give their places to
-groups of further problems (`refill`: DAPO's dynamic sampling, arXiv 2503.14476). What is left is
-weighed once; what has not ended waits for the next generation.
+A data loader draws a problem, its group begins, and its rollouts are sampled until they end, or for
+as many tokens as one generation may take (`budget`). Such partial rollouts are those of Kimi k1.5
+(arXiv 2501.12599, section 2.6.2) and of APRIL (arXiv 2509.18521), which have them for texts. Ours
+keeps whole groups together, takes the images along, and drops nothing.
 
-All ranks begin, grade and learn from equally many groups, so only the groups themselves have to be
-remembered.
+The oldest complete groups are graded. Groups without signal give their slots to groups of further
+problems (`refill`: DAPO's dynamic sampling, arXiv 2503.14476). The remaining groups are weighed
+once; rollouts that have not ended wait for the next generation.
+
+All ranks begin, grade and learn from equally many groups, so a rank has to remember nothing but the
+groups themselves.
 """
 
 import math
@@ -54,44 +56,62 @@ from adora_vl.utils.errors import RolloutError, UserError
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A rollout that goes on."""
+class Continuation:
+    """What the sampler needs to continue one rollout."""
 
     group: RolloutGroup
-    member: int
-    prompt: list[int]  # its tokens
-    images: list[Any]  # that the engine sees with it
-    compared: bool  # whether they are the trainer's, so that log-probabilities can be compared
-    budget: int | None  # tokens that may come now; None: up to its end
-    longest: int  # tokens of the whole answer
-    said: int  # tokens that the policy has sampled before
+    member: int  # the rollout's number in its group
+    prompt_ids: list[int]
+    images: list[Any]  # that the engine sees with the prompt
+    # whether the images are the trainer's; else the engine's log-probabilities belong to another
+    # prompt and cannot be compared with the policy's
+    compared: bool
+    token_budget: int | None  # tokens that may be sampled now; None: up to the rollout's end
+    max_length: int  # tokens of the whole completion
+    tokens_before: int  # tokens that the policy had sampled before this generation
+
+
+RolloutKey = tuple[int, int]  # the number of the group, and the rollout's own in the group
+TokenLimits = dict[int, int | None]  # by the number of the group; None: up to the rollouts' ends
 
 
 class Pool:
-    """All ranks call it together."""
+    """Fills each generation with groups of rollouts.
+
+    The methods are collective: every rank calls each of them, in the same order.
+    """
 
     def __init__(
         self,
         context: StepContext,
         images: DistinctImages,
         sampler: Sampler,
-        judge: BatchBuilder,
+        builder: BatchBuilder,
         guard: GenerationGuard,
         extensions: Sequence[Extension],
         phase: Callable[[str], AbstractContextManager[None]],
         dataset: Any,
-        turns: ToolLoop | None = None,
+        tool_loop: ToolLoop | None = None,
         environments: Environments | None = None,
     ) -> None:
-        """`phase`: inside, the seconds count as this one's.
+        """Build an empty pool.
 
-        `dataset`: whose rows are trained on. `turns`: how calls of tools are answered, None without
-        tools. `environments`: of the rollouts, where they have some.
+        Args:
+            context: what every part of a training step is built from.
+            images: reads prompts, with each distinct image processed once.
+            sampler: samples the rollouts.
+            builder: makes complete groups into a batch, grades and judges it.
+            guard: ends the run where rows are unreadable or no server is left.
+            extensions: of the run, in their order.
+            phase: a context in which the seconds count as those of the named phase.
+            dataset: the data set that is trained on, or a stand-in with a length and rows.
+            tool_loop: answers calls of tools; None without tools.
+            environments: enters groups into environments; None without environments.
         """
         self.context = context
         self.images = images
         self.sampler = sampler
-        self.judge = judge
+        self.builder = builder
         self.accelerator = context.accelerator
         self.config = context.config
         self.log = context.log
@@ -99,520 +119,664 @@ class Pool:
         self.extensions = extensions
         self.phase = phase
         self.rows = DistinctRows(dataset)
-        self.asked: RolloutOptions = context.config.adora_rollouts
+        self.options: RolloutOptions = context.config.adora_rollouts
         self.shape = BatchLayout.of(context.config)
-        self.turns = turns
+        self.tool_loop = tool_loop
         self.environments = environments
-        # whether a generation may begin more than it learns from
-        self.waits = self.asked.budget is not None
-        # groups of one rank
-        self.places = self.shape.rows * self.shape.steps // self.shape.generations
-        # Half of them: a step of a few rollouts would be noise. And a unit for every optimizer
-        # step.
+        # Whether a rollout may pause, so that a generation may begin more groups than it learns
+        # from.
+        self.allows_partial = self.options.budget is not None
+        # Groups that one rank learns from in a full generation.
+        self.slots = self.shape.rows * self.shape.steps // self.shape.generations
+        # Fewest groups that a rank may learn from: half its slots, because a smaller batch is too
+        # noisy, and at least one unit for every optimizer step of the generation.
         chunks = self.shape.steps // self.shape.chunk
-        unit = self.shape.unit
-        self.least = math.ceil(max(self.places / 2, chunks * unit / self.shape.generations))
-        self.aged = self.waits  # whether rollouts may be older than their generation
-        # now, and before the generations of the present step
-        self.state, self._before = (
-            PoolState(),
-            PoolState(),
-        )
-        self._sampled_at = -1  # the optimizer steps that had been made then
-        # the prompts that were asked last
-        self._read: tuple[list[DrawnProblem], PromptBatch] | None = None
+        units = chunks * self.shape.unit
+        self.min_groups = math.ceil(max(self.slots / 2, units / self.shape.generations))
+        # Whether rollouts may be older than the generation that learns from them.
+        self.has_stale = self.allows_partial
+        self.state = PoolState()
+        # The state before the generations of the present optimizer step. A run that dies before it
+        # learns from them samples them again from there.
+        self._state_before_step = PoolState()
+        self._sampled_at = -1  # optimizer steps that had been made when that state was noted
+        # The problems of the rollouts that were read last, and their prompts.
+        self._last_read: tuple[list[DrawnProblem], PromptBatch] | None = None
 
     # --------------------------------------------------------------------------------- a generation
 
     def fill(self, generation: Generation) -> None:
-        """Sample, grade and judge the rows.
+        """Sample, grade and judge the rows of a generation.
 
-        In a training, replace groups without signal, and weigh what is left.
+        In a training this also replaces groups without signal and weighs the remaining ones.
+
+        Args:
+            generation: of this rank; has its rows, and gets its rollouts, scores, batch and
+                advantages here.
+
+        Raises:
+            UserError: rollouts may be stale, but the rows have no numbers.
+            RunError: a row cannot be read, or a reward function or the last server failed.
         """
         rows: list[Row] = shown_rows(generation.rows)
         generation.rows = rows
         size = generation.group_size
         self.guard.check(rows, generation.step)
-        if generation.mode == "train" and self.aged:
+        if generation.mode == "train" and self.has_stale:
             if min(dict[str, Any](row).get(ROW_NUMBER, -1) for row in rows) < 0:
                 raise UserError(
                     "adora_rollouts: these rows do not say their numbers, by which problems that "
                     "wait are read again (a streamed data set, or a loader of your own); load the "
                     "data set whole, or set budget and ahead off"
                 )
-            generation.number = self._until(generation.step, generation.micro)
+            generation.number = self._generations_before(generation.step, generation.micro)
         first = self.accelerator.process_index * len(rows)
         drawn = groups_of(rows, generation.where, generation.number, first, size)
-        drawn = self._entered(drawn, generation.step, anew=True)
+        drawn = self._in_environments(drawn, generation.step, anew=True)
         if generation.mode == "eval":
-            groups = self._sampled(generation, drawn, dict.fromkeys(range(len(drawn))))
-            self.judge(generation, groups, self._prompts(groups), aged=False)
+            groups = self._sample(generation, drawn, dict.fromkeys(range(len(drawn))))
+            self.builder(generation, groups, self._prompts_read(groups), aged=False)
             return
-        self._note(generation)
-        budget = self._budget()
-        groups = self._go_on(generation, drawn, budget)
-        groups, fewest = self._rounds(generation, groups, budget)
-        self.state = replace(self.state, groups=tuple(groups), complete=fewest)
-        if self.aged:
+        self._begin_step(generation)
+        budget = self._token_budget()
+        groups = self._sample_generation(generation, drawn, budget)
+        groups, min_complete = self._grade_and_refill(generation, groups, budget)
+        self.state = replace(self.state, waiting=tuple(groups), min_complete=min_complete)
+        if self.has_stale:
             self._log_ages(generation, budget)
-        self.judge.weigh(generation, self.extensions)
+        self.builder.weigh(generation, self.extensions)
 
     def before_weights_change(self) -> None:
-        """Called before the last micro-batch of every optimizer step."""
+        """Do what has to precede a change of the weights; here nothing.
 
-    def _note(self, generation: Generation) -> None:
-        """Keep what was there before an optimizer step's generations: a run that stops within goes
-        on there.
+        Called before the last micro-batch of every optimizer step.
         """
-        # whose groups may be superfluous
-        if self._sampled_at < 0 and self.waits and not self.asked.refill:
-            self._say_what_is_lost(generation)
+
+    def _begin_step(self, generation: Generation) -> None:
+        """Keep the state from before the first generation of an optimizer step.
+
+        A run that stops before it has learned from the step's generations resumes from that state.
+        """
+        is_first = self._sampled_at < 0
+        # Without refill every waiting group needs a slot in one of the remaining generations.
+        if is_first and self.allows_partial and not self.options.refill:
+            self._warn_of_lost_groups(generation)
         if generation.step != self._sampled_at:
-            self._before = self.state
+            self._state_before_step = self.state
             self._sampled_at = generation.step
 
-    def _left(self, generation: Generation) -> int:
-        """Generations of the training, with this one."""
-        return self._until(int(self.context.state().max_steps)) - self._until(
-            generation.step, generation.micro
-        )
+    def _generations_left(self, generation: Generation) -> int:
+        """Number of generations until the end of the training, including this one."""
+        total = self._generations_before(int(self.context.state().max_steps))
+        return total - self._generations_before(generation.step, generation.micro)
 
-    def _until(self, step: int, micro: int = 0) -> int:
-        """Generations of the training before a micro-batch of an optimizer step."""
+    def _generations_before(self, step: int, micro: int = 0) -> int:
+        """Index of the generation that contains micro-batch `micro` of optimizer step `step`."""
         shape = self.shape
         if not shape.has_one_step:
             return math.ceil((step * shape.accumulated + micro) / shape.cycle)
-        return schedule.generations_in(step, *self._in_step_and_epoch) + micro // shape.cycle
+        before_step = schedule.generations_in(step, *self._generations_of_step_and_epoch)
+        return before_step + micro // shape.cycle
 
     @property
-    def _in_step_and_epoch(self) -> tuple[int, int]:
-        """Generations of an optimizer step that takes some, and of an epoch."""
+    def _generations_of_step_and_epoch(self) -> tuple[int, int]:
+        """Generations of an optimizer step that takes several, and generations of an epoch."""
         shape = self.shape
-        rows = len(self.rows) * self.shape.generations
-        return shape.accumulated // shape.cycle, rows // (
-            shape.rows * shape.steps * self.accelerator.num_processes
-        )
+        rows = len(self.rows) * shape.generations
+        rows_of_generation = shape.rows * shape.steps * self.accelerator.num_processes
+        return shape.accumulated // shape.cycle, rows // rows_of_generation
 
-    def _budget(self) -> int | None:
-        """Of this generation.
+    def _token_budget(self) -> int | None:
+        """Token budget per rollout in this generation; None for no limit.
 
-        `auto`: so large that the oldest answers, sampled to their ends, have no more left.
+        `auto` gives each rollout enough tokens per generation to finish within `staleness`
+        generations.
         """
-        given: int | str | None = self.asked.budget
-        parts = (
-            math.ceil(self.asked.staleness / self.asked.ahead)
-            if self.asked.ahead
-            else self.asked.staleness + 1
-        )
-        least = math.ceil(self.config.max_completion_length / parts)
-        return (
-            given
-            if isinstance(given, int)
-            else schedule.automatic_budget(self.state.lengths, least)
-        )
+        budget: int | str | None = self.options.budget
+        if self.options.ahead:
+            parts = math.ceil(self.options.staleness / self.options.ahead)
+        else:
+            parts = self.options.staleness + 1
+        min_budget = math.ceil(self.config.max_completion_length / parts)
+        if isinstance(budget, int):
+            return budget
+        return schedule.automatic_budget(self.state.lengths, min_budget)
 
-    def _begun(
-        self, generation: Generation, drawn: list[RolloutGroup], waiting: int, least: int = 0
+    def _begin_groups(
+        self,
+        generation: Generation,
+        drawn: list[RolloutGroup],
+        waiting: int,
+        min_begun: int = 0,
     ) -> list[RolloutGroup]:
-        """The groups that begin now; the problems that do not stay drawn.
+        """Begin as many groups as fit; problems that do not begin are kept for later.
 
-        `waiting`: groups that have begun. `least`: so many begin in any case.
+        Args:
+            generation: in which the groups begin.
+            drawn: groups of the problems that the data loader has drawn for it.
+            waiting: groups that have begun and were not learned from yet.
+            min_begun: groups that begin even where fewer would fit.
+
+        Returns:
+            The groups that begin, the ones of the oldest problems first.
         """
-        if not self.waits:
+        if not self.allows_partial:
             return drawn
-        known = {group.problem: group.row for group in drawn}
-        problems = [*self.state.drawn, *known]
+        row_of = {group.problem: group.row for group in drawn}
+        problems = [*self.state.drawn, *row_of]
         count = schedule.how_many_begin(
             waiting,
-            complete=self.state.complete,
-            places=self.places,
-            left=self._left(generation),
-            least=least,
+            complete=self.state.min_complete,
+            slots=self.slots,
+            remaining=self._generations_left(generation),
+            min_begun=min_begun,
         )
         empty = (Rollout(),) * generation.group_size
         begun = [
             RolloutGroup(
-                problem=one, row=known.get(one, Row()), began=generation.number, rollouts=empty
+                problem=problem,
+                row=row_of.get(problem, Row()),
+                began=generation.number,
+                rollouts=empty,
             )
-            for one in problems[:count]
+            for problem in problems[:count]
         ]
         self.state = replace(self.state, drawn=tuple(problems[count:]))
         return self._with_rows(begun)
 
     def _with_rows(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-        """The groups, with problems from the data set where they have none."""
-        lacking = [group.problem.number for group in groups if not group.row]
-        rows: Iterator[Any] = iter(self.rows.__getitems__(lacking))
+        """Return the groups with rows; missing ones are read from the data set."""
+        missing = [group.problem.number for group in groups if not group.row]
+        rows: Iterator[Any] = iter(self.rows.__getitems__(missing))
         return [group if group.row else replace(group, row=next(rows)) for group in groups]
 
-    def _go_on(
+    def _sample_generation(
         self, generation: Generation, drawn: list[RolloutGroup], budget: int | None
     ) -> list[RolloutGroup]:
-        """The groups of a generation after their rollouts have gone on, by the budget or to their
-        ends.
+        """Sample the waiting groups and those that begin, by the budget or to their ends.
+
+        Args:
+            generation: that is filled.
+            drawn: groups of the problems that the data loader has drawn for it.
+            budget: tokens per rollout; None: all rollouts are sampled to their ends.
+
+        Returns:
+            The groups, the oldest first, of which enough are complete.
         """
-        groups = [*self.state.groups, *self._begun(generation, drawn, len(self.state.groups))]
-        limits: dict[int, int | None] = dict.fromkeys(range(len(groups)))
+        begun = self._begin_groups(generation, drawn, len(self.state.waiting))
+        groups = [*self.state.waiting, *begun]
+        limits: TokenLimits = dict.fromkeys(range(len(groups)))
         if budget is None:
-            return self._sampled(generation, groups, limits)
+            return self._sample(generation, groups, limits)
         needed = schedule.groups_to_complete(
-            len(groups), places=self.places, left=self._left(generation), least=self.least
+            len(groups),
+            slots=self.slots,
+            remaining=self._generations_left(generation),
+            min_groups=self.min_groups,
         )
         if needed == len(groups):
-            return self._sampled(generation, groups, limits)
-        for place, group in enumerate(groups):
-            if generation.number - group.began < self.asked.staleness:
-                limits[place] = budget
+            return self._sample(generation, groups, limits)
+        # A group that is as old as `staleness` allows keeps None, and is sampled to its end.
+        for number, group in enumerate(groups):
+            if generation.number - group.began < self.options.staleness:
+                limits[number] = budget
         with self.sampler.awake():
-            return self._completed(generation, self._sampled(generation, groups, limits), needed)
+            sampled = self._sample(generation, groups, limits)
+            return self._complete_oldest(generation, sampled, needed)
 
-    def _completed(
+    def _complete_oldest(
         self, generation: Generation, groups: list[RolloutGroup], needed: int
     ) -> list[RolloutGroup]:
-        """So many are complete: as where a training begins, the oldest go on to their ends at once."""
-        short = needed - sum(group.complete for group in groups)
-        if not any(gather_object([short > 0])):
-            return groups
-        behind = [number for number, group in enumerate(groups) if not group.complete][
-            : max(0, short)
-        ]
-        return self._sampled(generation, groups, dict.fromkeys(behind))
+        """Finish the oldest groups now if fewer than `needed` are complete.
 
-    def _rounds(
+        That is always so in the first generation of a training.
+        """
+        missing = needed - sum(group.complete for group in groups)
+        # Collective: where one rank samples, all take part.
+        if not any(gather_object([missing > 0])):
+            return groups
+        incomplete = [number for number, group in enumerate(groups) if not group.complete]
+        oldest = incomplete[: max(0, missing)]
+        return self._sample(generation, groups, dict.fromkeys(oldest))
+
+    # ----------------------------------------------------------------------------- grade and refill
+
+    def _grade_and_refill(
         self, generation: Generation, groups: list[RolloutGroup], budget: int | None
     ) -> tuple[list[RolloutGroup], int]:
-        """Grade what is complete, and what further problems bring as long as any rank lacks groups
-        with signal. Returns the groups that wait, and how many of them have ended on the rank with
-        the fewest.
+        """Grade the complete groups, then replace those without signal by further problems.
+
+        Rounds of further problems follow as long as any rank lacks groups with signal, `refill` of
+        them at most.
+
+        Returns:
+            The groups that wait, and how many of them are complete on the rank with the fewest.
         """
-        learned, groups, fewest = self._judged(generation, groups, self.places)
+        learned, groups, min_complete = self._grade_complete(generation, groups, self.slots)
         assert learned, "a generation has groups that are complete on every rank"
         lengths = _lengths(generation)
         replaced = 0
         size = generation.group_size
-        if self.asked.refill:
+        share = self._note_signal_share(generation) if self.options.refill else 0.0
+        for attempt in range(1, self.options.refill + 1):
             live = live_units(generation.batch["signal"], size)
-            own = torch.tensor([live.count(True) / len(live)], device=self.accelerator.device)
-            share = float(self.accelerator.gather(own).mean())
-            self.state = replace(
-                self.state, signal=(*self.state.signal, share)[-schedule.REMEMBERED :]
-            )
-        for attempt in range(1, self.asked.refill + 1):
-            live = live_units(generation.batch["signal"], size)
-            missing = live.count(False) + (self.places - len(live) if self.aged else 0)
-            lacks = int(
-                self.accelerator.gather(
-                    torch.tensor([missing], device=self.accelerator.device)
-                ).max()
-            )
-            if not lacks:
+            missing = self._most_missing(live)
+            if not missing:
                 break
-            further = replace(generation, attempt=attempt)
-            count = schedule.groups_for(schedule.MORE * lacks, [share], self.places)
-            groups = self._with_further(further, groups=groups, budget=budget, count=count - fewest)
-            more, groups, fewest = self._judged(further, groups, count)
-            if not more:  # on no rank: none has ended within the budget
+            retry = replace(generation, attempt=attempt)
+            max_graded = schedule.groups_for(schedule.OVERSAMPLE * missing, [share], self.slots)
+            groups = self._sample_further(
+                retry, groups=groups, budget=budget, count=max_graded - min_complete
+            )
+            more_groups, groups, min_complete = self._grade_complete(retry, groups, max_graded)
+            if not more_groups:  # on no rank: none has ended within the budget
                 continue
-            lengths = (*lengths, *_lengths(further))
-            if not all(gather_object([further.batch.keys() == generation.batch.keys()])):
-                # only one of the two batches has images, so their rows have different columns
+            lengths = (*lengths, *_lengths(retry))
+            # Collective: where only one of the two batches has images on some rank, their rows have
+            # different columns, and no rank exchanges any.
+            if not all(gather_object([retry.batch.keys() == generation.batch.keys()])):
                 continue
+            free_slots_for = self.slots if self.has_stale else 0
             chosen = schedule.admitted(
-                live, live_units(further.batch["signal"], size), self.places if self.aged else 0
+                live, live_units(retry.batch["signal"], size), free_slots_for
             )
-            replaced += sum(number != place for place, number in enumerate(chosen[: len(live)]))
-            both = [*learned, *more]
-            pad_id = self.context.pad_id
+            replaced += sum(number != slot for slot, number in enumerate(chosen[: len(live)]))
+            candidates = [*learned, *more_groups]
             generation.batch = chosen_groups(
-                generation.batch, further=further.batch, groups=chosen, size=size, pad_id=pad_id
+                generation.batch,
+                further=retry.batch,
+                groups=chosen,
+                size=size,
+                pad_id=self.context.pad_id,
             )
-            learned = [both[number] for number in chosen]
+            learned = [candidates[number] for number in chosen]
             generation.rows = [group.row for group in learned for _ in group.rollouts]
-        if self.asked.refill:
+        if self.options.refill:
             self.log("adora/refilled_groups", replaced / len(learned))
-        if self.waits:
-            self.state = replace(
-                self.state, lengths=(*self.state.lengths, lengths)[-schedule.REMEMBERED :]
-            )
-        return groups, fewest
+        if self.allows_partial:
+            remembered = (*self.state.lengths, lengths)[-schedule.REMEMBERED :]
+            self.state = replace(self.state, lengths=remembered)
+        return groups, min_complete
 
-    def _with_further(
+    def _note_signal_share(self, generation: Generation) -> float:
+        """Remember and return the share of groups with signal, the mean over all ranks."""
+        live = live_units(generation.batch["signal"], generation.group_size)
+        share_1 = torch.tensor([live.count(True) / len(live)], device=self.accelerator.device)
+        share = float(self.accelerator.gather(share_1).mean())
+        remembered = (*self.state.signal_shares, share)[-schedule.REMEMBERED :]
+        self.state = replace(self.state, signal_shares=remembered)
+        return share
+
+    def _most_missing(self, live: Sequence[bool]) -> int:
+        """How many groups with signal are missing on the rank that lacks most.
+
+        `live` says for each group of this rank whether it has signal. Slots that stayed empty count
+        as missing too.
+        """
+        free_slots = self.slots - len(live) if self.has_stale else 0
+        missing_1 = torch.tensor([live.count(False) + free_slots], device=self.accelerator.device)
+        return int(self.accelerator.gather(missing_1).max())
+
+    def _sample_further(
         self, generation: Generation, groups: list[RolloutGroup], budget: int | None, count: int
     ) -> list[RolloutGroup]:
-        """The groups, and those of so many further problems."""
+        """Return the groups and those of `count` further problems, sampled within the budget."""
         if count <= 0:
             return groups
-        begun = self._further(generation, count)
-        limits: dict[int, int | None] = {len(groups) + place: budget for place in range(len(begun))}
+        begun = self._draw_further(generation, count)
+        limits: TokenLimits = {len(groups) + number: budget for number in range(len(begun))}
         self.log("adora/further_batches", 1.0)
-        return self._sampled(generation, [*groups, *begun], limits)
+        return self._sample(generation, [*groups, *begun], limits)
 
-    def _further(self, generation: Generation, count: int) -> list[RolloutGroup]:
-        """Groups of so many further problems for a generation; where the run stands seeds the
-        choice.
+    def _draw_further(self, generation: Generation, count: int) -> list[RolloutGroup]:
+        """Draw `count` further problems and begin their groups.
+
+        The draw is seeded by the position in the run, so a resumed run draws the same problems.
         """
         rank = self.accelerator.process_index
         empty = (Rollout(),) * generation.group_size
         seed = f"{self.config.seed}/{generation.key}/{generation.attempt}/{rank}"
-        numbers = schedule.further_rows(len(self.rows), count, seed)
-        rows: list[Any] = self.rows.__getitems__(numbers)
+        row_numbers = schedule.further_rows(len(self.rows), count, seed)
+        rows: list[Any] = self.rows.__getitems__(row_numbers)
         self.guard.check(rows, generation.step)
+        first_slot = rank * self.slots  # slots are numbered over all ranks
         begun = [
             RolloutGroup(
-                problem=DrawnProblem(number, generation.where, place),
+                problem=DrawnProblem(row_number, generation.where, slot),
                 row=row,
                 began=generation.number,
                 rollouts=empty,
             )
-            for (place, number), row in zip(
-                enumerate(numbers, rank * self.places), rows, strict=True
+            for slot, (row_number, row) in enumerate(
+                zip(row_numbers, rows, strict=True), first_slot
             )
         ]
-        return self._entered(begun, generation.step, anew=False)
+        return self._in_environments(begun, generation.step, anew=False)
 
-    def _entered(self, groups: list[RolloutGroup], step: int, *, anew: bool) -> list[RolloutGroup]:
-        """The groups in environments of their own, where the run has some."""
+    def _in_environments(
+        self, groups: list[RolloutGroup], step: int, *, anew: bool
+    ) -> list[RolloutGroup]:
+        """Give every rollout an environment of its own, where the run has environments."""
         if self.environments is not None:
             with self.guard.beginning(step):
                 groups = self.environments.entered(groups, self.config.seed, anew=anew)
         return groups
 
-    def _judged(
-        self, generation: Generation, groups: list[RolloutGroup], most: int
+    def _grade_complete(
+        self, generation: Generation, groups: list[RolloutGroup], max_groups: int
     ) -> tuple[list[RolloutGroup], list[RolloutGroup], int]:
-        """Grade the oldest complete groups, equally many on every rank and at most so many.
+        """Grade the oldest complete groups, equally many on every rank.
 
-        Returns them, the others, and how many of those have ended on the rank with the fewest.
+        Args:
+            generation: gets the batch of the graded groups.
+            groups: of this rank, the oldest first.
+            max_groups: the most groups that are graded.
+
+        Returns:
+            The graded groups, the remaining ones, and how many of the remaining ones are complete
+            on the rank with the fewest.
         """
         complete = [number for number, group in enumerate(groups) if group.complete]
         count = len(groups)
-        fewest = count
-        if self.aged:
-            own = torch.tensor([len(complete)], device=self.accelerator.device)
-            fewest = int(self.accelerator.gather(own).min())
-            count = min(fewest, most)
+        min_complete = count
+        if self.has_stale:
+            # Collective: ranks may have completed unequal numbers, and have to grade equally many.
+            complete_1 = torch.tensor([len(complete)], device=self.accelerator.device)
+            min_complete = int(self.accelerator.gather(complete_1).min())
+            count = min(min_complete, max_groups)
         graded = [groups[number] for number in complete[:count]]
-        kept = [group for number, group in enumerate(groups) if number not in complete[:count]]
+        remaining = [group for number, group in enumerate(groups) if number not in complete[:count]]
         if count:
-            self.judge(generation, graded, self._prompts(graded), aged=self.aged)
-        return graded, kept, fewest - count
+            self.builder(generation, graded, self._prompts_read(graded), aged=self.has_stale)
+        return graded, remaining, min_complete - count
 
     # ------------------------------------------------------------------------------------- sampling
 
-    def _sampled(
+    def _sample(
         self,
         generation: Generation,
         groups: list[RolloutGroup],
-        limits: dict[int, int | None],
-        ticket: PendingSamples | None = None,
+        limits: TokenLimits,
+        pending: PendingSamples | None = None,
     ) -> list[RolloutGroup]:
-        """The groups after their rollouts have gone on, by so many tokens or (None) to their ends.
+        """Continue the unfinished rollouts of the groups that `limits` names, with all their turns.
 
-        `limits`: by the number of the group. `ticket`: for these rollouts, where they were asked
-        for before.
+        Args:
+            generation: for which they are sampled.
+            groups: of this rank.
+            limits: tokens per rollout by the number of the group; None: to the rollouts' ends.
+                Groups without an entry stay as they are.
+            pending: samples of these rollouts' first turn, where they were requested before.
+
+        Returns:
+            All groups in their order, the continued ones with longer rollouts.
         """
-        began = open_rollouts(groups, limits)
-        tickets = [] if ticket is None else [ticket]
+        unfinished = open_rollouts(groups, limits)
 
-        def ask(going: dict[tuple[int, int], Rollout]) -> dict[tuple[int, int], Rollout]:
-            asks = [self._ask(asked[place], rollout) for place, rollout in going.items()]
-            step = generation.step
-            turn = None if self.turns is None else self.turns.tokens
-            with mismatch_named([asked[place].group.row for place in going]):
-                if tickets:
-                    step = tickets[0].step
-                    answers = tickets.pop().join()
-                else:
-                    answers = self.sampler.sample(asks, prompts)
-            found = {}
-            for (place, rollout), one, answer in zip(going.items(), asks, answers, strict=True):
-                how = turn, self._has_ended, step, asked[place].compared
-                found[place] = append_result(rollout, one, answer, asked[place].longest, *how)
-            return found
+        def sample_turn(going: dict[RolloutKey, Rollout]) -> dict[RolloutKey, Rollout]:
+            nonlocal pending
+            requested_before = pending
+            pending = None  # holds the first turn alone
+            return self._sample_turn(
+                continuations, going, prompts=prompts, pending=requested_before, now=generation.step
+            )
+
+        def answer_calls(key: RolloutKey, rollout: Rollout) -> Rollout:
+            return self._answer_calls(continuations[key], rollout, generation.step)
+
+        def has_room(key: RolloutKey, rollout: Rollout) -> bool:
+            return self._max_tokens(continuations[key], rollout) > 0
 
         with self.phase("rollout"), self.guard.watching():
-            asked, prompts = self._asked(generation, groups, limits, began)
-            played = run_turns(
-                began,
-                ask=ask,
-                answered=lambda place, rollout: self._answered(
-                    asked[place], rollout, generation.step
-                ),
-                may_go_on=lambda place, rollout: self._room(asked[place], rollout) > 0,
+            continuations, prompts = self._continuations(generation, groups, limits, unfinished)
+            continued = run_turns(
+                unfinished,
+                sample=sample_turn,
+                answer_calls=answer_calls,
+                has_room=has_room,
                 any_rank=self.on_any_rank,
             )
-        numbered = [(group, list(enumerate(group.rollouts))) for group in groups]
         return [
             replace(
-                group, rollouts=tuple(played.get((number, member), one) for member, one in rollouts)
+                group,
+                rollouts=tuple(
+                    continued.get((number, member), rollout)
+                    for member, rollout in enumerate(group.rollouts)
+                ),
             )
-            for number, (group, rollouts) in enumerate(numbered)
+            for number, group in enumerate(groups)
         ]
 
-    def on_any_rank(self, goes_on: bool) -> bool:
-        """Whether something holds on any rank; without tools nothing is asked of the others."""
-        if self.turns is None:
-            return False
-        own = torch.tensor([goes_on], device=self.accelerator.device)
-        return bool(self.accelerator.gather(own).any())
+    def _sample_turn(
+        self,
+        continuations: Mapping[RolloutKey, Continuation],
+        going: Mapping[RolloutKey, Rollout],
+        *,
+        prompts: PromptBatch | None,
+        pending: PendingSamples | None,
+        now: int,
+    ) -> dict[RolloutKey, Rollout]:
+        """Sample one turn of the rollouts, or take it from the pending samples.
 
-    def _asked(
+        Args:
+            continuations: by the keys of the rollouts.
+            going: the rollouts that have a turn to sample.
+            prompts: of all rollouts of the generation, for a sampler that reads them itself.
+            pending: samples of this turn that were requested before; None: sample now.
+            now: optimizer steps that have been made.
+        """
+        requests = [self._request(continuations[key], rollout) for key, rollout in going.items()]
+        max_turn = None if self.tool_loop is None else self.tool_loop.turn_tokens
+        step = now
+        with mismatch_named([continuations[key].group.row for key in going]):
+            if pending is not None:
+                step = pending.step
+                results = pending.join()
+            else:
+                results = self.sampler.sample(requests, prompts)
+        longer: dict[RolloutKey, Rollout] = {}
+        for (key, rollout), request, result in zip(going.items(), requests, results, strict=True):
+            longer[key] = append_result(
+                rollout,
+                request,
+                result,
+                max_length=continuations[key].max_length,
+                max_turn=max_turn,
+                has_ended=self._has_ended,
+                step=step,
+                compared=continuations[key].compared,
+            )
+        return longer
+
+    def on_any_rank(self, holds: bool) -> bool:
+        """Return whether something holds on any rank.
+
+        Without tools there is one turn, so this asks no other rank and returns False.
+        """
+        if self.tool_loop is None:
+            return False
+        holds_1 = torch.tensor([holds], device=self.accelerator.device)
+        return bool(self.accelerator.gather(holds_1).any())
+
+    def _continuations(
         self,
         generation: Generation,
         groups: list[RolloutGroup],
-        limits: dict[int, int | None],
-        began: Mapping[tuple[int, int], Rollout],
-    ) -> tuple[dict[tuple[int, int], _Asked], PromptBatch | None]:
-        """What is asked for these rollouts, each by the number of its group and in it; and their
-        prompts.
+        limits: TokenLimits,
+        unfinished: Mapping[RolloutKey, Rollout],
+    ) -> tuple[dict[RolloutKey, Continuation], PromptBatch | None]:
+        """What the sampler needs to continue these rollouts, by their keys, and their prompts.
+
+        A rank without unfinished rollouts reads nothing, and has no prompts.
         """
-        if not began:
+        if not unfinished:
             return {}, None
-        rows = [groups[number].row for number, _ in began]
+        rows = [groups[number].row for number, _ in unfinished]
         prompts = self.images.prompts(rows, generation.mode, refill=generation.attempt > 0)
-        self._read = [groups[number].problem for number, _ in began], prompts
+        self._last_read = [groups[number].problem for number, _ in unfinished], prompts
         extensions = self.extensions if generation.mode == "train" else ()
         images = prompts.images or [None] * len(rows)
-        others = other_images(extensions, groups=groups, members=[*began], images=images)
-        asked = {}
-        for (number, member), ids, own, other in zip(
-            began, prompts.ids, images, others, strict=True
+        replacements = other_images(extensions, groups=groups, members=[*unfinished], images=images)
+        continuations: dict[RolloutKey, Continuation] = {}
+        for (number, member), prompt_ids, trainer_images, replacement in zip(
+            unfinished, prompts.ids, images, replacements, strict=True
         ):
-            longest = self.config.max_completion_length
-            said = len(began[number, member].said)
-            shown = ids, list(other or own or ()), other is None
-            asked[number, member] = _Asked(
-                groups[number], member, *shown, limits[number], longest, said
+            continuations[number, member] = Continuation(
+                group=groups[number],
+                member=member,
+                prompt_ids=prompt_ids,
+                images=list(replacement or trainer_images or ()),
+                compared=replacement is None,
+                token_budget=limits[number],
+                max_length=self.config.max_completion_length,
+                tokens_before=len(unfinished[number, member].policy_tokens),
             )
-        return asked, prompts
+        return continuations, prompts
 
-    def _room(self, asked: _Asked, rollout: Rollout) -> int:
-        """How many tokens it may sample now."""
-        left = asked.longest - len(rollout.tokens)
-        if asked.budget is not None:
-            left = min(left, asked.budget - len(rollout.said) + asked.said)
-        if self.turns is not None and self.turns.tokens is not None:
-            left = min(left, self.turns.tokens - len(rollout.turn))
-        return left
+    def _max_tokens(self, continuation: Continuation, rollout: Rollout) -> int:
+        """How many tokens the rollout may sample in its next turn."""
+        limit = continuation.max_length - len(rollout.tokens)
+        if continuation.token_budget is not None:
+            sampled = len(rollout.policy_tokens)
+            limit = min(limit, continuation.token_budget - sampled + continuation.tokens_before)
+        if self.tool_loop is not None and self.tool_loop.turn_tokens is not None:
+            limit = min(limit, self.tool_loop.turn_tokens - len(rollout.last_turn_tokens))
+        return limit
 
-    def _ask(self, asked: _Asked, rollout: Rollout) -> SamplingRequest:
-        group = asked.group
-        member = asked.member
-        had = rollout.tokens
-        seed = (
-            group.seed(self.config.seed, member, rollout)
-            if self.config.own("seeded_rollouts")
-            else None
-        )
-        together = (
-            (group.problem, member)
-            if had or not self.config.own("group_requests")
-            else group.problem
-        )
-        images = [*asked.images, *(picture.image for picture in rollout.pictures)]
+    def _request(self, continuation: Continuation, rollout: Rollout) -> SamplingRequest:
+        """The request for the next turn of a rollout."""
+        group = continuation.group
+        member = continuation.member
+        tokens = rollout.tokens
+        seed = None
+        if self.config.own("seeded_rollouts"):
+            seed = group.seed(self.config.seed, member, rollout)
+        # Only rollouts that have not begun share their prompt, and so a request.
+        shares_request = not tokens and self.config.own("group_requests")
         return SamplingRequest(
-            ids=[*asked.prompt, *had],
-            images=images,
-            together=together,
+            prompt_ids=[*continuation.prompt_ids, *tokens],
+            images=[*continuation.images, *(picture.image for picture in rollout.pictures)],
+            group=group.problem if shares_request else (group.problem, member),
             seed=seed,
-            limit=self._room(asked, rollout),
+            max_tokens=self._max_tokens(continuation, rollout),
         )
 
-    def _answered(self, asked: _Asked, rollout: Rollout, step: int) -> Rollout:
-        """The rollout, whose turn has ended, with what tools say to it."""
-        # it may have been stopped in a loop
-        if self.turns is None or not self._has_ended(rollout.turn):
+    def _answer_calls(self, continuation: Continuation, rollout: Rollout, step: int) -> Rollout:
+        """A rollout whose turn has ended, with what tools answer to the calls in it."""
+        # A turn may also have been stopped because it repeats itself; then it calls nothing.
+        if self.tool_loop is None or not self._has_ended(rollout.last_turn_tokens):
             return rollout
-        problem = asked.group.problem
-        seed = f"{self.config.seed}/{problem.where}/{problem.place}/{asked.group.first_member + asked.member}"
-        images = images_of(asked.group.row)
-        prompt = len(asked.prompt)
-        return self.turns(
-            rollout, images, prompt=prompt, longest=asked.longest, step=step, seed=seed
+        problem = continuation.group.problem
+        member = continuation.group.first_member + continuation.member
+        return self.tool_loop(
+            rollout,
+            images_of(continuation.group.row),
+            prompt_length=len(continuation.prompt_ids),
+            max_length=continuation.max_length,
+            step=step,
+            seed=f"{self.config.seed}/{problem.where}/{problem.place}/{member}",
         )
 
     def _has_ended(self, tokens: Sequence[int]) -> bool:
-        return self.judge.ends.ended(tokens, self.judge.ends.decode(tokens))
+        """Whether a turn of these tokens has come to its end by itself."""
+        return self.builder.ends.ended(tokens, self.builder.ends.decode(tokens))
 
-    def _prompts(self, groups: Sequence[RolloutGroup]) -> PromptBatch | None:
-        """Of these groups, if they are what was asked last."""
-        read = self._read
-        self._read = None
-        same = read is not None and read[0] == [
-            group.problem for group in groups for _ in group.rollouts
-        ]
-        return read[1] if read is not None and same else None
+    def _prompts_read(self, groups: Sequence[RolloutGroup]) -> PromptBatch | None:
+        """The prompts that were read last, if they are those of exactly these groups.
 
-    # --------------------------------------------------------------------------- what is said of it
-
-    def _say_what_is_lost(self, generation: Generation) -> None:
-        """Of a run that goes on with fewer steps than it had begun groups for.
-
-        Said once, by the first rank.
+        They are handed out once, since the image bank is emptied at the next read.
         """
-        waiting = len(self.state.groups) + sum(len(one.groups) for one in self.state.coming)
-        room = self._left(generation) * self.places
-        if waiting > room and self.accelerator.is_main_process:
+        last_read = self._last_read
+        self._last_read = None
+        if last_read is None:
+            return None
+        problems, prompts = last_read
+        is_same = problems == [group.problem for group in groups for _ in group.rollouts]
+        return prompts if is_same else None
+
+    # ------------------------------------------------------------------------- messages and figures
+
+    def _warn_of_lost_groups(self, generation: Generation) -> None:
+        """Warn that some groups in progress cannot be used before `max_steps`.
+
+        That happens where a run resumes with fewer steps than it had begun groups for. The first
+        rank warns, once.
+        """
+        waiting = len(self.state.waiting)
+        waiting += sum(len(pending.groups) for pending in self.state.pending)
+        learnable = self._generations_left(generation) * self.slots
+        if waiting > learnable and self.accelerator.is_main_process:
+            steps_needed = math.ceil(waiting / self.slots) * self.shape.updates
             tqdm.write(
                 f"max_steps: {self.context.state().max_steps} ends the run before "
-                f"{waiting - room} of the {waiting} groups per process that the checkpoint has "
+                f"{waiting - learnable} of the {waiting} groups per process that the checkpoint has "
                 "set aside (adora_rollouts.budget) can be learned from; "
-                f"{generation.step + math.ceil(waiting / self.places) * self.shape.updates} is "
-                "enough for all",
+                f"{generation.step + steps_needed} is enough for all",
                 file=sys.stderr,
             )
 
     def _log_ages(self, generation: Generation, budget: int | None) -> None:
+        """Log how old the rollouts of the batch are, and how many unfinished ones wait."""
         ages_B = generation.batch["age"]
         waiting = [
-            *self.state.groups,
-            *(group for one in self.state.coming for group in one.groups),
+            *self.state.waiting,
+            *(group for pending in self.state.pending for group in pending.groups),
         ]
         begun = [
-            rollout for group in waiting if group.rollouts[0].spans for rollout in group.rollouts
+            rollout for group in waiting if group.rollouts[0].segments for rollout in group.rollouts
         ]
         unfinished = sum(not rollout.ended for rollout in begun)
-        own = torch.stack([ages_B.sum(), ages_B.max(), torch.full_like(ages_B[0], unfinished)])
-        sums_R3 = self.accelerator.gather(own[None])
-        self.log("adora/staleness", sums_R3[:, 0].sum().item() / (len(ages_B) * len(sums_R3)))
-        self.log("adora/staleness_max", sums_R3[:, 1].max().item())
-        if self.waits:
-            self.log("adora/unfinished", sums_R3[:, 2].sum().item())
+        figures_3 = torch.stack(
+            [ages_B.sum(), ages_B.max(), torch.full_like(ages_B[0], unfinished)]
+        )
+        # Collective: one row per rank (R).
+        sums_R, maxima_R, unfinished_R = self.accelerator.gather(figures_3[None]).unbind(dim=1)
+        self.log("adora/staleness", sums_R.sum().item() / (len(ages_B) * len(sums_R)))
+        self.log("adora/staleness_max", maxima_R.max().item())
+        if self.allows_partial:
+            self.log("adora/unfinished", unfinished_R.sum().item())
             self.log("adora/rollout_budget", budget or self.config.max_completion_length)
 
     # --------------------------------------------------------------------------------- a checkpoint
 
     def save(self, folder: Path) -> None:
-        """Write what waits on this rank.
+        """Write what waits on this rank into a checkpoint.
 
-        Where nothing was learned from the last generations, they are sampled again, so what waited
-        before them is written.
+        Where nothing was learned from the last generations, a resumed run samples them again, so
+        the state from before them is written.
         """
-        if not self.aged:
+        if not self.has_stale:
             return
-        now = self._before if self.context.state().global_step == self._sampled_at else self.state
-        there = 0
-        # raised on all ranks: servers that have failed are asked again
+        learned_nothing = self.context.state().global_step == self._sampled_at
+        state = self._state_before_step if learned_nothing else self.state
+        joined = 0
+        # An error is raised on all ranks alike. The pending generations from there on are left out;
+        # a resumed run requests them again.
         with suppress(RolloutError, UserError):
-            for one in now.coming:
-                one.ticket.join()
-                there += 1
-        replace(now, coming=now.coming[:there]).save(folder, self.accelerator.process_index)
+            for pending in state.pending:
+                pending.samples.join()
+                joined += 1
+        replace(state, pending=state.pending[:joined]).save(folder, self.accelerator.process_index)
 
     def load(self, checkpoint: Path) -> None:
-        """Read what `save` wrote; the problems are read from the data set.
+        """Read what `save` wrote; the rows of the groups are read from the data set.
 
-        Raises `UserError` where another number of processes wrote it.
+        Raises:
+            UserError: another number of processes wrote unfinished rollouts.
         """
-        found = PoolState.load(
+        state = PoolState.load(
             checkpoint, self.accelerator.process_index, self.accelerator.num_processes
         )
-        coming = [replace(one, groups=tuple(self._with_rows(one.groups))) for one in found.coming]
-        groups = tuple(self._with_rows(found.groups))
-        self.state = replace(found, groups=groups, coming=tuple(coming))
+        pending = [
+            replace(generation, groups=tuple(self._with_rows(generation.groups)))
+            for generation in state.pending
+        ]
+        waiting = tuple(self._with_rows(state.waiting))
+        self.state = replace(state, waiting=waiting, pending=tuple(pending))
 
 
 def _lengths(generation: Generation) -> tuple[int, ...]:
-    return (
-        () if generation.scores is None else tuple(map(int, generation.scores.lengths_B.tolist()))
-    )
+    """Tokens of every rollout of a graded generation, of all ranks."""
+    if generation.scores is None:
+        return ()
+    return tuple(map(int, generation.scores.lengths_B.tolist()))

@@ -1,15 +1,19 @@
-"""The pool where servers sample generations ahead: while the policy learns, by weights that are as
-many behind.
+"""The pool for servers that sample generations ahead, while the policy learns.
 
-    generation n:  weights n go into the servers' queue, then what measures their drift | the
-        prompts of n + k follow, and are asked for | the rollouts of n, by weights n - k, are joined
-        | grade and learn | the drift is judged, the last thing before weights change
+The weights that sample a generation are then up to `ahead` generations old (k below):
 
-The ratio to the engine corrects for the older weights; the old log-probabilities are the policy's
-own. Since all of these rollouts are stale, the drift is measured on short ones of their own, by the
-present weights. With k > 1 they come after generation n + k - 1, which the policy would otherwise
-wait for where it could learn from n. With tools only the first turns are sampled ahead: the later
-ones of n follow by weights n, before n + k is asked for.
+    generation n:  weights n go into the servers' queue, then the request that measures their drift
+        | the prompts of n + k follow, and are requested | the rollouts of n, by weights n - k, are
+        joined | grade and learn | the drift is judged, as the last thing before weights change
+
+The importance ratio to the engine corrects for the older weights; the old log-probabilities are the
+policy's own. Since all of these rollouts are stale, the drift check needs on-policy samples of its
+own: it requests a few short rollouts with the current weights. They are queued behind generation
+n + k - 1, so for k > 1 the policy would have to wait for that generation where it could learn from
+n; the result is therefore joined at the end of the step.
+
+With tools only the first turns are sampled ahead. The later turns of n follow by weights n, before
+n + k is requested.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,200 +27,268 @@ from adora_vl.data.loading import unreadable_rows
 from adora_vl.rollout.rollouts import RolloutGroup, groups_of, open_rollouts
 from adora_vl.rollout.samplers import AsyncServerSampler
 from adora_vl.training.generation import Generation
-from adora_vl.training.pool import Pool
-from adora_vl.training.pool_state import ComingGeneration
+from adora_vl.training.pool import Pool, TokenLimits
+from adora_vl.training.pool_state import PendingGeneration
 from adora_vl.training.schedule import groups_for, groups_to_complete, place_of
 from adora_vl.types import Row
 
 
 class PoolAhead(Pool):
-    """All ranks call it together."""
+    """Fills each generation with rollouts that servers were asked for up to `ahead` generations
+    before.
+
+    The methods are collective: every rank calls each of them, in the same order.
+    """
 
     def __init__(
         self,
-        *given: Any,
+        *args: Any,
         next_rows: Callable[[list[int], int], list[Row]],
-        drift: Callable[[list[Row], int], Callable[[], None]],
-        **more: Any,
+        request_drift: Callable[[list[Row], int], Callable[[], None]],
+        **kwargs: Any,
     ) -> None:
-        """`next_rows`: of the generation so many after the one with rows of these numbers.
+        """Build an empty pool; other arguments are those of `Pool`.
 
-        `drift`: asks for what says how far the policy is from servers that have its present
-        weights, and returns what judges it.
+        Args:
+            args: of `Pool`; the sampler is an `AsyncServerSampler`.
+            next_rows: `next_rows(row_numbers, distance)` returns the rows of the generation
+                `distance` after the one whose rows have these numbers.
+            request_drift: `request_drift(rows, step)` requests short rollouts by the current
+                weights, and returns what joins them and judges the drift of the servers from the
+                policy.
+            kwargs: of `Pool`.
         """
-        super().__init__(*given, **more)
+        super().__init__(*args, **kwargs)
         assert isinstance(self.sampler, AsyncServerSampler)
         self.servers = self.sampler
         self.next_rows = next_rows
-        self.drift = drift
-        self.aged = True
-        # of the present weights, once servers have answered
+        self.request_drift = request_drift
+        self.has_stale = True
+        # Judges the drift of the present weights; None where it was not requested in this step.
         self._judge_drift: Callable[[], None] | None = None
 
-    def _go_on(
-        self, now: Generation, drawn: list[RolloutGroup], budget: int | None
+    def _sample_generation(
+        self, generation: Generation, drawn: list[RolloutGroup], budget: int | None
     ) -> list[RolloutGroup]:
-        """The groups of a generation that was asked for before.
+        """Join the groups of a generation that was requested before.
 
-        Meanwhile servers get the present weights, and more.
+        Meanwhile the servers get the current weights and the requests of later generations.
         """
         servers = self.servers
-        expected = self.state.coming[0] if self.state.coming else None
-        fits = expected is not None and expected.numbers == _numbers(drawn)
-        if not all(gather_object([fits])):  # where a run begins, or goes on with other rows
-            self.state = replace(self.state, coming=())
+        expected = self.state.pending[0] if self.state.pending else None
+        fits = expected is not None and expected.row_numbers == _row_numbers(drawn)
+        # Collective: where a run begins, or resumes with other rows, all ranks request anew.
+        if not all(gather_object([fits])):
+            self.state = replace(self.state, pending=())
             expected = None
+        # With a budget or tools the later turns and the ends of this generation come first, so more
+        # than this generation is requested only once they have been sampled.
+        continues = self.allows_partial or self.tool_loop is not None
         with self.phase("rollout"), self.guard.watching():
             servers.give_weights()
-            stale = expected is not None and expected.ticket.step != now.step
-            if stale and self._judge_drift is None:  # once for all generations of a step
-                self._judge_drift = self.drift(now.rows[:: now.group_size], now.step)
-            # more of the present generation is asked for below
-            now_first = self.waits or self.turns is not None
-            self._ask_ahead(
-                now, drawn=drawn, count=1 if now_first else servers.ahead + 1, budget=budget
+            is_stale = expected is not None and expected.samples.step != generation.step
+            if is_stale and self._judge_drift is None:  # once for all generations of a step
+                problems = generation.rows[:: generation.group_size]
+                self._judge_drift = self.request_drift(problems, generation.step)
+            self._request_ahead(
+                generation,
+                drawn=drawn,
+                count=1 if continues else servers.ahead + 1,
+                budget=budget,
             )
-        asked = self.state.coming[0]
-        groups = self._sampled(now, list(asked.groups), asked.limits, asked.ticket)
-        groups = sorted([*self.state.groups, *groups], key=lambda group: group.began)
-        if self.waits:
-            # then what is paused does not come back
-            left = self._left(now)
-            last = self._left(now) <= servers.ahead
-            needed = groups_to_complete(
-                len(groups) + self._flying, places=self.places, left=left, least=self.least
-            )
-            groups = self._completed(now, groups, len(groups) if last else min(len(groups), needed))
-        if now_first:
+        pending = self.state.pending[0]
+        groups = self._sample(
+            generation, list(pending.groups), pending.token_limits, pending.samples
+        )
+        groups = sorted([*self.state.waiting, *groups], key=lambda group: group.began)
+        if self.allows_partial:
+            groups = self._complete_needed(generation, groups)
+        if continues:
             with self.phase("rollout"), self.guard.watching():
-                groups = self._ask_ahead(
-                    now, drawn=drawn, count=servers.ahead + 1, budget=budget, present=groups
+                groups = self._request_ahead(
+                    generation,
+                    drawn=drawn,
+                    count=servers.ahead + 1,
+                    budget=budget,
+                    present=groups,
                 )
-        self.state = replace(self.state, coming=self.state.coming[1:])
+        self.state = replace(self.state, pending=self.state.pending[1:])
         for name, seconds in servers.waited().items():
             self.log(f"adora/{name}_waited_s", max(gather_object([seconds])))
         return groups
 
     def before_weights_change(self) -> None:
-        judge = self._judge_drift
-        self._judge_drift = None
-        if judge is not None:
-            with self.phase("rollout"), self.guard.watching():
-                judge()
+        """Join and judge the drift that was requested in this step, if it was.
 
-    def _ask_ahead(
+        Called before the last micro-batch of every optimizer step.
+        """
+        judge_drift = self._judge_drift
+        self._judge_drift = None
+        if judge_drift is not None:
+            with self.phase("rollout"), self.guard.watching():
+                judge_drift()
+
+    def _complete_needed(
+        self, generation: Generation, groups: list[RolloutGroup]
+    ) -> list[RolloutGroup]:
+        """Finish as many of the oldest groups as the schedule needs now."""
+        remaining = self._generations_left(generation)
+        needed = groups_to_complete(
+            len(groups) + self._groups_ahead,
+            slots=self.slots,
+            remaining=remaining,
+            min_groups=self.min_groups,
+        )
+        # In the last generations no later request continues a group that pauses, so all of them end.
+        is_last = remaining <= self.servers.ahead
+        count = len(groups) if is_last else min(len(groups), needed)
+        return self._complete_oldest(generation, groups, count)
+
+    def _request_ahead(
         self,
-        now: Generation,
+        generation: Generation,
         drawn: list[RolloutGroup],
         count: int,
         budget: int | None,
         present: Sequence[RolloutGroup] = (),
     ) -> list[RolloutGroup]:
-        """Ask until `count` generations are coming, with this one.
+        """Request generations until `count` are pending, including this one.
 
-        Groups of `present` that go on are taken along.
+        Args:
+            generation: the present one.
+            drawn: groups of the problems that the data loader has drawn for it.
+            count: generations that are pending afterwards, fewer at the end of the training.
+            budget: tokens per rollout; None: to the rollouts' ends.
+            present: groups of this rank that have been sampled so far. The unfinished ones continue
+                with the next request.
+
+        Returns:
+            The groups of `present` that no request took along.
         """
-        rest = list(present)
-        going = [group for group in present if not group.complete]
-        while len(self.state.coming) < count:
-            later = self._later(now, distance := len(self.state.coming))
-            rows = None if later is None else self._rows_after(now, drawn, distance)
+        resting = list(present)
+        continuing = [group for group in present if not group.complete]
+        while len(self.state.pending) < count:
+            distance = len(self.state.pending)
+            later = self._generation_after(generation, distance)
+            rows = None
+            if later is not None:
+                rows = self._rows_after(generation, drawn, distance)
             if later is None or rows is None:
                 break
             fresh = groups_of(
                 rows,
                 later.where,
-                now.number,
+                generation.number,
                 self.accelerator.process_index * len(rows),
-                now.group_size,
+                generation.group_size,
             )
-            numbers = _numbers(fresh)
-            waiting = len(rest) + self._flying
-            begun = [
-                *self._begun(now, fresh, waiting, self._least_beside(going)),
-                *self._spare(later, now.number),
-            ]
-            groups = [*going, *begun]
-            rest = [group for group in rest if group not in going]
-            going = []
-            limits: dict[int, int | None] = dict.fromkeys(range(len(groups)))
-            if budget is not None:
-                late = [later.number - group.began >= self.asked.staleness for group in groups]
-                limits = {place: None if old else budget for place, old in enumerate(late)}
-            going_on = open_rollouts(groups, limits)
-            asked, _ = self._asked(later, groups, limits, going_on)
-            ticket = self.servers.begin(
-                [self._ask(asked[place], rollout) for place, rollout in going_on.items()]
+            row_numbers = _row_numbers(fresh)
+            begun = self._begin_groups(
+                generation,
+                fresh,
+                waiting=len(resting) + self._groups_ahead,
+                min_begun=self._min_begun_beside(continuing),
             )
-            coming = ComingGeneration(
-                numbers=numbers, groups=tuple(groups), limits=limits, ticket=ticket
+            groups = [*continuing, *begun, *self._draw_spare(later, generation.number)]
+            resting = [group for group in resting if group not in continuing]
+            continuing = []
+            limits = self._limits_of(groups, later, budget)
+            unfinished = open_rollouts(groups, limits)
+            continuations, _ = self._continuations(later, groups, limits, unfinished)
+            samples = self.servers.begin(
+                [self._request(continuations[key], rollout) for key, rollout in unfinished.items()]
             )
-            self.state = replace(self.state, coming=(*self.state.coming, coming))
-        return rest
+            pending = PendingGeneration(
+                row_numbers=row_numbers, groups=tuple(groups), token_limits=limits, samples=samples
+            )
+            self.state = replace(self.state, pending=(*self.state.pending, pending))
+        return resting
 
-    def _least_beside(self, going: Sequence[RolloutGroup]) -> int:
-        """How many groups begin in any case in a generation that these go along with, so that it
-        has `least` of its own.
+    def _limits_of(
+        self, groups: Sequence[RolloutGroup], later: Generation, budget: int | None
+    ) -> TokenLimits:
+        """Tokens per rollout by the number of the group, for a generation that comes later.
+
+        A group that will be as old as `staleness` allows is sampled to its end.
         """
-        if not self.waits:
-            return self.least
-        # Collective: the ranks may have unequal numbers that go on, and have to begin equally many.
-        numbers: list[int] = gather_object([len(going)])
-        fewest = min(numbers)
-        return max(0, self.least - fewest)
+        limits: TokenLimits = dict.fromkeys(range(len(groups)))
+        if budget is None:
+            return limits
+        for number, group in enumerate(groups):
+            if later.number - group.began < self.options.staleness:
+                limits[number] = budget
+        return limits
 
-    def _spare(self, later: Generation, began: int) -> list[RolloutGroup]:
-        """Groups of further problems for those of a generation that will have no signal: then there
-        is no time.
+    def _min_begun_beside(self, continuing: Sequence[RolloutGroup]) -> int:
+        """Fewest groups that begin in a generation that these groups continue in.
+
+        With them the generation has `min_groups`. Else it could run dry: groups that are complete
+        now keep problems from beginning, and may be used up before its turn.
         """
-        found: list[RolloutGroup] = []
-        most = self.places * (1 + self.asked.refill)
-        wanted = (
-            groups_for(self.places, self.state.signal, most) - self.places - self.state.complete
-        )
-        while len(found) < wanted:
-            further = replace(later, attempt=1 + len(found) // self.places)
-            found += self._further(further, min(self.places, wanted - len(found)))
-        return [replace(group, began=began) for group in found]
+        if not self.allows_partial:
+            return self.min_groups
+        # Collective: the ranks may continue unequal numbers, and have to begin equally many.
+        continuing_of_ranks: list[int] = gather_object([len(continuing)])
+        fewest = min(continuing_of_ranks)
+        return max(0, self.min_groups - fewest)
 
-    def _with_further(
+    def _draw_spare(self, later: Generation, began: int) -> list[RolloutGroup]:
+        """Begin spare groups of further problems for a later generation.
+
+        They replace its groups without signal, for which there is no time to sample others then.
+
+        Args:
+            later: the generation that they are requested for.
+            began: the number of the generation in which they begin.
+        """
+        spare: list[RolloutGroup] = []
+        max_groups = self.slots * (1 + self.options.refill)
+        expected = groups_for(self.slots, self.state.signal_shares, max_groups)
+        count = expected - self.slots - self.state.min_complete
+        while len(spare) < count:
+            attempt = replace(later, attempt=1 + len(spare) // self.slots)
+            spare += self._draw_further(attempt, min(self.slots, count - len(spare)))
+        return [replace(group, began=began) for group in spare]
+
+    def _sample_further(
         self, generation: Generation, groups: list[RolloutGroup], budget: int | None, count: int
     ) -> list[RolloutGroup]:
-        """Those that are there already."""
+        """Return the groups alone: with servers there is no time to sample further problems."""
         return groups
 
     @property
-    def _flying(self) -> int:
-        """Groups that servers were asked for beside those of the present generation."""
-        return sum(len(one.groups) for one in self.state.coming[1:])
+    def _groups_ahead(self) -> int:
+        """Groups of the pending generations after the present one."""
+        return sum(len(pending.groups) for pending in self.state.pending[1:])
 
-    def _later(self, now: Generation, distance: int) -> Generation | None:
-        """The generation so many after this one; None after the last."""
-        if distance >= self._left(now):
+    def _generation_after(self, generation: Generation, distance: int) -> Generation | None:
+        """The generation `distance` after this one; None after the last of the training."""
+        if distance >= self._generations_left(generation):
             return None
-        number = self._until(now.step, now.micro) + distance
+        number = self._generations_before(generation.step, generation.micro) + distance
         step, micro = divmod(number * self.shape.cycle, self.shape.accumulated)
         if self.shape.has_one_step:
-            step, before = place_of(number, *self._in_step_and_epoch)
-            micro = before * self.shape.cycle
-        return replace(now, step=step, key=f"{step}/{micro}", number=number)
+            step, before_in_step = place_of(number, *self._generations_of_step_and_epoch)
+            micro = before_in_step * self.shape.cycle
+        return replace(generation, step=step, key=f"{step}/{micro}", number=number)
 
     def _rows_after(
-        self, now: Generation, drawn: list[RolloutGroup], distance: int
+        self, generation: Generation, drawn: list[RolloutGroup], distance: int
     ) -> list[Row] | None:
-        """Of the generation so many after this one.
+        """The rows of the generation `distance` after this one.
 
-        None where one cannot be read: the step that draws it says so.
+        None on all ranks where any row on any rank cannot be read; the step that draws the row
+        reports it.
         """
         if not distance:
-            return now.rows
+            return generation.rows
         rows: list[Row] = []
         with suppress(Exception):
-            rows = self.next_rows(list(_numbers(drawn)), distance)
+            rows = self.next_rows(list(_row_numbers(drawn)), distance)
         readable = bool(rows) and not unreadable_rows(rows)
         return rows if all(gather_object([readable])) else None
 
 
-def _numbers(groups: Sequence[RolloutGroup]) -> tuple[int, ...]:
-    """Of the rows, one of each rollout, in the data set."""
+def _row_numbers(groups: Sequence[RolloutGroup]) -> tuple[int, ...]:
+    """Number in the data set of each rollout's row."""
     return tuple(group.problem.number for group in groups for _ in group.rollouts)

@@ -1,5 +1,6 @@
-"""What a pool of groups carries from one generation to the next, and its file in a checkpoint: one
-of each rank.
+"""What a pool of groups carries from one generation to the next, and its file in a checkpoint.
+
+Every rank has a state and a file of its own.
 """
 
 from __future__ import annotations
@@ -29,169 +30,203 @@ from adora_vl.rollout.samplers import PendingSamples
 from adora_vl.types import Row
 from adora_vl.utils.errors import UserError
 
-FILES = "pool"  # in a checkpoint
+FILES = "pool"  # the files' kind in a checkpoint
 
 
 @dataclass(frozen=True)
-class ComingGeneration:
-    """One that servers were asked for before it is needed."""
+class PendingGeneration:
+    """A generation that servers were asked for before it is needed."""
 
-    numbers: tuple[int, ...]  # of the rows that the data loader draws for it
-    groups: tuple[RolloutGroup, ...]  # without what was asked for
-    limits: dict[int, int | None]  # tokens that were asked for, by the number of the group
-    ticket: PendingSamples  # for the rollouts that have not ended
+    row_numbers: tuple[int, ...]  # of the rows that the data loader draws for it
+    groups: tuple[RolloutGroup, ...]  # without the samples that were requested
+    # tokens per rollout that were requested, by the number of the group; None: to the ends
+    token_limits: dict[int, int | None]
+    samples: PendingSamples  # of the rollouts that have not ended
 
     def packed(self) -> dict[str, Any]:
-        spans = [
-            Segment(tuple(one.tokens), tuple(one.logps), self.ticket.step)
-            for one in self.ticket.join()
+        """The generation as a checkpoint has it; waits for the samples."""
+        segments = [
+            Segment(tuple(result.tokens), tuple(result.logps), self.samples.step)
+            for result in self.samples.join()
         ]
-        answers = [_tensors(span) for span in spans]
         return {
-            **vars(self),
+            "numbers": self.row_numbers,
             "groups": [*map(_packed, self.groups)],
-            "ticket": (self.ticket.step, answers),
+            "limits": self.token_limits,
+            "ticket": (self.samples.step, [_tensors(segment) for segment in segments]),
         }
 
     @classmethod
     def unpacked(
         cls, packed: dict[str, Any], images: Mapping[str, Image.Image]
-    ) -> ComingGeneration:
-        step, found = packed["ticket"]
-        answers = [
-            SamplingResult(tokens.tolist(), list(_logps(logps) or ())) for tokens, logps in found
+    ) -> PendingGeneration:
+        """The inverse of `packed`; the groups lack their rows.
+
+        `images` has the pictures of the checkpoint by their digests.
+        """
+        step, tensors = packed["ticket"]
+        results = [
+            SamplingResult(tokens.tolist(), list(_logps(logps) or ())) for tokens, logps in tensors
         ]
-        groups = tuple(_unpacked(one, images) for one in packed["groups"])
-        return cls(**{**packed, "groups": groups, "ticket": PendingSamples(step, lambda: answers)})
+        return cls(
+            row_numbers=packed["numbers"],
+            groups=tuple(_unpacked(group, images) for group in packed["groups"]),
+            token_limits=packed["limits"],
+            samples=PendingSamples(step, lambda: results),
+        )
 
 
 @dataclass(frozen=True)
 class PoolState:
-    """Of one rank; replaced, and never changed in place."""
+    """Pool state of one rank. Immutable: the pool replaces it."""
 
-    drawn: tuple[DrawnProblem, ...] = ()  # problems that have not begun, the oldest first
-    groups: tuple[
-        RolloutGroup, ...
-    ] = ()  # those that have begun and were not learned from, the oldest first
-    complete: int = 0  # how many of `groups` are, on the rank with the fewest
-    lengths: tuple[
-        tuple[int, ...], ...
-    ] = ()  # tokens of the answers of the last generations, of all ranks
-    coming: tuple[ComingGeneration, ...] = ()  # from the next one on
-    signal: tuple[
-        float, ...
-    ] = ()  # the share of groups with it in the last generations, of all ranks
+    # problems that were drawn and have not begun, the oldest first
+    drawn: tuple[DrawnProblem, ...] = ()
+    # groups that have begun and were not learned from, the oldest first
+    waiting: tuple[RolloutGroup, ...] = ()
+    # how many of `waiting` are complete on the rank with the fewest
+    min_complete: int = 0
+    # tokens of each answer in the last generations, of all ranks
+    lengths: tuple[tuple[int, ...], ...] = ()
+    # generations that were requested ahead, from the next one on
+    pending: tuple[PendingGeneration, ...] = ()
+    # share of the groups with signal in the last generations, of all ranks
+    signal_shares: tuple[float, ...] = ()
 
     def save(self, folder: Path, rank: int) -> None:
-        """Into a checkpoint; problems by their numbers, since the data set has them."""
-        drawn = [vars(problem) for problem in self.drawn]
-        groups = [*self.groups, *(group for one in self.coming for group in one.groups)]
-        shown = [
+        """Write the state of a rank into a checkpoint.
+
+        Problems are written by their numbers, since the data set has their rows, and each picture
+        once.
+        """
+        groups = [
+            *self.waiting,
+            *(group for generation in self.pending for group in generation.groups),
+        ]
+        pictures = [
             picture
             for group in groups
             for rollout in group.rollouts
             for picture in rollout.pictures
         ]
-        images = {picture.digest: picture.image for picture in shown}
+        images = {picture.digest: picture.image for picture in pictures}
         encoded = {
-            key: torch.frombuffer(bytearray(png_bytes(one)), dtype=torch.uint8)
-            for key, one in images.items()
+            digest: torch.frombuffer(bytearray(png_bytes(image)), dtype=torch.uint8)
+            for digest, image in images.items()
         }
         content: dict[str, Any] = {
-            "drawn": drawn,
-            "groups": [*map(_packed, self.groups)],
-        }
-        content |= {
-            "complete": self.complete,
+            "drawn": [vars(problem) for problem in self.drawn],
+            "groups": [*map(_packed, self.waiting)],
+            "complete": self.min_complete,
             "lengths": self.lengths,
-            "signal": self.signal,
+            "signal": self.signal_shares,
             "images": encoded,
+            "coming": [generation.packed() for generation in self.pending],
         }
-        save_of_rank(
-            folder,
-            kind=FILES,
-            rank=rank,
-            content={**content, "coming": [one.packed() for one in self.coming]},
-        )
+        save_of_rank(folder, kind=FILES, rank=rank, content=content)
 
     @classmethod
     def load(cls, checkpoint: Path, rank: int, ranks: int) -> PoolState:
-        """What `save` wrote, the groups without their rows; an empty one where it wrote nothing.
+        """Read what `save` wrote; an empty state where it wrote nothing.
 
-        Raises `UserError` where another number of processes has rollouts that go on.
+        Args:
+            checkpoint: the folder.
+            rank: whose state is read.
+            ranks: number of processes now.
+
+        Returns:
+            The state, whose groups lack their rows. Where another number of processes wrote it,
+            without the problems that were drawn for them and the generations requested by them.
+
+        Raises:
+            UserError: another number of processes wrote unfinished rollouts.
         """
         first = load_of_rank(checkpoint, FILES, 0)
         if first is None:
             return cls()
-        before = len(list(checkpoint.glob(f"{FILES}-*.pt")))
-        asked = [group for one in first["coming"] for group in one["groups"]]
+        ranks_before = len(list(checkpoint.glob(f"{FILES}-*.pt")))
+        requested = [group for generation in first["coming"] for group in generation["groups"]]
         paused = first["groups"] or any(
-            one["spans"] for group in asked for one in group["rollouts"]
+            rollout["spans"] for group in requested for rollout in group["rollouts"]
         )
-        if paused and before != ranks:
+        if paused and ranks_before != ranks:
             raise UserError(
                 f"resume_from_checkpoint: {str(checkpoint)!r} has unfinished rollouts "
-                f"(adora_rollouts.budget) of {before} processes, now {ranks}; start as many as "
+                f"(adora_rollouts.budget) of {ranks_before} processes, now {ranks}; start as many as "
                 "before"
             )
-        found = load_of_rank(checkpoint, FILES, rank) or first
-        if (
-            before != ranks
-            # what was drawn and asked for belongs to those processes; it comes again in a later
-            # epoch
-        ):
-            found = {**found, "drawn": (), "coming": ()}
-        images = {digest: _image_in(encoded) for digest, encoded in found["images"].items()}
-        groups = tuple(_unpacked(one, images) for one in found["groups"])
-        drawn = tuple(DrawnProblem(**one) for one in found["drawn"])
-        coming = tuple(ComingGeneration.unpacked(one, images) for one in found["coming"])
+        content = load_of_rank(checkpoint, FILES, rank) or first
+        if ranks_before != ranks:
+            # These belong to the processes of then; the problems come again in a later epoch.
+            content = {**content, "drawn": (), "coming": ()}
+        images = {digest: _image_in(encoded) for digest, encoded in content["images"].items()}
         return cls(
-            drawn,
-            groups,
-            found["complete"],
-            found["lengths"],
-            coming,
-            found["signal"],
+            waiting=tuple(_unpacked(group, images) for group in content["groups"]),
+            drawn=tuple(DrawnProblem(**problem) for problem in content["drawn"]),
+            pending=tuple(
+                PendingGeneration.unpacked(generation, images) for generation in content["coming"]
+            ),
+            min_complete=content["complete"],
+            lengths=content["lengths"],
+            signal_shares=content["signal"],
         )
 
 
 def _packed(group: RolloutGroup) -> dict[str, Any]:
-    """As tensors: a token with its log-probability, float32 as of engines, takes 8 bytes.
+    """A group as a checkpoint has it, with tokens as tensors and pictures by their digests.
 
-    Of pictures only digests.
+    A token and its log-probability, which engines give in float32, take 8 bytes.
     """
-    rollouts = []
-    for rollout in group.rollouts:
-        facts = {**vars(rollout), "spans": [(*_tensors(span), span.step) for span in rollout.spans]}
-        facts["pictures"] = [(picture.digest, picture.span) for picture in rollout.pictures]
-        rollouts.append({**facts, "calls": [vars(call) for call in rollout.calls]})
+    rollouts = [
+        {
+            "spans": [(*_tensors(segment), segment.step) for segment in rollout.segments],
+            "ended": rollout.ended,
+            "compared": rollout.compared,
+            "pictures": [(picture.digest, picture.span) for picture in rollout.pictures],
+            "calls": [vars(call) for call in rollout.calls],
+            "environment": rollout.environment,
+        }
+        for rollout in group.rollouts
+    ]
     return {"problem": vars(group.problem), "began": group.began, "rollouts": rollouts}
 
 
 def _image_in(encoded: torch.Tensor) -> Image.Image:
+    """The picture whose bytes a checkpoint has as a tensor."""
     image: Image.Image = kept(open_picture(io.BytesIO(encoded.numpy().tobytes())))
     return image
 
 
-def _tensors(span: Segment) -> tuple[torch.Tensor, torch.Tensor | None]:
-    tokens = torch.tensor(span.tokens, dtype=torch.int32)
-    if span.logps is None:
+def _tensors(segment: Segment) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Tokens and log-probabilities of a segment; NaN stands for an unknown log-probability."""
+    tokens = torch.tensor(segment.tokens, dtype=torch.int32)
+    if segment.logps is None:
         return tokens, None
-    return tokens, torch.tensor(
-        [torch.nan if logp is None else logp for logp in span.logps], dtype=torch.float32
-    )
+    logps = [torch.nan if logp is None else logp for logp in segment.logps]
+    return tokens, torch.tensor(logps, dtype=torch.float32)
 
 
 def _unpacked(packed: dict[str, Any], images: Mapping[str, Image.Image]) -> RolloutGroup:
+    """The inverse of `_packed`, without the row."""
     rollouts = []
-    for one in packed["rollouts"]:
-        spans = tuple(
+    for content in packed["rollouts"]:
+        segments = tuple(
             Segment(tuple(tokens.tolist()), _logps(logps), step)
-            for tokens, logps, step in one["spans"]
+            for tokens, logps, step in content["spans"]
         )
-        pictures = tuple(Picture(digest, images[digest], span) for digest, span in one["pictures"])
-        calls = tuple(Call(**call) for call in one["calls"])
-        rollouts.append(Rollout(**{**one, "spans": spans, "pictures": pictures, "calls": calls}))
+        pictures = tuple(
+            Picture(digest, images[digest], number) for digest, number in content["pictures"]
+        )
+        rollouts.append(
+            Rollout(
+                segments=segments,
+                ended=content["ended"],
+                compared=content["compared"],
+                pictures=pictures,
+                calls=tuple(Call(**call) for call in content["calls"]),
+                environment=content["environment"],
+            )
+        )
     return RolloutGroup(
         problem=DrawnProblem(**packed["problem"]),
         row=Row(),
@@ -201,6 +236,7 @@ def _unpacked(packed: dict[str, Any], images: Mapping[str, Image.Image]) -> Roll
 
 
 def _logps(logps: torch.Tensor | None) -> tuple[float | None, ...] | None:
+    """The inverse of what `_tensors` does to log-probabilities."""
     if logps is None:
         return None
     return tuple(None if math.isnan(logp) else logp for logp in logps.tolist())

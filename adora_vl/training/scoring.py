@@ -1,6 +1,4 @@
-"""What grading says of a generation: every function's reward, lengths, and which rollouts lack a
-reward.
-"""
+"""Grades a generation: rewards of every function, lengths, and which rollouts lack a reward."""
 
 from __future__ import annotations
 
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
+from transformers import TrainerState
 from trl.data_utils import apply_chat_template
 
 from adora_vl.advantage.groups import lacking_scores, leaving, unrewarded
@@ -22,15 +21,13 @@ from adora_vl.rollout.rollouts import Rollout
 from adora_vl.training.guards import RewardGuard
 from adora_vl.types import Row, StepContext
 
-_GIVEN = ("prompt", "completion", "completion_ids")  # columns that functions get by other names
+_RENAMED = ("prompt", "completion", "completion_ids")  # columns that functions get by other names
 _ALONE = "no other rollout of its group has a reward"
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """What the reward functions said of a generation, of all ranks, and which rollouts lack a
-    reward.
-    """
+    """Rewards of a generation, of all ranks: B rollouts, F functions."""
 
     all_BF: Tensor  # of each function; NaN where it gave no score
     counted_BF: Tensor  # the same, and NaN throughout for rollouts that have left their group
@@ -45,14 +42,19 @@ class Rewards:
         names: Sequence[str],
         generations: int,
     ) -> Rewards:
-        """`all_BF`: as TRL gathers it.
+        """The rewards, with the rollouts taken out of their groups that lack one.
 
-        `failed`: why, by rollout and function. `weights_F`, `names`: of these.
+        Args:
+            all_BF: as TRL gathers it; NaN where a function gave no score.
+            failed: why a function failed, by the numbers of the rollout and of the function.
+            weights_F: of the functions.
+            names: of the functions.
+            generations: rollouts of a group.
         """
         failed_BF = torch.zeros_like(all_BF, dtype=torch.bool)
         weights_F = weights_F.to(all_BF.device)
-        for place in failed:
-            failed_BF[place] = True
+        for rollout, function in failed:
+            failed_BF[rollout, function] = True
         lacks_BF = lacking_scores(
             all_BF, failed_BF=failed_BF, weights_F=weights_F, generations=generations
         )
@@ -70,7 +72,8 @@ class Rewards:
         """Why each rollout has left its group; None where it has not."""
         gone = torch.isnan(self.counted_BF).all(dim=1).tolist()
         return [
-            why or (_ALONE if left else None) for why, left in zip(self.missing, gone, strict=True)
+            reason or (_ALONE if is_gone else None)
+            for reason, is_gone in zip(self.missing, gone, strict=True)
         ]
 
     @property
@@ -81,29 +84,36 @@ class Rewards:
 
 @dataclass(frozen=True)
 class StopCriteria:
-    """What ends an answer, whoever samples it."""
+    """The tokens and strings that end an answer, for every kind of sampler."""
 
     tokens: frozenset[int]
     strings: tuple[str, ...] = ()  # vLLM's `stop`
-    decode: Callable[[Sequence[int]], str] = str
+    decode: Callable[[Sequence[int]], str] = str  # token ids to the text that strings are sought in
 
     @classmethod
     def of(
-        cls, tokens: Iterable[int], asked: Mapping[str, Any], decode: Callable[[Sequence[int]], str]
+        cls,
+        tokens: Iterable[int],
+        generation_kwargs: Mapping[str, Any],
+        decode: Callable[[Sequence[int]], str],
     ) -> StopCriteria:
-        """`tokens`: that end a turn.
+        """The criteria of a run.
 
-        `asked`: `generation_kwargs`. `decode`: as the texts are made.
+        Args:
+            tokens: that end a turn.
+            generation_kwargs: the key of the run, which may name further tokens and strings.
+            decode: makes the texts of token ids.
         """
-        stop = asked.get("stop") or ()
+        stop = generation_kwargs.get("stop") or ()
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
-        return cls(frozenset({*tokens, *(asked.get("stop_token_ids") or ())}), strings, decode)
+        further_tokens = generation_kwargs.get("stop_token_ids") or ()
+        return cls(frozenset({*tokens, *further_tokens}), strings, decode)
 
     def ended(self, ids: Sequence[int], text: str) -> bool:
-        """Whether an answer of these tokens has ended: it is empty, or its last token ends it or
-        completes a string.
+        """Whether an answer of these tokens and this text has ended by itself.
 
-        One that was stopped at its limit, or because it repeats itself, has not.
+        It has if it is empty, or if its last token ends it or completes a string. An answer that
+        was stopped at its limit, or because it repeats itself, has not.
         """
         if not ids or ids[-1] in self.tokens:
             return True
@@ -112,26 +122,27 @@ class StopCriteria:
         )
 
     def has_end(self, rollout: Rollout, text: str) -> bool:
-        """Whether a rollout whose last turn is this text has come to its end by itself.
+        """Whether a rollout whose last turn has this text has come to its end by itself.
 
-        One whose call nobody answers, or for whose answer there is no room, has not, whatever its
-        last token is.
+        False for a rollout that stopped at an unanswered tool call or for lack of context, whatever
+        its last token is.
         """
-        return rollout.ended not in ("calls", "room") and self.ended(rollout.turn, text)
+        return rollout.ended not in ("calls", "room") and self.ended(rollout.last_turn_tokens, text)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What is known of a generation after grading, of all ranks."""
+    """The facts of a graded generation, of all ranks: B rollouts."""
 
     rewards: Rewards
     lengths_B: Tensor  # tokens that the policy has sampled
-    unended_B: Tensor  # bool: cut off (`StopCriteria`)
-    reflective_B: Tensor  # reflective words in its text
-    tokens: int = 0  # of prompts and completions
-    # columns of the reward functions', (B,)
+    unended_B: Tensor  # bool: cut off, by `StopCriteria`
+    reflective_B: Tensor  # reflective words in the text
+    tokens: int = 0  # of all prompts and completions
+    # columns that reward functions asked to show, (B,) each
     extra: Mapping[str, list[Any]] = field(default_factory=dict)
-    logged: Mapping[str, float] = field(default_factory=dict)  # their figures
+    # figures that reward functions asked to log
+    logged: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def reflective_per_1000_tokens(self) -> float:
@@ -147,7 +158,7 @@ def weighted_sum(rewards_BF: Tensor, weights_F: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Grades:
-    """What the reward functions of one rank said of B rollouts."""
+    """Rewards of B rollouts of one rank, before the ranks exchange them."""
 
     rewards_BF: Tensor  # float32 on the host; NaN where a function gave no score
     extra: Mapping[str, list[Any]]  # columns that they asked to show
@@ -156,15 +167,17 @@ class Grades:
 
 @dataclass(frozen=True)
 class RewardFunctions:
-    """The reward functions of a run as TRL 1.16 calls them, in `_calculate_rewards`: functions,
-    coroutines, models.
+    """Calls the reward functions of a run as TRL 1.16 does, in its `_calculate_rewards`.
+
+    They are functions, coroutine functions, or reward models.
     """
 
     functions: Sequence[Any]
-    tokenizers: Sequence[Any]  # of the models, None for the others
+    tokenizers: Sequence[Any]  # of the reward models, None for the others
     template: Mapping[str, Any]  # arguments of their chat templates
-    to_device: Callable[[Any], Any]  # what a model is given
-    loop: Callable[[], asyncio.AbstractEventLoop]  # on which coroutines run, on a thread of its own
+    to_device: Callable[[Any], Any]  # moves the inputs of a reward model
+    # where coroutines run, on a thread of its own
+    loop: Callable[[], asyncio.AbstractEventLoop]
 
     def __call__(
         self,
@@ -173,67 +186,78 @@ class RewardFunctions:
         completions: list[Any],
         ids: list[list[int]],
         thinking_opened: list[bool],
-        state: Any,
+        state: TrainerState,
     ) -> Grades:
-        """Of this rank's rollouts.
+        """Call every function on this rank's rollouts.
 
-        There is no collective call inside: each rank may have a number of its own.
+        There is no collective call inside, so each rank may have another number of rollouts.
 
-        `prompts`, `completions`: as messages, or texts. `thinking_opened`: whether each prompt ends
-        in `<think>`, which TRL does not say. `state`: the trainer's, which functions are shown.
+        Args:
+            rows: of the rollouts; their columns become keyword arguments.
+            prompts: as messages or texts.
+            completions: as messages or texts.
+            ids: token ids of the completions.
+            thinking_opened: whether each completion begins inside a block of thinking, which stock
+                TRL does not tell.
+            state: the trainer's, which functions get too.
         """
         extra = defaultdict[str, list[Any]](list)
         logged = defaultdict[str, list[float]](list)
-        columns = {name: [row.get(name) for row in rows] for name in rows[0] if name not in _GIVEN}
-        given: dict[str, Any] = {
+        columns = {
+            name: [row.get(name) for row in rows] for name in rows[0] if name not in _RENAMED
+        }
+        kwargs: dict[str, Any] = {
             "prompts": prompts,
             "completions": completions,
             "completion_ids": ids,
             **columns,
         }
-        given["thinking_opened"] = thinking_opened
-        given["trainer_state"] = state
-        given["log_extra"] = lambda column, values: extra[column].extend(values)
-        given["log_metric"] = lambda name, value: logged[name].append(value)
-        found: dict[int, Any] = {}
-        later = []
+        kwargs["thinking_opened"] = thinking_opened
+        kwargs["trainer_state"] = state
+        kwargs["log_extra"] = lambda column, values: extra[column].extend(values)
+        kwargs["log_metric"] = lambda name, value: logged[name].append(value)
+        rewards: dict[int, Any] = {}  # by the number of the function
+        coroutines = []
         for number, function in enumerate(self.functions):
             if isinstance(function, nn.Module):
-                found[number] = self._of_model(
+                rewards[number] = self._of_model(
                     function,
                     tokenizer=self.tokenizers[number],
                     prompts=prompts,
                     completions=completions,
                 )
             elif is_async(function):
-                later.append(number)
+                coroutines.append(number)
             else:
-                found[number] = function(**given)
-        if later:
+                rewards[number] = function(**kwargs)
+        if coroutines:
 
-            async def together() -> list[Any]:
-                return await asyncio.gather(*(self.functions[number](**given) for number in later))
+            async def run_together() -> list[Any]:
+                calls = (self.functions[number](**kwargs) for number in coroutines)
+                return await asyncio.gather(*calls)
 
-            answers = asyncio.run_coroutine_threadsafe(together(), self.loop()).result()
-            found.update(zip(later, answers, strict=True))
+            results = asyncio.run_coroutine_threadsafe(run_together(), self.loop()).result()
+            rewards.update(zip(coroutines, results, strict=True))
         values = [
-            [torch.nan if one is None else one for one in found[number]]
-            for number in range(len(found))
+            [torch.nan if reward is None else reward for reward in rewards[number]]
+            for number in range(len(rewards))
         ]
         return Grades(torch.tensor(values, dtype=torch.float32).T, extra, logged)
 
     def _of_model(
         self, model: nn.Module, tokenizer: Any, prompts: list[Any], completions: list[Any]
     ) -> list[float]:
+        """Rewards of a reward model: its first logit for prompt and completion together."""
         texts = [
             prompt + completion for prompt, completion in zip(prompts, completions, strict=True)
         ]
         if not isinstance(prompts[0], str):
-            rendered = ({"messages": messages} for messages in texts)
+            conversations = ({"messages": messages} for messages in texts)
             texts = [
-                apply_chat_template(one, tokenizer, **self.template)["text"] for one in rendered
+                apply_chat_template(messages, tokenizer, **self.template)["text"]
+                for messages in conversations
             ]
-        read = tokenizer(
+        inputs = tokenizer(
             text=texts,
             return_tensors="pt",
             padding=True,
@@ -241,14 +265,15 @@ class RewardFunctions:
             add_special_tokens=False,
         )
         with torch.inference_mode():
-            found: list[float] = model(**self.to_device(read)).logits[:, 0].float().tolist()
-        return found
+            logits = model(**self.to_device(inputs)).logits
+            rewards: list[float] = logits[:, 0].float().tolist()
+        return rewards
 
 
 class Grader:
-    """Makes the scores of a generation from what its reward functions have returned.
+    """Gathers the rewards of all ranks and makes them the scores of a generation.
 
-    All ranks call it together.
+    A call is collective.
     """
 
     def __init__(
@@ -258,7 +283,14 @@ class Grader:
         weights_F: Tensor,
         names: Sequence[str],
     ) -> None:
-        """`weights_F`, `names`: of the reward functions."""
+        """Build a grader.
+
+        Args:
+            context: what every part of a training step is built from.
+            guard: knows which calls failed, and ends the run.
+            weights_F: of the reward functions.
+            names: of the reward functions.
+        """
         self.accelerator = context.accelerator
         self.guard = guard
         self.weights_F = weights_F
@@ -274,42 +306,67 @@ class Grader:
         generations: int,
         step: int,
     ) -> Scores:
-        """Of this rank's rollouts, (B,): their tokens, those of completions as far as the policy
-        has sampled them; what they say; and whether they have an end. Raises `RunError` where a
-        function failed, or no rollout has a reward.
+        """The scores of a generation, of all ranks.
+
+        Args:
+            grades: of this rank's B rollouts.
+            prompts: token ids, (B,).
+            completions: token ids that the policy has sampled, (B,).
+            texts: of the answers, (B,).
+            ended: whether each rollout has an end, (B,).
+            generations: rollouts of a group.
+            step: optimizer steps that have been made.
+
+        Raises:
+            RunError: a function failed, or no rollout has a reward.
         """
         self.guard.check(step)
         failed = self.guard.failed_calls(len(texts))
         words = [sum(reflective_words(text).values()) for text in texts]
-        sizes = [map(len, prompts), map(len, completions)]
-        facts_B4 = torch.tensor([*zip(*sizes, ended, words, strict=True)], dtype=torch.float32)
-        all_BK = torch.cat([grades.rewards_BF, facts_B4], dim=1)
+        prompt_lengths = map(len, prompts)
+        lengths = map(len, completions)
+        facts_B4 = torch.tensor(
+            list(zip(prompt_lengths, lengths, ended, words, strict=True)), dtype=torch.float32
+        )
+        # Rewards and facts travel as one tensor, so that the ranks gather once.
+        columns_BK = torch.cat([grades.rewards_BF, facts_B4], dim=1)
         if self.accelerator.num_processes > 1:
-            all_BK = self.accelerator.gather(
-                all_BK.to(self.accelerator.device, non_blocking=True)
+            columns_BK = self.accelerator.gather(
+                columns_BK.to(self.accelerator.device, non_blocking=True)
             ).cpu()
-        rewards = Rewards.of(all_BK[:, :-4], failed, self.weights_F, self.names, generations)
+        rewards_BF, facts_B4 = torch.split(columns_BK, [grades.rewards_BF.size(1), 4], dim=1)
+        rewards = Rewards.of(rewards_BF, failed, self.weights_F, self.names, generations)
         self.guard.check_scored(rewards.missing, step)
-        prompts_B, lengths_B, ended_B, words_B = all_BK[:, -4:].unbind(dim=1)
-        tokens = int(prompts_B.double().sum() + lengths_B.double().sum())
+        prompt_lengths_B, lengths_B, ended_B, words_B = facts_B4.unbind(dim=1)
+        tokens = int(prompt_lengths_B.double().sum() + lengths_B.double().sum())
+        extra, logged = _of_all_ranks(grades, len(texts))
         return Scores(
-            rewards, lengths_B, ended_B == 0, words_B, tokens, *_of_all_ranks(grades, len(texts))
+            rewards=rewards,
+            lengths_B=lengths_B,
+            unended_B=ended_B == 0,
+            reflective_B=words_B,
+            tokens=tokens,
+            extra=extra,
+            logged=logged,
         )
 
 
 def _of_all_ranks(grades: Grades, rows: int) -> tuple[dict[str, list[Any]], dict[str, float]]:
     """The columns that functions of any rank asked to show, and the means of their figures.
 
-    `rows`: of each rank.
+    Each rank has `rows` rollouts; a rank whose functions show no such column gets None in it.
     """
-    everyone = gather_object([(dict(grades.extra), dict(grades.logged))])
-    columns = {
-        name: [value for extra, _ in everyone for value in extra.get(name, [None] * rows)]
-        for name in sorted({name for extra, _ in everyone for name in extra})
-    }
+    gathered = gather_object([(dict(grades.extra), dict(grades.logged))])
+    extra_of_ranks = [extra for extra, _ in gathered]
+    logged_of_ranks = [logged for _, logged in gathered]
+    columns: dict[str, list[Any]] = {}
+    for name in sorted({name for extra in extra_of_ranks for name in extra}):
+        columns[name] = []
+        for extra in extra_of_ranks:
+            columns[name] += extra.get(name, [None] * rows)
     means = {}
-    for name in sorted({name for _, logged in everyone for name in logged}):
-        values = [logged.get(name, []) for _, logged in everyone]
-        total = torch.tensor([sum(one) for one in values], dtype=torch.float32).sum().item()
-        means[name] = total / sum(map(len, values))
+    for name in sorted({name for logged in logged_of_ranks for name in logged}):
+        values_of_ranks = [logged.get(name, []) for logged in logged_of_ranks]
+        sums_R = torch.tensor([sum(values) for values in values_of_ranks], dtype=torch.float32)
+        means[name] = sums_R.sum().item() / sum(map(len, values_of_ranks))
     return columns, means

@@ -1,10 +1,10 @@
 """Saves and restores the part of a generation that is still to be learned from.
 
-Each rank has a file of its own.
+Each rank has a file of its own in the checkpoint.
 """
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from accelerate.utils import send_to_device
 
@@ -19,6 +19,14 @@ FILES = "generation"  # in a checkpoint, one of each rank
 _FACTS = "unfinished_generation"  # the key in the manifest of such a checkpoint
 
 
+class StepBegin(NamedTuple):
+    """The state of a run where the first generation of an optimizer step begins."""
+
+    micro_step: int  # TRL's `_step`
+    tokens_seen: int  # TRL's `num_input_tokens_seen`
+    facts: dict[str, Any]  # for a checkpoint's manifest
+
+
 class UnfinishedGeneration:
     """Lets a run resume within a generation.
 
@@ -31,62 +39,72 @@ class UnfinishedGeneration:
         self.banks = banks
         self.shape = BatchLayout.of(context.config)
         self.state = context.state
-        # Where the first generation of an optimizer step began: TRL's `_step`, the tokens seen by
-        # then, and the facts.
-        self._before: tuple[int, int, dict[str, Any]] | None = None
+        self._before: StepBegin | None = None  # of the present optimizer step
 
     def begins(self, micro_step: int, facts: dict[str, Any]) -> None:
         """Note what is known where the first generation of an optimizer step begins."""
-        self._before = micro_step, self.state().num_input_tokens_seen, facts
+        tokens_seen = self.state().num_input_tokens_seen
+        self._before = StepBegin(micro_step=micro_step, tokens_seen=tokens_seen, facts=facts)
 
-    def facts(self, step_began: int, now: dict[str, Any]) -> dict[str, Any]:
-        """What a checkpoint is to say of the run: `now`, or what was known before the generations
-        of the present step where nothing was learned from them, since a run that goes on there
-        makes them again. The tokens seen go back with it. `step_began`: the `micro_step` where the
-        present step began.
+    def rewind(self, step_began: int, now: dict[str, Any]) -> dict[str, Any]:
+        """The facts of the run to save, from where a resumed run goes on.
+
+        Before any optimizer step used the present generations, those are the facts from before
+        them, since a resumed run samples them again. Then this also resets TRL's count of tokens.
+
+        Args:
+            step_began: TRL's `_step` where the present optimizer step began.
+            now: the present facts.
         """
-        if self._before is None or self._before[0] != step_began:
+        if self._before is None or self._before.micro_step != step_began:
             return now
-        _, self.state().num_input_tokens_seen, facts = self._before
-        return facts
+        self.state().num_input_tokens_seen = self._before.tokens_seen
+        return self._before.facts
 
     def save(
         self, folder: Path, micro_step: int, micro_batches: list[Batch] | None, table: str
     ) -> dict[str, Any]:
-        """Write the micro-batches that are left and the images that they refer to; between two
-        generations nothing.
+        """Write the micro-batches that remain and the images that they refer to.
 
-        `micro_step`: micro-batches that the run has processed. `table`: the generation's, for the
-        log. The whole image bank is saved: some things are computed for all of its images at once.
-        Returns the manifest's entry.
+        Between two generations nothing is written. The whole image bank is saved, since some things
+        are computed for all of its images at once.
+
+        Args:
+            folder: of the checkpoint.
+            micro_step: micro-batches that the run has processed.
+            micro_batches: of the generation.
+            table: of the generation, for the log.
+
+        Returns:
+            The entry of the checkpoint's manifest.
         """
         within = micro_step % self.shape.cycle
         if not within or micro_batches is None:
             return {}
-        left = [
-            cast("Batch", {k: v for k, v in micro.items() if k != "host"})
+        remaining = [
+            cast("Batch", {name: column for name, column in micro.items() if name != "host"})
             for micro in micro_batches
         ]
-        if self.shape.iterations == 1:
-            left = [{} if number < within else micro for number, micro in enumerate(left)]
-        own: dict[str, Any] = {
-            "micro_batches": to_cpu(left),
+        if self.shape.iterations == 1:  # else they are learned from again
+            remaining = [{} if number < within else micro for number, micro in enumerate(remaining)]
+        content: dict[str, Any] = {
+            "micro_batches": to_cpu(remaining),
             "first": 0,
             "images": [],
             "table": table,
         }
         bank = self.banks.of_training()
         if bank is not None:
-            own["first"] = bank.first
-            own["images"] = [to_cpu(bank.image(start)) for start in bank.starts]
-        save_of_rank(folder, kind=FILES, rank=self.accelerator.process_index, content=own)
+            content["first"] = bank.first
+            content["images"] = [to_cpu(bank.image(start)) for start in bank.starts]
+        save_of_rank(folder, kind=FILES, rank=self.accelerator.process_index, content=content)
         return {_FACTS: {"micro_step": micro_step, **self._sizes()}}
 
     def load(self, checkpoint: Path) -> tuple[int, list[Batch], str] | None:
-        """The `micro_step`, the micro-batches and the table that `save` wrote, or None if it wrote
-        none.
+        """Read the `micro_step`, the micro-batches and the table that `save` wrote.
 
-        Raises `UserError` if the sizes of the run have changed since.
+        Returns None if it wrote none. Raises `UserError` if the sizes of the run have changed
+        since.
         """
         facts = facts_of(checkpoint).get(_FACTS)
         if facts is None:
@@ -99,19 +117,19 @@ class UnfinishedGeneration:
                     "a checkpoint between two generations"
                 )
         device = self.accelerator.device
-        own = load_of_rank(checkpoint, FILES, self.accelerator.process_index)
+        content = load_of_rank(checkpoint, FILES, self.accelerator.process_index)
         bank = self.banks.new("train")
-        for key, patches, grid in own["images"]:
+        for key, patches, grid in content["images"]:
             bank.hold(key, patches.to(device), grid)
-        micro_batches: list[Batch] = send_to_device(own["micro_batches"], device)
+        micro_batches: list[Batch] = send_to_device(content["micro_batches"], device)
         for micro in micro_batches:
             references = micro.get("pixel_values")
             if references is not None and not references.is_floating_point():
-                micro["pixel_values"] = references + (bank.first - own["first"])
-        return facts["micro_step"], micro_batches, own["table"]
+                micro["pixel_values"] = references + (bank.first - content["first"])
+        return facts["micro_step"], micro_batches, content["table"]
 
     def _sizes(self) -> dict[str, int]:
-        """On which the division into micro-batches depends, by TRL's keys."""
+        """The sizes that the division into micro-batches depends on, by TRL's keys."""
         shape = self.shape
         return {
             "processes": self.accelerator.num_processes,

@@ -87,8 +87,8 @@ def _generate(patches: Any, due: Callable[[], bool]) -> None:
     prepare_engine_environment()  # the next module imports vLLM
     from adora_vl.rollout import llm, rollouts
 
-    stock = rollouts.plan_requests
-    patches.setattr(llm, "plan_requests", lambda asks: broken() if due() else stock(asks))
+    stock = rollouts.merge_requests
+    patches.setattr(llm, "merge_requests", lambda asks: broken() if due() else stock(asks))
 
 
 def _sync(patches: Any, due: Callable[[], bool]) -> None:

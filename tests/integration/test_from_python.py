@@ -19,7 +19,7 @@ from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer
 from adora_vl.config.run_context import RunContext
 from adora_vl.preflight.python_inputs import Datasets, model_keys
 from adora_vl.preflight.resolved_run import ModelSource, RunRequest
-from adora_vl.preflight.run_checks import walk
+from adora_vl.preflight.run_checks import resolve_run
 from adora_vl.utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -170,7 +170,7 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
     )
     rows = Datasets(Dataset.from_list(ROWS), {"own": Dataset.from_list(ROWS[4:])})
     source = ModelSource(model_keys("tiny", args, None))
-    run = walk(
+    run = resolve_run(
         RunRequest(args, source, rows, seen, tools=[area, "zoom"], environment=Board),
         RunContext.of_launch("leave"),
     )
@@ -181,7 +181,7 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
     with pytest.raises(
         UserError, match="environment_factory: a reward function has the name 'seen', too; rename"
     ):
-        walk(
+        resolve_run(
             RunRequest(args, source, rows, seen, environment=type("seen", (Board,), {})),
             RunContext.of_launch("leave"),
         )
@@ -194,7 +194,7 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
         and '"name": "area"' in first["content"]
         and '"name": "zoom"' in first["content"]
     )
-    assert second["content"] == "Which of 0?" and run.own.keys() == {
+    assert second["content"] == "Which of 0?" and run.user_code_hashes.keys() == {
         "reward seen",
         "tool area",
         "tool Board",

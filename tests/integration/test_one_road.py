@@ -29,7 +29,7 @@ from adora_vl.planning.dry_run import make_plan
 from adora_vl.preflight import run_checks
 from adora_vl.preflight.python_inputs import Datasets, model_keys
 from adora_vl.preflight.resolved_run import ModelSource, RunRequest
-from adora_vl.preflight.run_checks import walk
+from adora_vl.preflight.run_checks import resolve_run
 from adora_vl.prepare import prepare, prepare_on_paper
 from adora_vl.train import main
 from adora_vl.trainer import AdoraGRPOTrainer
@@ -139,7 +139,7 @@ def from_python(words: list[str]) -> None:
     name = str(model.model_name_or_path)
     lora = lora_of(model)
     source = ModelSource(model_keys(name, config, lora, get_quantization_config(model)), lora)
-    run = walk(
+    run = resolve_run(
         RunRequest(config, source, Datasets(rows()), list(script.adora_reward)),
         RunContext.of_launch("leave"),
     )
@@ -731,12 +731,12 @@ def test_a_config_for_gpus_walks_the_same_stops_on_a_laptop(subtests):
             words = ["--config", str(CONFIGS / "train" / f"{name}.yaml")]
             file = CONFIGS / "accelerate" / f"{PAIRS[name]}.yaml"
             run = prepare_on_paper(read(words), DryRunOptions(accelerate_config=file))
-            assert not run.where.here and run.unknown[0].startswith(
+            assert not run.context.local and run.unknown[0].startswith(
                 "the run is for another machine"
             )
             assert (
                 run.plan.global_batch
-                == run.config.per_device_train_batch_size * run.where.sharding.processes
+                == run.config.per_device_train_batch_size * run.context.sharding.processes
             )
 
 

@@ -116,7 +116,7 @@ class SameAgain(AdoraGRPOTrainer):
 
     def _build_collaborators(self, *args: Any) -> None:
         super()._build_collaborators(*args)
-        graded = self.pool.judge.watcher.graded
+        graded = self.pool.builder.watcher.graded
 
         def noted(generation: Generation, *given: Any) -> None:
             graded(generation, *given)
@@ -127,7 +127,7 @@ class SameAgain(AdoraGRPOTrainer):
                 )
                 self.sampled.append(generation.batch["completion_ids"].tolist())
 
-        self.pool.judge.watcher.graded = noted  # type: ignore[method-assign,assignment]
+        self.pool.builder.watcher.graded = noted  # type: ignore[method-assign,assignment]
 
 
 class Switches(TrainerCallback):
@@ -145,7 +145,7 @@ class Switches(TrainerCallback):
         pays = (lambda *_: True) if name == "no padding" else sharing_pays
         mock.patch.object(packed_module, "sharing_pays", pays).start()
         args.adora_stock_step = [part for part in PARTS if part not in STEPS[name]]
-        self.trainer.pool.asked = RolloutOptions(refill=int(name == "refill"))
+        self.trainer.pool.options = RolloutOptions(refill=int(name == "refill"))
         self.trainer.loss = 0.0
 
     def on_step_end(self, args, state, control, **kwargs):

@@ -35,8 +35,8 @@ def test_what_follows_a_call_is_what_the_start_was_taught(built):
     decode = lambda tokens: processor.tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
     turns = ToolLoop(toolbox, processor, {}, lambda image: 1, 2, decode)
     before = Rollout((Segment(tuple(ids[1]), (0.0,) * len(ids[1]), 0),), "stop")
-    after = turns(before, images[:1], prompt=len(ids[0]), longest=400, step=0, seed="0")
-    assert list(after.spans[1].tokens) == ids[2]
+    after = turns(before, images[:1], prompt_length=len(ids[0]), max_length=400, step=0, seed="0")
+    assert list(after.segments[1].tokens) == ids[2]
     assert after.pictures[0].image.tobytes() == images[1].tobytes() and not after.calls[0].failed
 
 

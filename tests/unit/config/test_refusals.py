@@ -195,7 +195,7 @@ def test_a_schedule_is_made_before_the_run_or_refused() -> None:
         "lr_scheduler_type": "cosine_with_min_lr",
         "get_warmup_steps": lambda _: 0,
     }
-    fine = SimpleNamespace(**{**keys, "lr_scheduler_kwargs": {"min_lr_rate": 0.1}})
+    fine: Any = SimpleNamespace(**{**keys, "lr_scheduler_kwargs": {"min_lr_rate": 0.1}})
     checks.check_schedule(fine)
     checks.schedule_of(fine, 10)
     rates: list[dict[str, Any]] = [

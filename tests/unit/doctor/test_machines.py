@@ -123,7 +123,7 @@ def test_machines_are_known_from_what_the_launcher_tells(monkeypatch):
     assert from_environment(environment) == Sharding(16, 2, machines=4)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UserError, match="FSDP"):
-        RunContext.of_dry_run(DryRunOptions(), here=True)
+        RunContext.of_dry_run(DryRunOptions(), local=True)
 
 
 ONE_MACHINE = ["--num_machines", "2", "--num_processes", "16", "--main_process_port", "29500"]

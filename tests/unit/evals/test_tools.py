@@ -147,8 +147,8 @@ def test_tools_of_a_file_beside_the_config(tmp_path):
         3,
         ["own.py"],
     )
-    assert '"name": "two"' in str(settings.told("Think.")) and str(
-        settings.told("Think.")
+    assert '"name": "two"' in str(settings.with_tool_prompt("Think.")) and str(
+        settings.with_tool_prompt("Think.")
     ).startswith("Think.\n\n")
 
 
@@ -210,13 +210,16 @@ def test_a_conversation_is_that_of_a_rollout(said, max_tokens, reason, calls):
         engine.chat.decode(own[-1]),
     )
     assert reply.n_tokens == sum(len(ids) + 1 for ids in own) and reply.n_prompt_tokens == len(
-        engine.asked[0].ids
+        engine.asked[0].prompt_ids
     )
     if len(said) > 1:
         first, second = engine.asked
-        assert second.ids[: len(first.ids)] == first.ids and first.seed == 5 != second.seed
+        assert (
+            second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
+            and first.seed == 5 != second.seed
+        )
         assert [len(one.images) for one in engine.asked] == [1, 2]
-        assert second.limit == max_tokens - (len(second.ids) - len(first.ids))
+        assert second.max_tokens == max_tokens - (len(second.prompt_ids) - len(first.prompt_ids))
     assert engine.generate([]) == []
 
 

@@ -1,6 +1,4 @@
-"""Geometry3K's annotations beside the checkout: stored verdicts, and broken forms, which raise
-nothing.
-"""
+"""Geometry3K's annotations beside the checkout: stored verdicts, and broken forms, which raise nothing."""
 
 import copy
 import gzip
@@ -24,8 +22,7 @@ def records() -> dict:
     place = SHARED / "data" / "geometry3k_logic_forms.json.gz"
     if not place.is_file():
         pytest.skip(
-            f"the logic forms of Geometry3K are not beside this checkout ({place.name} in "
-            "../shared/data)"
+            f"the logic forms of Geometry3K are not beside this checkout ({place.name} in ../shared/data)"
         )
     return json.loads(gzip.decompress(place.read_bytes()))
 
@@ -52,9 +49,7 @@ def test_all_verdicts_are_the_stored_ones(records: dict) -> None:
 
 
 def _broken(record: dict, rng: random.Random) -> dict:
-    """An annotation with facts lost, doubled, swapped, cut or of another kind, and places that are
-    none.
-    """
+    """An annotation with facts lost, doubled, swapped, cut or of another kind, and places that are none."""
     record = copy.deepcopy(record)
     facts = record["facts"]
     for _ in range(rng.choice((1, 1, 2, 4))):

@@ -1,6 +1,4 @@
-"""The parts of the engine: values as they are written, exact forms, derivatives, angles alone,
-pictures' shapes.
-"""
+"""The parts of the engine: values as they are written, exact forms, derivatives, angles alone, pictures' shapes."""
 
 import math
 import random
@@ -14,7 +12,7 @@ from adora_vl.geometry.expressions import ExpressionError, letters_of, number_of
 from adora_vl.geometry.forms import MAX_DEPTH, form_of, record_of, term_of
 from adora_vl.geometry.primitives import read
 from adora_vl.geometry.shapes import Drawing
-from adora_vl.geometry.solve import Problem
+from adora_vl.geometry.solve import FigureProblem
 from tests.unit.geometry.geometry_support import form, on_circle
 
 
@@ -119,7 +117,7 @@ def test_derivatives_are_those_of_the_residuals(start: int) -> None:
     at = {"A": 0j, "B": 100 + 5j, "C": 40 + 70j, "E": 55 + 2j, "O": 48 + 20j}
     reading = read(form(at, ["AB", "BC", "CA", "CE"], FACTS, "Find(x)", ["O"]))
     assert not reading.unread
-    problem = Problem(reading)
+    problem = FigureProblem(reading)
     v = problem.start(start) + np.random.default_rng(start).normal(0, 0.01, problem.system.count)
     _, slopes = problem.system.residuals(v)
     for number in range(len(v)):
@@ -136,8 +134,7 @@ def test_derivatives_are_those_of_the_residuals(start: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_angles_alone_follow_from_parallels_and_triangles(seed: int) -> None:
     random.seed(seed)
-    tilt = random.uniform(0, 360)
-    angle = random.randint(25, 65)
+    tilt, angle = random.uniform(0, 360), random.randint(25, 65)
     turn = np.exp(1j * math.radians(tilt))
     at = {
         name: complex(place * turn)

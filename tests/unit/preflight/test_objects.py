@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.models.shape import refuse_embedding_adapters
-from adora_vl.preflight.python_inputs import identity_of_model, rewards_given
+from adora_vl.preflight.python_inputs import identity_of_model, rewards_from_python
 from adora_vl.utils.errors import UserError
 
 
@@ -62,7 +62,9 @@ def test_a_reward_model_is_known_by_its_weights_and_a_function_by_its_source(tmp
     other = deepcopy(judge)
     with torch.no_grad():
         other.weight[0, 2] += 1.0
-    hashes = [rewards_given([one, reward], Path(tmp_path)).hashes for one in (judge, judge, other)]
+    hashes = [
+        rewards_from_python([one, reward], Path(tmp_path)).hashes for one in (judge, judge, other)
+    ]
     assert hashes[0] == hashes[1]
     assert [name for name in hashes[0] if hashes[0][name] != hashes[2][name]] == ["Linear"]
 

@@ -177,6 +177,7 @@ UNCOMPARED = {
     "generations ahead",
     "on an H200",
     "prompt, rollouts x tokens",
+    "on Geometry3K",
 }
 
 

@@ -71,8 +71,13 @@ def test_rewards_and_drift_of_a_rollout_by_hand():
 
 
 def test_the_text_of_a_message_in_every_form():
-    parts_of = [{"type": "image"}, {"type": "text", "text": "b"}]
-    forms = ["a", [{"role": "user", "content": "a"}], [{"content": "x"}, {"content": parts_of}], []]
+    parts_of: Any = [{"type": "image"}, {"type": "text", "text": "b"}]
+    forms: list[Any] = [
+        "a",
+        [{"role": "user", "content": "a"}],
+        [{"content": "x"}, {"content": parts_of}],
+        [],
+    ]
     assert [completion_text(form) for form in forms] == ["a", "a", "b", ""]
 
 

@@ -224,7 +224,7 @@ def test_threads_find_what_one_finds_alone() -> None:
     drawn_cases = [
         case for case in cases() if case.kind in {"functions", "expressions", "radicals", "pi"}
     ] * 2
-    numeric._made.clear()
+    numeric._contexts.clear()
 
     def one(case: Any) -> Any:
         return grade(case.response, case.gold, choices=case.choices, rounding=case.rounding)

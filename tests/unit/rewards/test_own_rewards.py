@@ -84,7 +84,7 @@ def test_presets_and_own_functions_stand_in_the_order_that_was_asked_for(own):
         [2.0],
         [0.0],
     ]
-    assert [entry for entry, _ in chosen.own] == [chosen.entries[1]]
+    assert [entry for entry, _ in chosen.user_functions] == [chosen.entries[1]]
 
 
 def test_the_template_does_what_it_says():

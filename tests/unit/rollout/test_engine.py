@@ -19,7 +19,7 @@ from adora_vl.rollout import engine_settings as sync
 from adora_vl.rollout import prompt_tokens
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
-from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult, plan_requests
+from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult, merge_requests
 from adora_vl.rollout.servers import of_sampled
 from adora_vl.utils.errors import RolloutError, UserError
 from adora_vl.utils.launch import prepare_engine_environment
@@ -254,16 +254,16 @@ def test_a_group_is_one_request_with_seeds_that_count_up(monkeypatch):
     shown = [*[images[:1]] * 4, images[1:], copies[:1], copies[1:]]
     numbers: dict[str, Any] = {"first": 2, "generations": 4, "limit": 2}
     asks = asks_of([[START, IMAGE, IMAGE, END]] * 7, shown, **numbers)
-    assert [len(request) for request in plan_requests(asks)] == [2, 2, 1, 1, 1]
+    assert [len(request) for request in merge_requests(asks)] == [2, 2, 1, 1, 1]
     assert [
-        len(request) for request in plan_requests([replace(ask, together=0) for ask in asks])
+        len(request) for request in merge_requests([replace(ask, group=0) for ask in asks])
     ] == [4, 1, 2]
     alone = asks_of([[START, IMAGE, IMAGE, END]] * 7, shown, grouped=False, **numbers)
     found = [engine_of(monkeypatch, [], ["stop"] * 7).sample(each) for each in (asks, alone)]
     assert (
         found[0]
         == found[1]
-        == [SamplingResult([ask.seed] * 2, [-2.0] * 2, "stop", ask.ids) for ask in asks]
+        == [SamplingResult([ask.seed] * 2, [-2.0] * 2, "stop", ask.prompt_ids) for ask in asks]
     )
 
 
@@ -293,7 +293,13 @@ def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
     assert all(p.temperature == 0.5 and p.stop_token_ids == [7] for _, p in seen), (
         "the run's settings and further ones"
     )
-    assert [answer.reason for answer in answers] == ["length", "stop", "room", "length", "length"]
+    assert [answer.finish_reason for answer in answers] == [
+        "length",
+        "stop",
+        "room",
+        "length",
+        "length",
+    ]
 
 
 def test_the_ranks_of_a_divided_engine_ask_for_the_same_and_each_gets_its_own(monkeypatch):

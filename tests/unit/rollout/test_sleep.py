@@ -38,7 +38,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState  # noqa: E
 
 from adora_vl.rollout.llm import PolicyLLM  # noqa: E402
 
-ASKS = [SamplingRequest([1], [], together=0)] * 2
+ASKS = [SamplingRequest([1], [], group=0)] * 2
 
 
 @pytest.fixture

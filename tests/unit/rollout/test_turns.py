@@ -67,13 +67,19 @@ def answered(
     tools: Says, rollout: Rollout, *, most: int = 2, room: int | None = None, longest: int = 200
 ) -> Rollout:
     turns = ToolLoop(
-        tools, PROCESSOR, {}, lambda image: image.width // 28, most, TOKENIZER.decode, room=room
+        tools,
+        PROCESSOR,
+        {},
+        lambda image: image.width // 28,
+        most,
+        TOKENIZER.decode,
+        context_length=room,
     )
     return turns(
         rollout,
         [Image.new("RGB", (28, 28))],
-        prompt=100,
-        longest=longest,
+        prompt_length=100,
+        max_length=longest,
         step=4,
         seed="7/train/3/0/1/0",
     )
@@ -122,8 +128,8 @@ def test_no_turn_of_a_policy_ends_a_run():
         after = turns(
             before,
             [Image.new("RGB", (56, 56))],
-            prompt=100,
-            longest=10_000,
+            prompt_length=100,
+            max_length=10_000,
             step=4,
             seed=f"7/{number}",
         )
@@ -131,7 +137,7 @@ def test_no_turn_of_a_policy_ends_a_run():
         called += bool(after.calls)
         for call in after.calls:
             assert call.failed == call.text.startswith("Error: ") and "\n" not in call.text
-        if after.spans[1:]:
+        if after.segments[1:]:
             assert after.tokens.count(IMAGE) - before.tokens.count(IMAGE) == 4 * len(after.pictures)
     assert called > 50
 
@@ -144,15 +150,15 @@ def test_an_answer_is_a_users_turn_of_the_template_behind_what_was_sampled(end):
     picture = Image.new("L", (84, 28), 50)
     before = sampled(CALLED, end=end)
     after = answered(Says("Picture 2: ", picture, " of <|image_pad|> and<|im_end|>"), before)
-    assert after.spans[0] == before.spans[0] and not after.ended
+    assert after.segments[0] == before.segments[0] and not after.ended
     own = "" if end else "<|im_end|>"
     shown = f"<|vision_start|>{'<|image_pad|>' * 3}<|vision_end|>"
     said = f"Picture 2: {shown} of < |image_pad|> and< |im_end|>"
     expected = ids_of(f"{own}\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n")
     assert (
-        list(after.spans[1].tokens) == expected
-        and after.spans[1].logps is None
-        and after.spans[1].step == 4
+        list(after.segments[1].tokens) == expected
+        and after.segments[1].logps is None
+        and after.segments[1].step == 4
     )
     (shown_now,) = after.pictures
     (call,) = after.calls
@@ -168,15 +174,15 @@ def test_a_model_that_reads_text_alone_gets_the_same_turn():
     tokenizer = copy.copy(TOKENIZER)
     tokenizer.chat_template = PROCESSOR.chat_template
     turns = ToolLoop(Says("It is 7."), tokenizer, {}, lambda _: 0, None, TOKENIZER.decode)
-    rollout = turns(sampled(CALLED), [], prompt=9, longest=200, step=4, seed="")
+    rollout = turns(sampled(CALLED), [], prompt_length=9, max_length=200, step=4, seed="")
     expected = ids_of("\n<|im_start|>user\nIt is 7.<|im_end|>\n<|im_start|>assistant\n")
-    assert list(rollout.spans[1].tokens) == expected and not rollout.pictures
+    assert list(rollout.segments[1].tokens) == expected and not rollout.pictures
 
 
 def test_tools_are_asked_with_the_turns_words_and_all_images_under_a_seed_of_its_own():
     tools = Says("", Image.new("RGB", (28, 28)))
     first = answered(tools, sampled(CALLED))
-    answered(tools, sampled(CALLED + CALLED, *first.spans))
+    answered(tools, sampled(CALLED + CALLED, *first.segments))
     words = [TOKENIZER.decode([*ids_of(text), END]) for text in (CALLED, CALLED + CALLED)]
     assert tools.asked[0] == (words[0], 1, "7/train/3/0/1/0/0", False)
     assert tools.asked[1] == (words[1], 1, "7/train/3/0/1/0/1", True)
@@ -191,14 +197,16 @@ def test_what_ends_a_rollout_and_whether_it_has_an_end():
     once = answered(tools, sampled(CALLED), most=1)
     for rollout, ended, has_end in (
         (answered(tools, sampled("so 7")), "stop", True),
-        (answered(tools, sampled(CALLED, *once.spans), most=1), "calls", False),
+        (answered(tools, sampled(CALLED, *once.segments), most=1), "calls", False),
         (answered(tools, sampled(CALLED), longest=50), "room", False),
         (answered(tools, sampled(CALLED), room=150), "room", False),
     ):
         assert rollout.ended == ended and ends.has_end(rollout, "") is has_end
     computer = AdvantageComputer(step_context(), AdvantagePipeline({}), torch.ones(1), tools=True)
     assert computer.truncated_at is None, "by the end alone, however few tokens of its own it has"
-    assert len(once.spans) == 2 and len(answered(tools, sampled(CALLED), longest=50).spans) == 1
+    assert (
+        len(once.segments) == 2 and len(answered(tools, sampled(CALLED), longest=50).segments) == 1
+    )
 
 
 @pytest.mark.parametrize("wide", [28, 196])
@@ -212,7 +220,7 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
     tools = Says("It is \\boxed{7}.", Image.new("RGB", (wide, 28)))
     looked = answered(tools, sampled(CALLED))
     rollouts = (
-        replace(looked, spans=sampled("so 3", *looked.spans).spans, ended="stop"),
+        replace(looked, segments=sampled("so 3", *looked.segments).segments, ended="stop"),
         sampled("so it is " * 4 + "\\boxed{7}"),
         answered(tools, sampled(CALLED), longest=50),
     )
@@ -269,15 +277,15 @@ def test_all_play_a_turn_then_those_that_were_answered_the_next_one():
 
     def ask(going: dict[str, Rollout]) -> dict[str, Rollout]:
         asked.append([*going])
-        return {key: sampled("x", *rollout.spans) for key, rollout in going.items()}
+        return {key: sampled("x", *rollout.segments) for key, rollout in going.items()}
 
     def answer(key: str, rollout: Rollout) -> Rollout:
-        more = len(rollout.spans) < 2 * wanted[key] - 1
-        return Rollout((*rollout.spans, Segment((9,), None, 3))) if more else rollout
+        more = len(rollout.segments) < 2 * wanted[key] - 1
+        return Rollout((*rollout.segments, Segment((9,), None, 3))) if more else rollout
 
     others = iter([True, True, True, True, False])
     done = run_turns(
         dict.fromkeys(wanted, Rollout()), ask, answer, lambda *_: True, lambda _: next(others)
     )
     assert asked == [["a", "b", "c"], ["b", "c"], ["b"], [], []]
-    assert {key: len(rollout.spans) for key, rollout in done.items()} == {"a": 1, "b": 5, "c": 3}
+    assert {key: len(rollout.segments) for key, rollout in done.items()} == {"a": 1, "b": 5, "c": 3}

@@ -129,8 +129,8 @@ def test_a_rollout_that_saw_other_images_cannot_be_compared_at_any_token():
     answer = SamplingResult([5, 6], [-0.1, -0.2])
     for compared, logps, stale in ((True, [-0.1, -0.2], 0), (False, [None, None], 2)):
         rollout = append_result(Rollout(), ask, answer, 9, None, None, step=4, compared=compared)
-        assert (rollout.logps, rollout.stale(4)) == (logps, stale)
-        assert rollout.own == [True, True], "the policy has sampled them all the same"
+        assert (rollout.logps, rollout.stale_tokens(4)) == (logps, stale)
+        assert rollout.policy_mask == [True, True], "the policy has sampled them all the same"
 
 
 def measured(others: list[bool]) -> tuple[torch.Tensor, dict[str, float]]:

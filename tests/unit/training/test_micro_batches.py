@@ -343,7 +343,10 @@ def test_moves_by_hand():
     assert plan_moves(alike(1, 2, 2)) == [], "no rank takes longer for it"
     assert sorted(pairs(plan_moves(alike(3, 0, 0)))) == [(0, 1), (0, 2)]
     assert pairs(plan_moves(alike(4, 3, 3, 0))) == [(0, 3)], "no more than is needed"
-    assert len(plan_moves(alike(0, 6), least=4)) == 2 and plan_moves(alike(0, 4), least=4) == []
+    assert (
+        len(plan_moves(alike(0, 6), min_units=4)) == 2
+        and plan_moves(alike(0, 4), min_units=4) == []
+    )
     assert plan_moves(alike(0, 0)) == []
 
 

@@ -33,7 +33,7 @@ from adora_vl.rollout.rollouts import (
     SamplingRequest,
     SamplingResult,
     Segment,
-    plan_requests,
+    merge_requests,
 )
 from adora_vl.rollout.samplers import AsyncServerSampler, PendingSamples
 from adora_vl.training.generation import Generation
@@ -121,12 +121,12 @@ class Engine:
         self.asked.append(asks)
         answers = []
         for one in asks:
-            assert one.seed is not None and one.limit is not None
-            begun = one.ids[1:]  # behind a prompt of one token
+            assert one.seed is not None and one.max_tokens is not None
+            begun = one.prompt_ids[1:]  # behind a prompt of one token
             whole = self.length(begun[0] if begun else one.seed & TOKEN)
             left = whole - len(begun) if whole < LONGEST else 10 * LONGEST
-            new = [one.seed & TOKEN, *[self.step] * (min(one.limit, left) - 1)]
-            reason: Literal["length", "stop"] = "length" if left > one.limit else "stop"
+            new = [one.seed & TOKEN, *[self.step] * (min(one.max_tokens, left) - 1)]
+            reason: Literal["length", "stop"] = "length" if left > one.max_tokens else "stop"
             answers.append(SamplingResult(new, [-float(self.step)] * len(new), reason))
         self.steps += max((len(answer.tokens) for answer in answers), default=0)
         return answers
@@ -141,10 +141,10 @@ class TurnsEngine(Engine):
         self.asked.append(asks)
         answers = []
         for one in asks:
-            assert one.seed is not None and one.limit is not None and one.limit > 0
-            assert sum(token == IMAGE for token in one.ids) == len(one.images)
-            length = min(one.limit, drawn(one.seed))
-            reason = "stop" if drawn(one.seed) <= one.limit else "length"
+            assert one.seed is not None and one.max_tokens is not None and one.max_tokens > 0
+            assert sum(token == IMAGE for token in one.prompt_ids) == len(one.images)
+            length = min(one.max_tokens, drawn(one.seed))
+            reason = "stop" if drawn(one.seed) <= one.max_tokens else "length"
             answers.append(SamplingResult([one.seed & TOKEN] * length, [-1.0] * length, reason))  # type: ignore[arg-type]
         return answers
 
@@ -180,22 +180,22 @@ def rows_after(numbers: list[int], distance: int) -> list[Row]:
 class Answered:
     """Answers most turns with a picture, up to three of a rollout."""
 
-    tokens = None
+    turn_tokens = None
 
     def __call__(
-        self, rollout: Rollout, images: Any, *, longest: int, step: int, seed: str, **_: Any
+        self, rollout: Rollout, images: Any, *, max_length: int, step: int, seed: str, **_: Any
     ) -> Rollout:
         draw = random.Random(f"{seed}/{len(rollout.pictures)}")
-        place = len(rollout.spans)
+        place = len(rollout.segments)
         if draw.random() < 0.3 or len(rollout.pictures) == 3:
             return replace(rollout, ended="stop" if draw.random() < 0.7 else "calls")
-        if longest - len(rollout.tokens) < 30:
+        if max_length - len(rollout.tokens) < 30:
             return replace(rollout, ended="room")
         image = kept(Image.new("RGB", (28, 28 + draw.randrange(9))))
         return replace(
             rollout,
             ended="",
-            spans=(*rollout.spans, Segment((5, IMAGE, 6), None, step)),
+            segments=(*rollout.segments, Segment((5, IMAGE, 6), None, step)),
             pictures=(*rollout.pictures, Picture(image.digest, image, place)),
         )
 
@@ -270,7 +270,7 @@ class Run:
             self.engine = TurnsEngine()
         turns: Any = Answered() if tools else None
         asked_ahead = partial(
-            PoolAhead, next_rows=rows_after, drift=lambda rows, step: lambda: None
+            PoolAhead, next_rows=rows_after, request_drift=lambda rows, step: lambda: None
         )
         self.pool: Pool = (asked_ahead if options.ahead else Pool)(
             context,
@@ -281,7 +281,7 @@ class Run:
             [],
             phase,
             rows,
-            turns=turns,
+            tool_loop=turns,
         )
         self.learned: list[Generation] = []
         self.figures: list[dict[str, float]] = []
@@ -339,7 +339,7 @@ def check_learned(run: Run, ended: bool = True) -> int:
     assert lengths == [
         length for problem in problems for length in whole_lengths(problem, run.updates)
     ]
-    waiting = [int(group.row["id"].split("/")[1]) for group in run.pool.state.groups]
+    waiting = [int(group.row["id"].split("/")[1]) for group in run.pool.state.waiting]
     numbers = sorted([*(int(problem.split("/")[1]) for problem in problems), *waiting])
     assert numbers == list(range(len(numbers))) and not (ended and waiting)
     return len(run.learned) - math.ceil(len(numbers) / PLACES / run.updates)
@@ -421,8 +421,8 @@ def test_a_run_with_tools_that_is_killed_within_a_turn_goes_on_to_the_bit(tmp_pa
 
 def test_where_nothing_is_called_a_run_with_tools_is_the_run_without():
     runs = [Run(4, tools=True, budget=None) for _ in range(2)]
-    runs[0].pool.turns = None
-    runs[1].pool._answered = lambda asked, rollout, step: rollout  # type: ignore[method-assign]
+    runs[0].pool.tool_loop = None
+    runs[1].pool._answer_calls = lambda continuation, rollout, step: rollout  # type: ignore[method-assign]
     assert runs[0].go_on().answers == runs[1].go_on().answers
     assert runs[0].engine.asked == runs[1].engine.asked
 
@@ -431,7 +431,7 @@ def test_processes_whose_rollouts_have_other_numbers_of_turns_make_the_same_call
     def part(rank: int, accelerator: Any) -> list[int]:
         run = Run(4, accelerator, tools=True, budget=None)
         if rank:
-            run.pool._answered = lambda asked, rollout, step: rollout  # type: ignore[method-assign]
+            run.pool._answer_calls = lambda continuation, rollout, step: rollout  # type: ignore[method-assign]
         run.go_on()
         return [len(asks) for asks in run.engine.asked]
 
@@ -451,7 +451,7 @@ def test_when_answers_get_short_again_no_group_waits_for_long():
     run.go_on()
     staleness = [figures["adora/staleness"] for figures in run.figures]
     assert sum(staleness[15:30]) / 15 > 1.5 and max(staleness[45:]) <= 0.5
-    assert run.sizes[45:] == [PLACES] * 25 and not run.pool.state.groups
+    assert run.sizes[45:] == [PLACES] * 25 and not run.pool.state.waiting
 
 
 def test_a_budget_shortens_generations():
@@ -474,7 +474,7 @@ def test_a_budget_that_no_answer_reaches_changes_nothing():
             rollout_seed(7, generation.where, *divmod(row, SIZE)) for row in range(PLACES * SIZE)
         ]
         assert [one.seed for one in asks] == seeds
-        assert len({one.together for one in asks}) == PLACES and len(plan_requests(asks)) == PLACES
+        assert len({one.group for one in asks}) == PLACES and len(merge_requests(asks)) == PLACES
 
 
 def test_each_token_keeps_the_log_probability_of_the_weights_that_sampled_it():
@@ -492,7 +492,9 @@ def test_each_token_keeps_the_log_probability_of_the_weights_that_sampled_it():
                 -logp == token for token, logp in zip(tokens, logps, strict=True) if token < 1000
             )
             stale = sum(-logp != generation.step for logp in logps if logp is not None)
-            assert stale == rollout.stale(generation.step) and len({*logps}) <= len(rollout.spans)
+            assert stale == rollout.stale_tokens(generation.step) and len({*logps}) <= len(
+                rollout.segments
+            )
             assert len({*logps}) <= age + 1
             mixed += 0 < stale < len(tokens)
     assert mixed > 20
@@ -503,10 +505,11 @@ def test_segments_have_random_numbers_of_their_own_and_those_that_go_on_come_fir
     seeds = [one.seed for segments in asked for one in segments]
     assert len(set(seeds)) == len(seeds)
     for segments in asked:
-        begun = [len(one.ids) > 1 for one in segments]
+        begun = [len(one.prompt_ids) > 1 for one in segments]
         assert begun == sorted(begun, reverse=True)
         alone, others = (
-            [one.together for one in segments if (len(one.ids) > 1) is had] for had in (True, False)
+            [one.group for one in segments if (len(one.prompt_ids) > 1) is had]
+            for had in (True, False)
         )
         assert len(set(alone)) == len(alone) and not {*alone} & {*others}
 
@@ -515,7 +518,7 @@ def test_no_answer_is_older_than_it_may_be():
     for bound in (1, 2):
         run = Run(40, budget=20, staleness=bound).go_on()
         groups = [group for generation in run.learned for group in groups_in(generation)]
-        segments = [len(rollout.spans) for group in groups for rollout in group.rollouts]
+        segments = [len(rollout.segments) for group in groups for rollout in group.rollouts]
         assert bound + 1 <= max(segments) <= bound + 2
 
 
@@ -529,7 +532,7 @@ def test_every_generation_that_is_asked_for_ahead_has_groups_of_its_own(ahead):
             run = Run(steps, budget=budget, ahead=ahead).go_on()
             assert min(run.sizes) >= PLACES // 2, (budget, steps, run.sizes)
             check_learned(run, ended=False)
-            assert len(run.pool.state.groups) <= PLACES, "little is sampled in vain"
+            assert len(run.pool.state.waiting) <= PLACES, "little is sampled in vain"
 
 
 def test_the_figures_of_a_generation():
@@ -555,7 +558,7 @@ def test_how_many_begin_and_have_to_be_complete():
     )
     begun = [how_many_begin(waiting, complete, 8, left) for waiting, complete, left in waits]
     assert begun == [8, 8, 5, 0, 4, 8, 6, 0, 4]
-    begun = [how_many_begin(*wait[:2], 8, wait[2], least=4) for wait in waits]
+    begun = [how_many_begin(*wait[:2], 8, wait[2], min_begun=4) for wait in waits]
     assert begun == [8, 8, 5, 4, 4, 8, 6, 4, 4]
     assert [
         groups_to_complete(groups, 8, left, 2)
@@ -571,9 +574,12 @@ def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer()
     run.pool.shape, run.pool.rows = replace(run.pool.shape, accumulated=2), range(3 * PLACES)  # type: ignore[assignment]
     places = ("0/0", "0/1", "1/0", "2/0", "2/1", "3/0")
     ahead = [Generation([], "train", int(key[0]), key, 0, SIZE) for key in places]
-    assert [run.pool._left(generation) for generation in ahead] == [6, 5, 4, 3, 2, 1]
+    assert [run.pool._generations_left(generation) for generation in ahead] == [6, 5, 4, 3, 2, 1]
     for at, generation in enumerate(ahead):
-        later = [PoolAhead._later(run.pool, generation, distance) for distance in range(7 - at)]  # type: ignore[arg-type]
+        later = [
+            PoolAhead._generation_after(run.pool, generation, distance)  # type: ignore[arg-type]
+            for distance in range(7 - at)
+        ]
         assert later.pop() is None
         assert [(one.where, one.number) for one in later if one] == [
             (f"train/{key}", at + number) for number, key in enumerate(places[at:])
@@ -653,17 +659,17 @@ def test_a_run_that_is_to_end_earlier_says_once_what_it_cannot_learn_from(tmp_pa
     """With the steps that it names it learns from all of them, and says nothing."""
     run = Run(12, budget=20).go_on(until=5)
     run.pool.save(tmp_path)
-    waiting = len(run.pool.state.groups)
+    waiting = len(run.pool.state.waiting)
     assert 2 * PLACES < waiting <= 4 * PLACES, "one generation has no room for them, and four have"
     shorter = resumed(run, tmp_path, 5, 7, budget=20).go_on()
     line = capsys.readouterr().err
     assert line.startswith(
         f"max_steps: 7 ends the run before {waiting - 2 * PLACES} of the {waiting} groups"
     )
-    assert line.count("\n") == 1 and len(shorter.pool.state.groups) == waiting - 2 * PLACES
+    assert line.count("\n") == 1 and len(shorter.pool.state.waiting) == waiting - 2 * PLACES
     enough = int(line.split("; ")[1].split()[0])
     longer = resumed(run, tmp_path, 5, enough, budget=20).go_on()
-    assert not longer.pool.state.groups and capsys.readouterr().err == ""
+    assert not longer.pool.state.waiting and capsys.readouterr().err == ""
 
 
 def test_another_number_of_processes_cannot_go_on(tmp_path):
@@ -684,7 +690,7 @@ def test_another_number_of_processes_cannot_go_on(tmp_path):
 
 def test_where_nothing_is_unfinished_other_processes_go_on_with_problems_of_their_own(tmp_path):
     run = Run(30).go_on()
-    assert run.pool.state.drawn and not run.pool.state.groups
+    assert run.pool.state.drawn and not run.pool.state.waiting
     run.pool.save(tmp_path)
 
     def longer(rank: int, accelerator: Any) -> list[str]:
@@ -715,17 +721,20 @@ def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_p
     call = Call("zoom", "{}", "<image>", 0.5, failed=False, span=1)
     done = Rollout(spans, "stop", pictures=(picture,), calls=(call,))
     group = RolloutGroup(
-        DrawnProblem(2, "train/3/0", 1), Row(), 3, (done, replace(done, spans=spans[:2], ended=""))
+        DrawnProblem(2, "train/3/0", 1),
+        Row(),
+        3,
+        (done, replace(done, segments=spans[:2], ended="")),
     )
-    PoolState(groups=(group,)).save(tmp_path, 0)
-    (again,) = PoolState.load(tmp_path, 0, 1).groups
+    PoolState(waiting=(group,)).save(tmp_path, 0)
+    (again,) = PoolState.load(tmp_path, 0, 1).waiting
     assert again == group and not again.complete
     whole, part = again.rollouts
     assert (
         whole.pictures[0].image is part.pictures[0].image
         and content_digest(whole.pictures[0].image) == image.digest
     )
-    assert whole.tokens == [5, 6, 9, 9, 9, 7] and whole.own == [
+    assert whole.tokens == [5, 6, 9, 9, 9, 7] and whole.policy_mask == [
         True,
         True,
         False,
@@ -733,10 +742,14 @@ def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_p
         False,
         True,
     ]
-    assert (whole.said, whole.turn, part.turn) == ([5, 6, 7], [7], [])
+    assert (whole.policy_tokens, whole.last_turn_tokens, part.last_turn_tokens) == (
+        [5, 6, 7],
+        [7],
+        [],
+    )
     assert whole.logps == [-0.5, None, None, None, None, -0.25] and (
-        whole.stale(4),
-        part.stale(3),
+        whole.stale_tokens(4),
+        part.stale_tokens(3),
     ) == (5, 0)
     assert again.seed(7, 1, part) == rollout_seed(7, "train/3/0/segment-1", 1, 1)
 
@@ -773,16 +786,18 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(budget,
     ended go on later. A round has half as many again as are likely to be enough.
     """
     run = Run(3, budget=budget, refill=refill)
-    run.pool.judge = judge = Signals(lambda number: random.Random(number).random() < live)  # type: ignore[assignment]
+    run.pool.builder = judge = Signals(lambda number: random.Random(number).random() < live)  # type: ignore[assignment]
     generation = run.sampled()
     numbers = generation.batch["prompt_ids"][::SIZE, 0].tolist()
     rounds = len(run.engine.asked) - 1
-    places = {one.together.where for asks in run.engine.asked for one in asks if len(one.ids) == 1}
+    places = {
+        one.group.where for asks in run.engine.asked for one in asks if len(one.prompt_ids) == 1
+    }
     assert {
         f"train/0/0/{attempt}" for attempt in range(1, rounds + 1 if budget is None else 2)
     } <= places or not refill
     if budget:
-        assert run.pool.state.groups and rounds >= 1
+        assert run.pool.state.waiting and rounds >= 1
         assert {*numbers} - {*range(PLACES)}, "of a further problem that has ended already"
     elif live and refill:
         assert all(map(judge.live, numbers)) and len(numbers) == PLACES
@@ -802,7 +817,7 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(budget,
 def test_processes_that_lack_different_numbers_of_groups_ask_for_equally_many_further_ones():
     def part(rank: int, accelerator: Any) -> list[int]:
         run = Run(5, accelerator, budget=None, refill=3)
-        run.pool.judge = Signals(lambda number: random.Random(number).random() < 0.9 - 0.5 * rank)  # type: ignore[assignment]
+        run.pool.builder = Signals(lambda number: random.Random(number).random() < 0.9 - 0.5 * rank)  # type: ignore[assignment]
         run.go_on()
         return [len(asks) for asks in run.engine.asked]
 
