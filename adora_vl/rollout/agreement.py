@@ -1,6 +1,6 @@
-"""Whether engine and trainer agree, by a few real prompts through both.
+"""Compares engine and trainer on a few real prompts.
 
-The bounds say what is rounding.
+A difference up to the bounds below is explained by rounding.
 """
 
 import random
@@ -14,7 +14,13 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
 from trl.models.utils import disable_gradient_checkpointing
 
 from adora_vl.config import AdoraGRPOConfig
@@ -34,12 +40,11 @@ from adora_vl.utils.checks import Check, Status, failed, is_healthy, passed, ski
 from adora_vl.utils.errors import RolloutError
 from adora_vl.utils.seeding import kept_random_state, rollout_seed
 
-TOKENS = 24  # of a probing rollout
+TOKENS = 24  # largest number of tokens of a probing rollout
 KINDS = "mm_token_type_ids"
-# of each rank, and of each rollout
-CHECK_ROWS = 2
-CHECK_TOKENS = 8
-# Names of checks, and below them what to do where one fails.
+CHECK_ROWS = 2  # prompts of each rank in the check before training
+CHECK_TOKENS = 8  # largest number of tokens of a rollout of that check
+# Names of checks; below them are the remedies for one that fails.
 PROMPTS = "engine reads the trainer's prompts"
 COLD = "agreement, cold"
 DISTANT = "agreement, far from the start"
@@ -60,7 +65,7 @@ POSITIONS = (
 
 
 class HasEngine(HasModels, Protocol):
-    """What is used of a trainer whose engine is compared with its policy."""
+    """The attributes of a trainer that comparing its engine with its policy needs."""
 
     args: AdoraGRPOConfig
     accelerator: Accelerator
@@ -82,29 +87,31 @@ class HasEngine(HasModels, Protocol):
 
 @dataclass(frozen=True)
 class Prompts(PromptBatch):
-    """Some rows as the trainer sends and reads them."""
+    """Some rows as the trainer sends them to the engine and reads them itself."""
 
     names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What the engine made of them."""
+    """What the engine has sampled for some prompts."""
 
     completion_ids: list[list[int]]
     batch: Batch
 
     @property
     def logps_BC(self) -> Tensor:
+        """The engine's log-probabilities of the sampled tokens, (B, C)."""
         return self.batch["sampling_per_token_logps"]
 
     @property
     def mask_BC(self) -> Tensor:
+        """1 at sampled tokens, (B, C)."""
         return self.batch["completion_mask"]
 
 
 def own_rows(trainer: HasEngine, count: int) -> list[Any]:
-    """The first rows of the data set, other ones on each rank."""
+    """`count` of the first rows of the data set, different ones on each rank."""
     data = trainer.train_dataset
     first = trainer.accelerator.process_index * count
     return [data[(first + number) % len(data)] for number in range(count)]
@@ -117,16 +124,16 @@ def read_prompts(trainer: HasEngine, rows: Sequence[Any]) -> Prompts:
 
 
 def sample(
-    trainer: HasEngine, prompts: Prompts, *, tokens: int, where: str, **further: Any
+    trainer: HasEngine, prompts: Prompts, *, tokens: int, where: str, **overrides: Any
 ) -> Rollouts:
-    """Rollouts of at most `tokens` tokens, each with its own seed.
+    """Sample a rollout of at most `tokens` tokens for each prompt, each with its own seed.
 
-    `further`: vLLM's parameters beside the run's.
-
-    Raises `PromptMismatchError` where the engine reads another prompt.
+    `where`: the name of the check, which the seeds depend on. `overrides`: vLLM's parameters that
+    differ from the run's. Raises `PromptMismatchError` where the engine reads another prompt. The
+    random state of the run does not change.
     """
     with kept_random_state():
-        settings = {**trainer.vllm_generation.sampling, **further}
+        settings = {**trainer.vllm_generation.sampling, **overrides}
         answers = trainer.sampler.sample(
             _asks(trainer, prompts=prompts, where=where, tokens=tokens), settings=settings
         )
@@ -140,12 +147,12 @@ def _asks(trainer: HasEngine, prompts: Prompts, where: str, tokens: int) -> list
     return [
         SamplingRequest(
             prompt_ids=ids,
-            images=list(shown or ()),
+            images=list(images or ()),
             group=number,
             seed=rollout_seed(*seed, number, 0),
             max_tokens=tokens,
         )
-        for number, (ids, shown) in enumerate(rows, first)
+        for number, (ids, images) in enumerate(rows, first)
     ]
 
 
@@ -159,7 +166,7 @@ def _rollouts(trainer: HasEngine, prompts: Prompts, answers: Sequence[SamplingRe
 
 
 def score(trainer: HasEngine, rollouts: Rollouts) -> Tensor:
-    """The policy's log-probabilities of the sampled tokens, (B, C), by the pass that the loss uses."""
+    """The policy's log-probabilities of the sampled tokens, (B, C), from the loss's own pass."""
     policy = partial(trainer._get_per_token_logps_and_entropies, trainer.model)
     checkpointing = disable_gradient_checkpointing(
         trainer.model, trainer.args.gradient_checkpointing_kwargs
@@ -169,23 +176,26 @@ def score(trainer: HasEngine, rollouts: Rollouts) -> Tensor:
 
 
 def difference(trainer: HasEngine, one_BC: Tensor, other_BC: Tensor, mask_BC: Tensor) -> Drift:
-    """How far apart two scorings are, over all ranks."""
+    """The difference of two tensors of log-probabilities, over all ranks. A collective call."""
     return merge_drift(trainer.accelerator.gather(drift_sums(one_BC, other_BC, mask_BC)[None]))
 
 
-# Nats a token on average. float32 was measured at 1e-6 here; bfloat16 is said to give 0.01 to 0.05
-# (adora_max_drift).
+# Largest mean difference in nats per token, by dtype. float32 was measured at 1e-6 here; bfloat16
+# is reported to give 0.01 to 0.05 (see adora_max_drift).
 BOUNDS = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.3}
 
 
 def agreement_bound(trainer: HasEngine) -> float:
-    """What engine and trainer may differ by: the coarser one's rounding decides, never more than
-    adora_max_drift.
+    """The largest mean difference of engine and trainer that passes, in nats per token.
+
+    The coarser dtype of the two decides, but the bound is never above adora_max_drift. Where the
+    engine scores tokens after temperature, filters or penalties, adora_max_drift alone is the
+    bound.
     """
-    own = dtype_name(trainer.model.dtype)
-    engine = trainer.vllm_generation.settings.dtype or own
+    stored = dtype_name(trainer.model.dtype)
+    engine = trainer.vllm_generation.settings.dtype or stored
     args = trainer.args
-    policy = training_dtype(args) or own
+    policy = training_dtype(args) or stored
     rounding = max(BOUNDS.get(name, max(BOUNDS.values())) for name in (engine, policy))
     if args.adora_max_drift is None:
         return rounding
@@ -200,25 +210,25 @@ def agreement_bound(trainer: HasEngine) -> float:
 
 
 def distant_bound(trainer: HasEngine) -> float:
-    """The bound for answers that begin at about position 2,000: a tenth of `agreement_bound` in
-    float32, else the same.
+    """The bound for answers that begin at about position 2,000.
 
-    Rounded rotary frequencies moved the tiny model's answers by 0.01 nats there, and two right
-    float32 passes agree to 1e-6. In bfloat16 two right passes differ by as much, so a smaller bound
-    would prove nothing.
+    It is a tenth of `agreement_bound` in float32, else the same. Rounded rotary frequencies moved
+    the tiny model's answers by 0.01 nats there, and two right float32 passes agree to 1e-6. In
+    bfloat16 two right passes differ by as much, so a smaller bound would prove nothing.
     """
     bound = agreement_bound(trainer)
     return bound / 10 if bound <= BOUNDS["float32"] else bound
 
 
-POSITION = 2000  # about where an answer begins
-ROWS = 2  # prompts, of each rank
+POSITION = 2000  # about where an answer to a moved prompt begins
+ROWS = 2  # moved prompts of each rank
 
 
 def far_prompts(trainer: HasEngine, prompts: Prompts, tokens: int) -> Prompts | None:
-    """Some of `prompts`, each after tokens of its own text in random order: as many as leave room
-    for `tokens` that are sampled, up to `POSITION` in all, and equally many on all ranks. None
-    where there is no room.
+    """Some of `prompts`, each moved back by tokens of its own text in random order.
+
+    The prompts grow by as many tokens as leave room for `tokens` sampled ones, up to `POSITION` in
+    all, and by equally many on all ranks. None where there is no room.
     """
     near = head(prompts, ROWS)
     longest = trainer.model.config.get_text_config().max_position_embeddings
@@ -226,25 +236,24 @@ def far_prompts(trainer: HasEngine, prompts: Prompts, tokens: int) -> Prompts | 
         engine = served_length(trainer.args) or longest
     else:
         engine = trainer.vllm_generation.llm.llm_engine.model_config.max_model_len
-    by = min(
-        gather_object([min(POSITION, min(longest, engine) - tokens) - max(map(len, near.ids))])
-    )
-    if by <= 0:
+    room = min(POSITION, min(longest, engine) - tokens) - max(map(len, near.ids))
+    shift = min(gather_object([room]))  # the same on all ranks, since the passes are collective
+    if shift <= 0:
         return None
     special = {*trainer._tokenizer.all_special_ids, *never_sampled_ids(trainer._tokenizer)}
     draw = random.Random(trainer.args.seed)  # one of its own: the run's random state stays
     ids = [
-        [*draw.choices([token for token in row if token not in special], k=by), *row]
+        [*draw.choices([token for token in row if token not in special], k=shift), *row]
         for row in near.ids
     ]
-    types = {
-        name: [[0] * by + row for row in near.fields[name]] for name in near.fields if name == KINDS
-    }
+    types = {}
+    if KINDS in near.fields:
+        types[KINDS] = [[0] * shift + row for row in near.fields[KINDS]]
     return replace(near, ids=ids, fields={**near.fields, **types})
 
 
 def head(prompts: Prompts, rows: int) -> Prompts:
-    """The first prompts alone, with the fields of their own images."""
+    """The first `rows` prompts, with the fields of their images."""
     counts = prompts.num_images[:rows]
     fields = dict(prompts.fields)
     if prompts.images is not None:
@@ -265,8 +274,8 @@ def drift_measured(
 ) -> Callable[[], None]:
     """Ask servers that have the present weights for short rollouts of the first of these rows.
 
-    Returns what scores them and has them checked: the policy's log-probabilities, the engine's, the
-    mask, (B, C), and the step.
+    Returns a function that waits for them, scores them with the policy and calls `check` with the
+    policy's log-probabilities, the engine's, the mask, (B, C) each, and the step.
     """
     prompts = read_prompts(trainer, rows[:CHECK_ROWS])
     ticket = trainer.sampler.begin(
@@ -275,7 +284,7 @@ def drift_measured(
 
     def judged() -> None:
         rollouts = _rollouts(trainer, prompts, ticket.join())
-        # a rank may have an image among them where another one has none
+        # One rank may have an image among its rows where another has none.
         with trainer.images.vision.unshared():
             check(score(trainer, rollouts), rollouts.logps_BC, rollouts.mask_BC, step)
 
@@ -283,19 +292,20 @@ def drift_measured(
 
 
 class OtherRankError(RolloutError):
-    """Another rank has failed; this one has nothing to compare with."""
+    """Another rank has failed, so that this one has nothing to compare."""
 
 
-def judge(name: str, drift: Drift, bound: float, remedy: str, more: str = "") -> Check:
-    """A line from a difference in nats."""
-    detail = f"{drift.mean:.2g} nats per token, at most {drift.largest:.2g} (bound {bound:g}){more}"
+def judge(name: str, drift: Drift, bound: float, remedy: str, note: str = "") -> Check:
+    """The check that a difference in nats is within `bound`. `note` is added to its detail."""
+    detail = f"{drift.mean:.2g} nats per token, at most {drift.largest:.2g} (bound {bound:g}){note}"
     return passed(name, detail) if drift.mean <= bound else failed(name, detail, remedy)
 
 
 @dataclass
 class EngineProbe:
-    """One trainer with its engine, and the prompts that both are compared on; on all ranks
-    together.
+    """Compares the engine of a trainer with its policy on `prompts`.
+
+    All ranks call every method together.
     """
 
     trainer: HasEngine
@@ -304,26 +314,31 @@ class EngineProbe:
 
     @property
     def bound(self) -> float:
+        """The largest mean difference that passes, in nats per token."""
         return agreement_bound(self.trainer)
 
     def sampled(
-        self, where: str, tokens: int | None = None, prompts: Prompts | None = None, **further: Any
+        self,
+        where: str,
+        tokens: int | None = None,
+        prompts: Prompts | None = None,
+        **overrides: Any,
     ) -> Rollouts:
-        """Rollouts of `prompts` (None: the probe's), as `sample`.
+        """Rollouts of `prompts` (None: the probe's), from `sample`.
 
-        An error of one rank is raised on all: none waits.
+        An error of one rank is raised on all of them, so that none waits for another.
         """
         problem: Exception | None = None
         rollouts: Rollouts | None = None
         try:
             tokens = tokens or self.tokens
             rollouts = sample(
-                self.trainer, prompts or self.prompts, tokens=tokens, where=where, **further
+                self.trainer, prompts or self.prompts, tokens=tokens, where=where, **overrides
             )
         except Exception as error:
             problem = error
-        said = "" if problem is None else str(problem) or type(problem).__name__
-        problems = [text for text in gather_object([said]) if text]
+        message = "" if problem is None else str(problem) or type(problem).__name__
+        problems = [text for text in gather_object([message]) if text]
         if problem is not None:
             raise problem
         if problems:
@@ -332,19 +347,17 @@ class EngineProbe:
         return rollouts
 
     def drift(self, where: str, prompts: Prompts | None = None) -> tuple[Drift, Rollouts, Tensor]:
-        """How far the engine is from the policy on `prompts`, rollouts of them, and what the policy
-        thinks of these.
+        """Sample from `prompts` and compare the engine's log-probabilities with the policy's.
+
+        Returns the difference, the rollouts, and the policy's log-probabilities of them, (B, C).
         """
         rollouts = self.sampled(where, prompts=prompts)
         logps_BC = score(self.trainer, rollouts)
-        return (
-            difference(self.trainer, logps_BC, rollouts.logps_BC, rollouts.mask_BC),
-            rollouts,
-            logps_BC,
-        )
+        drift = difference(self.trainer, logps_BC, rollouts.logps_BC, rollouts.mask_BC)
+        return drift, rollouts, logps_BC
 
     def cold(self) -> list[Check]:
-        """Prompts and log-probabilities with the weights as they are."""
+        """Check prompts and log-probabilities with the present weights, after a sync."""
         self.trainer.sampler.give_weights(anew=True)
         try:
             drift, _, _ = self.drift("cold")
@@ -362,15 +375,17 @@ class EngineProbe:
         return [read, judge(COLD, drift, self.bound, DTYPE)]
 
     def cold_on_all_ranks(self) -> list[Check]:
-        """`cold`, and `distant` if that passes; of each check the worst result of any rank."""
+        """Run `cold`, and `distant` if it passes; returns each check's worst result of any rank."""
         checks = worst_of_all_ranks(self.cold())
-        return [*checks, *worst_of_all_ranks([self.distant()])] if is_healthy(checks) else checks
+        if not is_healthy(checks):
+            return checks
+        return [*checks, *worst_of_all_ranks([self.distant()])]
 
     def distant(self) -> Check:
-        """As `cold`, without a sync, with some prompts moved back to about position 2,000, or as
-        far as there is room.
+        """Check log-probabilities, without a sync, far from the start.
 
-        Where the same weights agree near the start and not there, the positions differ.
+        Some prompts are moved back to about position 2,000, or as far as there is room. Where the
+        same weights agree near the start and not there, the rotary positions differ.
         """
         far = far_prompts(self.trainer, self.prompts, self.tokens)
         if far is None:
@@ -389,31 +404,34 @@ class EngineProbe:
 
 
 def worst_of_all_ranks(checks: list[Check]) -> list[Check]:
-    """Of each check the worst result of any rank, the same on all ranks."""
+    """Each check's worst result of any rank, the same on all ranks. A collective call."""
     order = list(Status)
     columns = zip(*gather_object([checks]), strict=True)
     return [max(column, key=lambda check: order.index(check.status)) for column in columns]
 
 
 class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Refuses to train where vLLM, here or on servers, and trainer disagree.
+    """Refuses to train where trainer and vLLM, in this process or on servers, disagree.
 
-    Changes nothing of the run: no random state, no figure. Rollouts of `transformers` are the
-    policy's own.
+    It changes nothing in the run, neither a random state nor a metric. Rollouts of `transformers`
+    need no check, since the policy samples them itself.
     """
 
     def __init__(self, trainer: HasEngine) -> None:
         self.trainer = trainer
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The model is wrapped and a checkpoint is loaded by now; raises `RolloutError` on all
-        ranks alike.
+    def on_train_begin(
+        self, args: AdoraGRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Compare engine and trainer, once the model is wrapped and a checkpoint is loaded.
+
+        Raises `RolloutError` on all ranks alike.
         """
         trainer = self.trainer
         if not trainer.use_vllm:
             return
         rows = own_rows(trainer, CHECK_ROWS)
-        # the step that draws the row says so, on all ranks
+        # The step that draws an unreadable row reports it, on all ranks.
         if gather_object(unreadable_rows(rows)):
             return
         checks = EngineProbe(
@@ -430,7 +448,7 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
 
 
 def refusal(problems: list[Check]) -> str:
-    """Why the run does not start, and how it would all the same."""
+    """The message that says why the run does not start, and how it would start all the same."""
     lines = [
         f"{check.name}: {check.detail}. {check.remedy[0].upper()}{check.remedy[1:]}."
         for check in problems

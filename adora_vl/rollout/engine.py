@@ -1,5 +1,6 @@
-"""TRL's generation class for vLLM, with corrected prompts, weight sync, caches and settings for
-models with images.
+"""TRL's generation class for vLLM, corrected for models with images.
+
+Prompts, the weight sync, caches and settings differ from TRL's.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,33 +44,35 @@ from adora_vl.utils import compat
 from adora_vl.utils.errors import RolloutError, UserError, engine_call
 from adora_vl.utils.launch import segments_expand
 
-# The context in which something of this name runs, which counts its seconds.
+# makes the context in which an action of this name runs, and which counts its seconds
 Timed = Callable[[str], AbstractContextManager[Any]]
 LOOPS = "repetition_detection"  # vLLM's parameter that stops an answer which repeats itself
 
 
-def _biases(asked: Any) -> dict[int, float]:
-    """A `logit_bias` as vLLM takes it: the keys of JSON are texts. Raises `UserError`."""
+def _biases(logit_bias: Mapping[Any, Any]) -> dict[int, float]:
+    """A `logit_bias` with the keys as numbers, since those of JSON are strings.
+
+    Raises `UserError` where it is no mapping of token ids to numbers.
+    """
     try:
-        return {int(token): float(bias) for token, bias in asked.items()}
+        return {int(token): float(bias) for token, bias in logit_bias.items()}
     except (AttributeError, TypeError, ValueError) as error:
         raise UserError(
-            f"generation_kwargs: logit_bias: {asked!r} is no mapping of token ids to biases; give "
-            '{"50": -1.0}'
+            f"generation_kwargs: logit_bias: {logit_bias!r} is no mapping of token ids to "
+            'biases; give {"50": -1.0}'
         ) from error
 
 
 class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyped to mypy
-    """`trl.generation.VLLMGeneration`, corrected where it is wrong for Qwen2.5-VL with vLLM 0.31."""
+    """`trl.generation.VLLMGeneration`, corrected for Qwen2.5-VL with vLLM 0.31."""
 
-    # vLLM's settings where it gets the adapter alone; None: merged tensors
+    # vLLM's LoRA settings where a sync sends nothing but the adapter; None: merged tensors
     lora: Mapping[str, Any] | None = None
 
     def __init__(
         self, *args: Any, settings: EngineSettings, timed: Timed = nullcontext, **kwargs: Any
     ) -> None:
-        """`timed`: makes the context in which a `sync`, `wake` or `sleep` runs, which counts its
-        seconds.
+        """`timed`: makes the context that counts the seconds of a `sync`, `wake` or `sleep`.
 
         Raises `UserError` for a `repetition_detection` or a `logit_bias` that vLLM does not take.
         """
@@ -77,18 +80,19 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         self.settings = settings
         self._timed = timed
         self.image_token_id: int | None = getattr(processing_class, "image_token_id", None)
-        # nothing but the checkpoint on disk has reached the engine yet
+        # False until a sync has sent every parameter
         self._engine_is_complete = False
-        self.tensors_sent = self.bytes_sent = 0  # by the last sync
+        # by the last sync
+        self.tensors_sent = 0
+        self.bytes_sent = 0
         generation_kwargs = dict(kwargs.get("generation_kwargs") or {})
-        self._asked = dict(generation_kwargs)
+        self._config_kwargs = dict(generation_kwargs)
         banned = dict.fromkeys(
             never_sampled_ids(getattr(processing_class, "tokenizer", processing_class)), -100.0
         )
         if biases := _biases(generation_kwargs.get("logit_bias") or {}) | banned:
             generation_kwargs["logit_bias"] = biases
-        # TRL reads the token ids alone. Strings to stop at are looked for in the text, so with them
-        # text is made.
+        # TRL reads nothing but token ids, so text is needed only to find strings to stop at.
         colocated = kwargs.get("mode", "colocate") == "colocate"
         if colocated and not generation_kwargs.get("stop"):
             generation_kwargs.setdefault("detokenize", False)
@@ -100,15 +104,17 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
     @property
     def four_bit(self) -> bool:
-        """Whether the base is in 4 bits: then the engine has it from the same folder, and gets the
-        adapter alone.
+        """Whether the policy's base is in 4 bits.
+
+        The engine then reads the base from the same folder, and a sync sends the adapter alone.
         """
         return bool(getattr(self.model, "is_loaded_in_4bit", False))
 
     def _init_vllm(self) -> None:
-        """Stock TRL builds the `LLM` without a dtype or pixel limits; ours adds them.
+        """Build the engine, or connect to the servers.
 
-        Of servers it knows one, with an NCCL group; ours knows several, which get weights by file.
+        Stock TRL builds the `LLM` without a dtype or pixel limits, and knows one server, with an
+        NCCL group. Ours adds the settings, and knows several servers, which get weights as files.
         Raises `UserError` for what the CPU engine cannot do.
         """
         folder = self.settings.weight_folder
@@ -125,9 +131,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         if self.mode == "colocate":
             self.llm.timed = self._timed
         elif self.mode == "server":
-            speaks = self.accelerator.is_main_process
             servers = None
-            if speaks:
+            if self.accelerator.is_main_process:
                 servers = ServerPool(
                     [self.vllm_client],
                     patience_s=self.server_timeout,
@@ -140,11 +145,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         """Find the servers, which get their weights from files in `folder`."""
         self.served = ServerGroup(self.accelerator, self._place_features, None)
         if self.accelerator.is_main_process:
-            addresses = (
-                self.server_base_url or f"http://{self.server_host}:{self.server_port}"
-            ).split(",")
+            urls = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
+            addresses = [url.strip() for url in urls.split(",")]
             patience_s = self.server_timeout
-            clients = connect([one.strip() for one in addresses], self.group_port, patience_s)
+            clients = connect(addresses, self.group_port, patience_s)
             self.vllm_client: Any = clients[0]  # TRL asks it how log-probabilities are made
             self.served.servers = ServerPool(
                 clients,
@@ -156,12 +160,13 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self.served.files = WeightFiles(folder, Path(self.settings.output_dir))
         if self.served.first_rank(ServerPool.have_lora) or self.four_bit:
             self.lora = lora_settings(self.model)
-        if self.lora is not None:
+        lora = self.lora
+        if lora is not None:
             base = self.model.name_or_path
             four_bit = self.four_bit
-            self.served.first_rank(lambda servers: servers.take_adapter(self.lora, base, four_bit))
+            self.served.first_rank(lambda servers: servers.take_adapter(lora, base, four_bit))
             if self.served.files is not None:
-                self.served.files.rank = self.lora["max_lora_rank"]
+                self.served.files.rank = lora["max_lora_rank"]
 
     def _build_llm(self, **kwargs: Any) -> Any:
         # It imports vLLM, which only a colocated engine needs.
@@ -219,27 +224,29 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
     @property
     def _vocabulary(self) -> int:
-        """How many token ids the policy has."""
+        """The number of token ids that the policy has."""
         return int(self.model.config.get_text_config().vocab_size)
 
     def _logprobs_mode(self) -> str:
-        """Stock TRL asks for log-probabilities after temperature, filters and bans, of which the
+        """vLLM's name for the kind of log-probabilities that the trainer compares with.
+
+        Stock TRL asks for log-probabilities after temperature, filters and bans, of which the
         trainer applies only the temperature. Where that is 1, ours asks for those before filters
-        and bans, which are the trainer's own: else each token's ratio would lack the probability
-        that was cut off.
+        and bans, as the trainer computes them. Otherwise each token's ratio would lack the
+        probability that the filters cut off.
         """
-        raw = engine_scores_raw(self.temperature, self.repetition_penalty, self._asked)
+        raw = engine_scores_raw(self.temperature, self.repetition_penalty, self._config_kwargs)
         return "raw_logprobs" if raw else "processed_logprobs"
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Stock TRL yields every parameter, and merges LoRA in place and back out, which wears
-        bfloat16 weights down.
+        """Yield the parameters that a sync sends, by name.
 
-        Ours leaves out the parts that cannot have changed, and merges a copy of one tensor at a
-        time. The first sync sends everything, and so does each with sleep mode, whose level 2
-        discards the weights, and by NCCL, since TRL announces the tensors of the first pass every
-        time. A server would leave a layer that came in part with uninitialised memory: so it gets
-        whole parts.
+        Stock TRL yields every parameter, and merges LoRA in place and back out, which loses
+        precision of bfloat16 weights with every sync. Ours leaves out the parts that cannot have
+        changed, and merges a copy of one tensor at a time. The first sync sends everything, and so
+        does each with sleep mode, whose level 2 discards the weights, and by NCCL, since TRL
+        announces the tensors of the first pass every time. A server would leave a layer that came
+        in part with uninitialised memory: so it gets whole parts.
         """
         trainable = trainable_components(self.model)
         by_nccl = self.mode == "server" and self.settings.weight_folder is None
@@ -254,7 +261,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             for name, tensor in merged_parameters(
                 self.model,
                 gather=self._dist.gather_params,
-                wanted=wanted,
+                includes=wanted,
                 changed_only=changed_only,
             ):
                 yield self._fix_param_name_to_vllm(name), tensor
@@ -270,10 +277,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
                     yield self._fix_param_name_to_vllm(name), parameter.data
 
     def sync_weights(self) -> None:
-        """Stock TRL loads tensor by tensor, which the CPU engine's repacked layers refuse, and
-        resets the prefix cache alone, which leaves image features of the old vision tower in the
-        encoder cache.
+        """Send the policy's weights to the engine, and empty its caches.
 
+        Stock TRL loads tensor by tensor, which the CPU engine's repacked layers refuse. It resets
+        the prefix cache alone, so image features of the old vision tower stay in the encoder cache.
         Raises `EngineError` where the engine fails.
         """
         with self._timed("sync"), engine_call("the weight sync"):
@@ -308,8 +315,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
     @contextmanager
     def weights_written(self, *, everything: bool) -> Iterator[Path]:
-        """Inside, the policy's present weights are in this folder: `everything`, or what can
-        change.
+        """Write the policy's present weights; yields their folder, which exists inside the block.
+
+        `everything`: all parameters; otherwise those that training can change.
         """
         with ExitStack() as until:
             with self._timed("sync"), engine_call("the weight sync"):
@@ -320,11 +328,13 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             yield folder
 
     def _for_servers(self, everything: bool) -> Iterator[tuple[str, Tensor]]:
-        self._engine_is_complete &= not everything
+        """The tensors for servers; until they are read, a full sync is not complete."""
+        if everything:
+            self._engine_is_complete = False
         return self._counted()
 
     def _counted(self) -> Iterator[tuple[str, Tensor]]:
-        """What a sync sends."""
+        """Yield the tensors that a sync sends, and count their bytes."""
         self.bytes_sent = 0
         if self.lora is None:
             tensors = self._iter_named_params()
@@ -336,7 +346,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
     @property
     def model_runner(self) -> str | None:
-        """Which model runner of vLLM samples, V1 or V2; None for a server, which does not say."""
+        """vLLM's model runner, V1 or V2; None for servers, where it is unknown."""
         return runner_version(self.llm) if self.mode == "colocate" else None
 
     def put_to_sleep(self) -> None:
@@ -349,8 +359,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
     @contextmanager
     def staying_awake(self) -> Iterator[None]:
-        """Inside, a colocated engine does not sleep between generations of one policy, so the
-        weights are synced once for all of them. It sleeps at the end. All ranks enter together.
+        """Inside the block a colocated engine does not sleep between generations of one policy.
+
+        So the weights are synced once for all of them. It sleeps at the end. All ranks enter
+        together.
         """
         if self.mode != "colocate" or not self.enable_sleep_mode or self.llm.stays_awake:
             yield
@@ -362,9 +374,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self.put_to_sleep()
 
     def take_images_from(self, cache: ImageCache | None) -> None:
-        """Have a colocated engine's image processor ask the trainer's cache first.
+        """Put the trainer's cache before the image processor of a colocated engine.
 
-        It is the engine's own object.
+        The processor is the engine's own object, not the trainer's.
         """
         if cache is not None and self.image_token_id is not None and self.mode == "colocate":
             processor = self.llm.renderer.get_mm_processor().info.get_hf_processor().image_processor
@@ -373,16 +385,15 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     def _place_features(
         self, features: dict[str, Any] | None, prompt_ids: list[int]
     ) -> dict[str, Any] | None:
-        """Stock TRL moves a server's image features to the trainer's image tokens without comparing
-        their numbers.
+        """Point a server's image features at the image tokens of the trainer's prompt.
 
-        Raises `RolloutError` where they differ: the server was started with other pixel limits.
+        Stock TRL does it without comparing the numbers of features and tokens. Raises
+        `RolloutError` where they differ: the server was started with other pixel limits.
         """
         placed: dict[str, Any] | None = super()._place_features(features, prompt_ids)
         if features is not None and placed is not None:
-            theirs, ours = (
-                [p["length"] for p in f["mm_placeholders"]["image"]] for f in (features, placed)
-            )
+            theirs = [image["length"] for image in features["mm_placeholders"]["image"]]
+            ours = [image["length"] for image in placed["mm_placeholders"]["image"]]
             if theirs != ours:
                 raise RolloutError(
                     f"the server made {theirs} features for the images of a prompt with {ours} "
@@ -394,9 +405,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     def sample(
         self, asks: Sequence[SamplingRequest], settings: Mapping[str, Any] | None = None
     ) -> list[SamplingResult]:
-        """What engine or servers sample now, by the weights of the last sync.
+        """Sample from the engine or the servers now, with the weights of the last sync.
 
-        All ranks call it together; each may ask for a number of its own. `settings`: vLLM's
+        All ranks call it together, each with any number of requests. `settings`: vLLM's sampling
         parameters, by default those of the run.
 
         Raises `PromptMismatchError` for the first ask whose prompt the engine has read otherwise,
@@ -441,7 +452,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """vLLM's parameters of the run, as stock TRL puts them together from its keys."""
+        """vLLM's sampling parameters of the run, put together from TRL's keys as stock TRL does."""
         settings = {
             "repetition_penalty": self.repetition_penalty,
             "temperature": self.temperature,
@@ -458,14 +469,14 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
     @property
     def greedy(self) -> dict[str, Any]:
-        """vLLM's parameters of an evaluation: the likeliest tokens, whatever the run says of its
-        rollouts.
-        """
+        """vLLM's sampling parameters of an evaluation: the likeliest tokens, without filters."""
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-        made: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "temperature": 0.0,
             "logprobs": 0,
             "max_tokens": self.max_completion_length,
         }
-        made["logit_bias"] = dict.fromkeys(never_sampled_ids(tokenizer), -100.0)
-        return made | ({"detokenize": False} if self.mode == "colocate" else {})
+        settings["logit_bias"] = dict.fromkeys(never_sampled_ids(tokenizer), -100.0)
+        if self.mode == "colocate":
+            settings["detokenize"] = False
+        return settings

@@ -1,12 +1,13 @@
-"""How the log-probabilities of an engine are read."""
+"""Reads the log-probabilities of an engine."""
 
 import math
 
 
 def engine_logp(value: float | None) -> float:
-    """What an engine that was asked for the log-probability of a token has said.
+    """The log-probability that an engine has returned for a token it was asked for.
 
-    What is no finite number is minus infinity: overflowing weights give NaN, which TRL's client
-    reads as None. None and NaN mean here that nobody was asked, and would count as agreement.
+    A value that is no finite number becomes minus infinity. Overflowing weights give NaN, which
+    TRL's client reads as None, but elsewhere in this package None and NaN mean that the engine was
+    not asked, and such tokens would pass as agreement.
     """
     return -math.inf if value is None or not math.isfinite(value) else value

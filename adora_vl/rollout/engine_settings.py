@@ -1,8 +1,10 @@
-"""What the engine is built with, and what a CPU engine cannot do."""
+"""The settings that the engine is built with, and the limits of a CPU engine."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedConfig
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.utils.errors import UserError
@@ -19,30 +21,28 @@ class EngineSettings:
     max_num_batched_tokens: int = 4096
     keeps_images: bool = True  # vLLM's own store of processed images
     weight_folder: str | None = None  # where servers read weights; None: they get them by NCCL
-    answer_s: float = 900.0  # how long a server may take to sample a group
-    output_dir: str = "."  # by which the weights of this run are known there
+    answer_s: float = 900.0  # how many seconds a server may take to sample a group
+    output_dir: str = "."  # identifies this run's files in the weight folder
 
 
 def training_dtype(args: AdoraGRPOConfig) -> str | None:
-    """The dtype of mixed precision; None without it, when the trainer computes in the policy's own
-    dtype.
-    """
-    return "bfloat16" if args.bf16 else "float16" if args.fp16 else None
+    """The dtype of mixed precision; None without it, where passes have the policy's own dtype."""
+    if args.bf16:
+        return "bfloat16"
+    return "float16" if args.fp16 else None
 
 
 def engine_dtype(args: AdoraGRPOConfig) -> str | None:
-    """The engine's dtype.
+    """The engine's dtype; None is the policy's own.
 
-    With `adora_vllm_dtype: auto` it is that of the trainer; None is the policy's own dtype.
-
-    vLLM's own `auto` turns a float32 checkpoint into bfloat16, which costs 0.04 nats per token on
-    average.
+    With `adora_vllm_dtype: auto` it is the dtype in which the trainer computes. vLLM's own `auto`
+    turns a float32 checkpoint into bfloat16, which costs 0.04 nats per token on average.
     """
     return training_dtype(args) if args.adora_vllm_dtype == "auto" else args.adora_vllm_dtype
 
 
 def engine_settings(args: AdoraGRPOConfig, revision: str | None) -> EngineSettings:
-    """What the engine is built with."""
+    """The settings of the engine for this config; `revision` is that of the model."""
     folder = args.adora_weight_transfer if args.vllm_mode == "server" else "nccl"
     files = {"nccl": None, "file": str(Path(args.output_dir, ".weights"))}
     return EngineSettings(
@@ -52,8 +52,8 @@ def engine_settings(args: AdoraGRPOConfig, revision: str | None) -> EngineSettin
         max_num_batched_tokens=args.adora_vllm_max_num_batched_tokens,
         keeps_images=not args.own("cache_images"),
         weight_folder=files.get(folder, folder),
-        answer_s=args.ddp_timeout
-        / 2,  # as long again remains to ask another, while the other ranks wait
+        # The other half remains to ask another server, while the other ranks wait.
+        answer_s=args.ddp_timeout / 2,
         output_dir=args.output_dir,
     )
 
@@ -68,13 +68,13 @@ def engine_runs_on_cpu() -> bool:
 def machine_options(longest: int | None, budget: int, eager: bool | None = None) -> dict[str, Any]:
     """The arguments of `LLM` that depend on the machine.
 
-    `longest`: tokens of a sequence. `budget`: tokens that are processed at once. `eager`: without
-    torch.compile and CUDA graphs; None: on a CPU.
+    `longest`: the most tokens of a sequence. `budget`: the most tokens that are processed at once.
+    `eager`: whether torch.compile and CUDA graphs are off; None: only on a CPU.
 
-    There vLLM 0.31 compiles anew at every start ("Compiling model again due to a load failure"),
-    longer than it saves. And a prompt with a seed that is processed in two parts rewinds a random
-    generator, as only CUDA's can be ("CPU Generator does not use offset"), so it is processed
-    whole.
+    On a CPU vLLM 0.31 compiles anew at every start ("Compiling model again due to a load failure"),
+    which takes longer than it saves. And a prompt with a seed that is processed in two parts
+    rewinds a random generator, which only CUDA's can do ("CPU Generator does not use offset"). So
+    prompts are processed whole there.
     """
     on_cpu = engine_runs_on_cpu()
     options: dict[str, Any] = {
@@ -89,11 +89,8 @@ def machine_options(longest: int | None, budget: int, eager: bool | None = None)
     return options
 
 
-def refuse_on_cpu(config: Any, sleep_mode: bool) -> None:
-    """Raise `UserError` for what vLLM on a CPU cannot keep in sync.
-
-    `config` is a Transformers model config.
-    """
+def refuse_on_cpu(config: PreTrainedConfig, sleep_mode: bool) -> None:
+    """Raise `UserError` for a model or a mode that vLLM on a CPU cannot keep in sync."""
     if not engine_runs_on_cpu():
         return
     if config.tie_word_embeddings:

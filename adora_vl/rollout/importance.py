@@ -1,5 +1,6 @@
-"""How far the engine is from the policy: the drift of its log-probabilities, and the ratio that
-corrects for it.
+"""Measures and corrects the difference between the engine and the policy.
+
+Drift is the difference of their log-probabilities; the importance ratio corrects the loss for it.
 """
 
 import math
@@ -27,13 +28,11 @@ class Drift:
 
     mean: float
     largest: float
-    tokens: int = 0  # that were compared
+    tokens: int = 0  # number of tokens that were compared
 
 
 def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor:
-    """`[sum, count, largest]` of |difference| over the masked tokens that the engine was asked for.
-
-    (3,), float64.
+    """`[sum, count, largest]` of |difference| over the masked tokens, (3,) float64.
 
     Sums are returned instead of a mean, so that a rank with few tokens does not count as much as
     one with many. A token that the engine was not asked for (NaN) is left out. The difference is
@@ -50,8 +49,9 @@ def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor
 
 
 def rollout_drift(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor:
-    """Mean |difference| of each rollout over the tokens that the engine was asked for, (B,); NaN
-    where it was asked for none.
+    """Mean |difference| of each rollout over its tokens, (B,).
+
+    Tokens that the engine was not asked for are left out; NaN where it was asked for none.
     """
     scored_BC = mask_BC.bool() & ~torch.isnan(engine_BC)
     gaps_BC = torch.where(scored_BC, (trainer_BC - engine_BC).abs(), 0.0)
@@ -67,9 +67,7 @@ def merge_drift(sums_R3: Tensor) -> Drift:
 
 
 def drift_message(drift: Drift, bound: float, step: int, checkpoint: str) -> str:
-    """The message of a run that stops because of drift: the figures, the likely causes and the
-    checkpoint.
-    """
+    """The message of a run that stops for drift: figures, likely causes and the checkpoint."""
     causes = "\n".join(f"  - {cause}" for cause in CAUSES)
     return (
         f"step {step}: the engine's log-probabilities are {drift.mean:.3g} nats per token from "
@@ -100,11 +98,9 @@ def importance_ratio(
         difference = difference.sum(dim=-1, keepdim=True)
     ratio = torch.exp(difference)
     if mode.endswith("truncate"):
-        return (
-            ratio.clamp(min=clip_min, max=clip_max)
-            if (clip_min, clip_max) != (None, None)
-            else ratio
-        )
+        if clip_min is None and clip_max is None:
+            return ratio
+        return ratio.clamp(min=clip_min, max=clip_max)
     low = -math.inf if clip_min is None else clip_min
     high = math.inf if clip_max is None else clip_max
     return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
@@ -130,25 +126,26 @@ def ratio_figures(ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC:
     """
     answered_BC = mask_BC.bool()
     scored_B1 = (answered_BC & ~sampling_BC.isnan()).any(dim=1, keepdim=True)
-    # The engine was asked for no token of an answer to other images than the policy's. A row
-    # without any token to learn from has the ratio 1 and counts, as in TRL.
+    # A row without any token to learn from has the ratio 1 and counts, as in TRL. A row that the
+    # engine was asked for no token of, since it has seen other images than the policy, does not.
     counted_rows_B1 = scored_B1 | ~answered_BC.any(dim=1, keepdim=True)
     counted_BC = answered_BC & counted_rows_B1
     gaps_BC = torch.where(counted_BC, (logps_BC - sampling_BC).abs(), torch.nan)
-    seen = torch.where(counted_BC if ratio.size(1) > 1 else counted_rows_B1, ratio, torch.nan)
-    least = seen.nan_to_num(nan=torch.inf, posinf=torch.inf).amin()
+    counted = counted_BC if ratio.size(1) > 1 else counted_rows_B1
+    counted_ratio = torch.where(counted, ratio, torch.nan)
+    smallest = counted_ratio.nan_to_num(nan=torch.inf, posinf=torch.inf).amin()
     values = [
         gaps_BC.nanmean(),
         gaps_BC.nan_to_num(nan=0.0, posinf=torch.inf).amax(),
-        torch.where(seen.isnan().all(), torch.nan, least),
-        seen.nanmean(),
-        seen.nan_to_num(nan=0.0, posinf=torch.inf).amax(),
+        torch.where(counted_ratio.isnan().all(), torch.nan, smallest),
+        counted_ratio.nanmean(),
+        counted_ratio.nan_to_num(nan=0.0, posinf=torch.inf).amax(),
     ]
     return torch.stack(values).nan_to_num(nan=0.0, posinf=torch.inf)
 
 
 class ImportanceRatio:
-    """Computes the ratio in the policy's own pass. Stock TRL makes a separate pass for it."""
+    """Computes the ratio from the policy's own pass; stock TRL makes a separate pass for it."""
 
     def __init__(self, context: StepContext) -> None:
         self.accelerator = context.accelerator
@@ -159,9 +156,9 @@ class ImportanceRatio:
         return "importance_sampling_ratio" not in micro and "sampling_per_token_logps" in micro
 
     def complete(self, micro: Batch, logps_BC: Tensor) -> dict[str, float]:
-        """Put the ratio into the batch.
+        """Put the ratio into the batch, and return its metrics over all ranks by TRL's names.
 
-        Returns its figures for the log under TRL's names, of all ranks.
+        `logps_BC`: the policy's log-probabilities, detached. A collective call.
         """
         mask_BC = loss_mask(micro)
         sampling_BC = micro["sampling_per_token_logps"]

@@ -1,5 +1,7 @@
-"""vLLM's `LLM`: one request per prompt for its whole group, images processed already, weights that
-come later.
+"""vLLM's `LLM` as the policy's engine.
+
+A prompt and its whole group are one request, images come with digests that are known already, and
+weights are not read from a checkpoint but come with the first sync.
 """
 
 import os
@@ -7,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
+from transformers import PreTrainedModel
 from vllm import LLM, SamplingParams
 from vllm.config import ModelConfig
 from vllm.distributed.device_communicators import cpu_communicator
@@ -18,6 +21,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.multimodal.media import MediaWithBytes
+from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 from vllm.transformers_utils.config import checkpoint_has_lm_head
 
@@ -34,59 +38,61 @@ LATER = "adora_later"
 
 @register_model_loader(LATER)
 class LoadLater(DummyModelLoader):  # type: ignore[misc]  # vLLM is untyped to mypy
-    """`load_format: adora_later`: no checkpoint is read, since the first weight sync sends every
-    parameter.
+    """Model loader for `load_format: adora_later`, which reads no checkpoint.
 
-    Stock vLLM's `dummy` also gives random values to buffers that no checkpoint has and no sync
-    sends: those with which the vision tower normalises pixels (`visual.input_norm`). Ours leaves
-    all buffers as the model has computed them.
+    The first weight sync sends every parameter. Stock vLLM's `dummy` also gives random values to
+    buffers that no checkpoint has and no sync sends: those with which the vision tower normalises
+    pixels (`visual.input_norm`). Ours leaves all buffers as the model has computed them.
     """
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Give the parameters dummy values, and leave the buffers as they are."""
         computed = {name: buffer.clone() for name, buffer in model.named_buffers()}
         super().load_weights(model, model_config)
         for name, buffer in model.named_buffers():
             buffer.copy_(computed[name])
 
 
-def has_copied_head(model: Any, revision: str | None) -> bool:
-    """Whether the checkpoint of a model with tied embeddings has a tensor for its head too, as some
-    tools leave it.
+def has_copied_head(model: PreTrainedModel, revision: str | None) -> bool:
+    """Whether the checkpoint of a model with tied embeddings has a tensor for its head too.
+
+    Some tools write such checkpoints.
     """
     if not getattr(model.config, "tie_word_embeddings", False):
         return False
     return bool(checkpoint_has_lm_head(model.name_or_path, revision=revision))
 
 
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux shows names that shm_open was given
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux shows the names of shm_open
 
 
-def stopping_of_loops(asked: Mapping[str, Any]) -> RepetitionDetectionParams:
-    """vLLM's `repetition_detection` from what a config says of it: vLLM takes a mapping too, and
-    fails when it uses it.
+def stopping_of_loops(options: Mapping[str, Any]) -> RepetitionDetectionParams:
+    """vLLM's `repetition_detection` from the mapping in a config.
 
-    Raises `UserError`.
+    vLLM accepts a mapping too, but fails when it uses it. Raises `UserError` for options that vLLM
+    does not take.
     """
-    known = [field.name for field in fields(RepetitionDetectionParams)]
+    names = [field.name for field in fields(RepetitionDetectionParams)]
     try:
-        if unknown := {*asked} - {*known}:
-            raise ValueError(f"it has no {min(unknown)}, but {', '.join(known)}")
-        return RepetitionDetectionParams(**asked)
+        unknown = {*options} - {*names}
+        if unknown:
+            raise ValueError(f"it has no {min(unknown)}, but {', '.join(names)}")
+        return RepetitionDetectionParams(**options)
     except (ValueError, VLLMValidationError) as error:
         raise UserError(
-            f"generation_kwargs: repetition_detection: {dict(asked)} is not taken by vLLM ({in_one_line(error)}); give "
+            f"generation_kwargs: repetition_detection: {dict(options)} is not taken by vLLM "
+            f"({in_one_line(error)}); give "
             'max_pattern_size and min_count, such as {"max_pattern_size": 32, "min_count": 8}'
         ) from error
 
 
 @contextmanager
 def own_shared_memory() -> Iterator[None]:
-    """Inside, the processes that share a CPU engine give their shared memory a name that no other
-    run has.
+    """Inside the block the processes of a CPU engine give their shared memory a unique name.
 
-    The number of the launcher's process is in it, so all ranks make the same. After the block all
-    of them have mapped the memory, and the name is removed: what is mapped stays until the last
-    process ends, however it ends.
+    The name has the number of the launcher's process, so it is the same on all ranks. After the
+    block all of them have mapped the memory, and the name is removed. Mapped memory stays until the
+    last process ends, however it ends.
     """
     ours = f"adora-{os.getppid()}"
     shared = cpu_communicator._CPUSHMDistributed
@@ -104,12 +110,12 @@ def own_shared_memory() -> Iterator[None]:
 
 
 def with_known_images(prompt: dict[str, Any]) -> dict[str, Any]:
-    """The prompt as vLLM takes it without copying and hashing its images: each inside vLLM's own
-    wrapper, which its parser hands on as it is, with the digest that is known already as its
-    identity (`multi_modal_uuids`).
+    """The prompt in a form in which vLLM neither copies nor hashes its images.
 
-    For images that are kept (`adora_vl.data.dataloader`). Others stay as they are: they may yet be
-    drawn on.
+    Each image is put into vLLM's own wrapper, which its parser passes on as it is, and its digest,
+    which is known already, becomes its identity (`multi_modal_uuids`). This holds for images that
+    are kept (`adora_vl.data.dataloader`). A prompt with any other image stays as it is, since
+    somebody may yet draw on that image.
     """
     images = prompt.get("multi_modal_data", {}).get("image", [])
     images = images if isinstance(images, list) else [images]
@@ -122,42 +128,45 @@ def with_known_images(prompt: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def answer_of(rollout: Any, ask: SamplingRequest, read: Sequence[int], room: int) -> SamplingResult:
-    """What vLLM has sampled for `ask`.
+def answer_of(
+    rollout: CompletionOutput, prompt_ids: Sequence[int], max_length: int
+) -> SamplingResult:
+    """The result of one rollout that vLLM has sampled.
 
-    `read`: the prompt's ids as it has read them. `room`: tokens of a sequence.
+    `prompt_ids`: the prompt as vLLM has read it. `max_length`: the most tokens of a sequence,
+    prompt and completion together.
     """
     tokens = list(rollout.token_ids)
-    given = rollout.logprobs
     logps: list[float | None] = [None] * len(tokens)
-    if given is not None:  # by the token's id: the first of several is the likeliest
-        scored = zip(given, tokens, strict=True)
-        logps = [engine_logp(by_token[token].logprob) for by_token, token in scored]
-    full = len(read) + len(tokens) >= room
-    reason = "stop" if rollout.finish_reason != "length" else "room" if full else "length"
+    # A candidate is looked up by its id: the first one is the likeliest, not the sampled one.
+    if rollout.logprobs is not None:
+        candidates = zip(rollout.logprobs, tokens, strict=True)
+        logps = [engine_logp(by_token[token].logprob) for by_token, token in candidates]
+    reason: Literal["stop", "length", "room"] = "stop"
+    if rollout.finish_reason == "length":
+        context_full = len(prompt_ids) + len(tokens) >= max_length
+        reason = "room" if context_full else "length"
     return SamplingResult(
-        tokens=tokens,
-        logps=logps,
-        finish_reason=reason,  # type: ignore[arg-type]
-        prompt_ids_read=list(read),
+        tokens=tokens, logps=logps, finish_reason=reason, prompt_ids_read=list(prompt_ids)
     )
 
 
 class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
-    """Like `vllm.LLM`.
+    """A `vllm.LLM` that samples requests of the trainer.
 
-    It also takes asks; sleeping and waking are timed, and it can be kept awake.
+    Its sleeping and waking are timed, and it can be kept awake. `adapter` is the policy's, where
+    the engine gets nothing but the adapter. `base` are the trainer's frozen weights, which leave
+    the GPU while the engine is awake.
     """
 
     stays_awake = False
-    adapter: LoRARequest | None = None  # the policy's, where the engine gets its adapter alone
-    # of the trainer, which leaves the card while the engine is awake
+    adapter: LoRARequest | None = None
     base: FrozenBase | None = None
     timed: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Inside, `sleep` does nothing."""
+        """Inside the block `sleep` does nothing."""
         self.stays_awake = True
         try:
             yield
@@ -165,14 +174,14 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
             self.stays_awake = False
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Stock vLLM answers without an adapter unless a request names it."""
+        """Sample with the policy's adapter; stock vLLM uses one only where a request names it."""
         adapter = {} if self.adapter is None else {"lora_request": self.adapter}
         return super().generate(*args, **{**adapter, **kwargs})
 
     def sleep(self, level: int = 1, **kwargs: Any) -> None:
-        """Stock vLLM is not timed.
+        """Free the engine's memory, and count the seconds.
 
-        With an adapter weights stay on the host: no sync brings the base back.
+        With an adapter the weights stay on the host (level 1), since no sync brings the base back.
         """
         if self.stays_awake:
             return
@@ -182,7 +191,7 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
                 self.base.come_back()
 
     def wake_up(self, *args: Any, **kwargs: Any) -> None:
-        """Stock vLLM does not say how long it takes."""
+        """Take the engine's memory back, and count the seconds."""
         with self.timed("wake"):
             if self.base is not None:
                 self.base.leave()
@@ -194,37 +203,42 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         settings: Mapping[str, Any],
         image_token_id: int | None,
     ) -> list[SamplingResult]:
-        """Neighbours that ask for the same are one request, whose rollouts get its seed, the seed +
-        1, and so on.
+        """Sample a rollout for each of `asks`.
 
-        `settings`: of `SamplingParams`. `image_token_id`: vLLM makes as many of one as the image
-        has patches.
+        Neighbours that ask for the same are one request, whose rollouts get its seed, the seed + 1,
+        and so on.
+
+        `settings`: arguments of `SamplingParams`. `image_token_id`: the id that stands once per
+        image in a prompt for vLLM, which repeats it for the image's patches; None for a text model.
         """
-        given = dict(settings)
-        # vLLM's greedy ones are alone
-        requests = merge_requests(asks) if given["temperature"] else [[ask] for ask in asks]
-        if isinstance(given.get("structured_outputs"), dict):
-            given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
-        prompts, parameters = [], []
-        for ask, *more in requests:
-            ids = (
-                ask.prompt_ids
-                if image_token_id is None
-                else collapse_image_runs(ask.prompt_ids, image_token_id)
-            )
-            shown = {"multi_modal_data": {"image": ask.images}} if ask.images else {}
-            prompts.append(with_known_images({"prompt_token_ids": ids, **shown}))
-            own = {"seed": ask.seed, "max_tokens": ask.max_tokens}
-            own = {name: value for name, value in own.items() if value is not None}
-            parameters.append(SamplingParams(**{**given, **own, "n": 1 + len(more)}))
-        room = self.model_config.max_model_len
-        outputs = (
-            self.generate(prompts, sampling_params=parameters, use_tqdm=False) if prompts else []
-        )
-        return [
-            answer_of(rollout, ask, output.prompt_token_ids, room)
-            for output, request in zip(outputs, requests, strict=True)
-            for rollout, ask in zip(
-                sorted(output.outputs, key=lambda one: one.index), request, strict=True
-            )
-        ]
+        options = dict(settings)
+        requests = [[ask] for ask in asks]
+        if options["temperature"]:  # else sampling is greedy, where a request has one rollout
+            requests = merge_requests(asks)
+        if isinstance(options.get("structured_outputs"), dict):
+            options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
+        prompts: list[dict[str, Any]] = []
+        parameters: list[SamplingParams] = []
+        for request in requests:
+            ask = request[0]
+            prompt: dict[str, Any] = {"prompt_token_ids": ask.prompt_ids}
+            if image_token_id is not None:
+                prompt["prompt_token_ids"] = collapse_image_runs(ask.prompt_ids, image_token_id)
+            if ask.images:
+                prompt["multi_modal_data"] = {"image": ask.images}
+            prompts.append(with_known_images(prompt))
+            limits = {"seed": ask.seed, "max_tokens": ask.max_tokens}
+            limits = {name: value for name, value in limits.items() if value is not None}
+            parameters.append(SamplingParams(**{**options, **limits, "n": len(request)}))
+        outputs = []
+        if prompts:
+            outputs = self.generate(prompts, sampling_params=parameters, use_tqdm=False)
+        max_length = self.model_config.max_model_len
+        results = []
+        for output, request in zip(outputs, requests, strict=True):
+            rollouts = sorted(output.outputs, key=lambda rollout: rollout.index)
+            assert len(rollouts) == len(request)
+            results += [
+                answer_of(rollout, output.prompt_token_ids, max_length) for rollout in rollouts
+            ]
+        return results

@@ -1,6 +1,4 @@
-"""Image tokens: collapsed in prompts for the engine, checked in what the engine read, and never
-sampled.
-"""
+"""Image tokens: collapsed in prompts for the engine, checked in its copy, and never sampled."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,8 +10,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from adora_vl.data.prompts import PICTURE_TOKENS
 from adora_vl.utils.errors import RolloutError, UserError
 
-# If one of these is sampled, there is no image for it, and the training's forward pass raises (trl
-# issue 3847).
+# A sampled token of these has no image, so the training's forward pass would raise (trl issue
+# 3847).
 NEVER_SAMPLED = PICTURE_TOKENS
 
 
@@ -25,7 +23,7 @@ class PromptMismatchError(RolloutError):
         self.row = row
 
 
-def refuse_prefill(dataset: Any) -> None:
+def refuse_prefill(dataset: object) -> None:
     """Raise `UserError` for the first row whose prompt ends with a turn of the assistant.
 
     TRL closes that turn for the engine and begins another, but beside an image continues it for the
@@ -49,9 +47,10 @@ def never_sampled_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def never_sample(ids: Sequence[int], settings: dict[str, Any], config: GenerationConfig) -> None:
-    """Ban these tokens where `transformers` generates, in both places that TRL reads: its
-    `generation_kwargs` (`settings`) and its generation config. Stock TRL bans the image token
-    alone; the others have no features either.
+    """Ban these tokens where `transformers` generates.
+
+    They are banned in both places that TRL reads: its `generation_kwargs` (`settings`) and its
+    generation config. Stock TRL bans the image token alone, but the others have no features either.
     """
     banned = sorted({*(settings.get("suppress_tokens") or []), *ids})
     if banned:
@@ -61,21 +60,21 @@ def never_sample(ids: Sequence[int], settings: dict[str, Any], config: Generatio
 
 @contextmanager
 def folder_settings_left_out(model: Any) -> Iterator[None]:
-    """Inside, `transformers` fills in nothing from the model's `generation_config.json`.
+    """Inside the block `transformers` fills in nothing from the model's `generation_config.json`.
 
-    It stays what is saved.
+    The model's generation config comes back afterwards, since it is saved with the model.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    kept = base.generation_config
+    saved_config = base.generation_config
     base.generation_config = GenerationConfig()
     try:
         yield
     finally:
-        base.generation_config = kept
+        base.generation_config = saved_config
 
 
 def collapse_image_runs(ids: Sequence[int], image_token_id: int) -> list[int]:
-    """Replaces each run of image tokens by one image token, which the engine expands itself.
+    """Replace each run of image tokens by one image token, which the engine expands itself.
 
     The runs of two images never touch, because each stands between a vision-start and a vision-end
     token.
@@ -90,9 +89,7 @@ def collapse_image_runs(ids: Sequence[int], image_token_id: int) -> list[int]:
 def check_prompts(
     expected: Sequence[Sequence[int]], engine: Sequence[Sequence[int]], image_token_id: int
 ) -> None:
-    """Raise `PromptMismatchError` for the first row where the engine read other token ids than the
-    trainer sent.
-    """
+    """Raise `PromptMismatchError` for the first row whose token ids the engine read otherwise."""
     for row, (ours, theirs) in enumerate(zip(expected, engine, strict=True)):
         if list(ours) == list(theirs):
             continue
@@ -115,7 +112,7 @@ def check_prompts(
 
 @contextmanager
 def mismatch_named(rows: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """A `PromptMismatchError` inside the block becomes a `RolloutError` that names the row.
+    """Turn a `PromptMismatchError` inside the block into a `RolloutError` that names the row.
 
     `rows`: the local batch.
     """

@@ -1,5 +1,6 @@
-"""Who samples a generation: vLLM, in the trainer's own processes or on servers, or else the policy
-itself.
+"""The samplers of a generation.
+
+vLLM samples in the trainer's own processes or on servers; without it the policy samples itself.
 """
 
 import threading
@@ -27,40 +28,43 @@ Settings = Mapping[str, Any] | None  # of vLLM's `SamplingParams`; None: the run
 
 @dataclass(frozen=True)
 class PendingSamples:
-    """For what was asked of servers, to be sampled by the weights of a step."""
+    """Rollouts that servers sample with the weights of a step, while the trainer goes on.
 
-    step: int  # optimizer steps that had been made
-    # waits for this rank's answers; raises what asking raised, on all ranks
+    `join` waits for this rank's results and raises a server's error on all ranks. All ranks call it
+    together.
+    """
+
+    step: int  # number of optimizer steps that those weights have
     join: Callable[[], list[SamplingResult]]
 
 
 class Sampler(Protocol):
-    """All ranks call every method together, also with nothing to ask."""
+    """Samples rollouts. All ranks call every method together, also without any requests."""
 
-    scores: bool  # whether its answers have log-probabilities
+    scores: bool  # whether its results have log-probabilities
 
     def sample(
         self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None
     ) -> list[SamplingResult]:
-        """Sampled now, by the policy's present weights.
+        """Sample now, with the policy's present weights.
 
-        `prompts`: of the asks, None where there are none.
+        `prompts`: the processed prompts of `asks`; None where they are not known.
         """
 
     def awake(self) -> AbstractContextManager[None]:
-        """Inside, an engine does not sleep between two calls."""
+        """Inside the block an engine does not sleep between two calls."""
 
 
 class TransformersSampler:
-    """The policy samples by Transformers, in TRL's way.
+    """Samples with `transformers.generate`, as TRL does.
 
-    What it thinks of its tokens a pass has to say.
+    Log-probabilities come from a later forward pass.
     """
 
     scores = False
 
     def __init__(self, turn: Callable[[PromptBatch], list[list[int]]]) -> None:
-        """`turn`: samples a rollout of each prompt."""
+        """`turn`: samples the tokens of one rollout per prompt."""
         self._turn = turn
 
     def sample(
@@ -76,9 +80,7 @@ class TransformersSampler:
 
 
 class VLLMSampler:
-    """vLLM samples, in the trainer's processes or on servers, after it has got the policy's
-    weights.
-    """
+    """Samples with vLLM, in the trainer's processes or on servers, after a weight sync."""
 
     scores = True
 
@@ -87,13 +89,13 @@ class VLLMSampler:
     ) -> None:
         self.engine = engine
         self.context = context
-        self.synced = -1  # optimizer steps of the weights that were given last
+        self.synced = -1  # number of optimizer steps of the weights that the engine has
         engine.take_images_from(images.cache)
 
     def give_weights(self, *, anew: bool = False) -> None:
-        """The policy's weights to the engine, unless it has them.
+        """Send the policy's weights to the engine, unless it has those of this step.
 
-        `anew`: they are no longer those of this step.
+        `anew`: send them in any case, since they have changed within the step.
         """
         if anew or self.context.state().global_step != self.synced:
             self._give()
@@ -113,11 +115,11 @@ class VLLMSampler:
 
 
 class AsyncServerSampler(VLLMSampler):
-    """Servers that are asked before the rollouts are needed.
+    """Samples on servers that get their requests before the rollouts are needed.
 
-    What they get, weights and asks, stands in a queue, and is done in its order on a thread of the
-    first rank that does HTTP alone, so that no collective of the policy's meets another: which
-    weights sample what does not depend on the clock. Weights wait as files.
+    Weights and requests go into a queue. A thread of the first rank works it off in order, so which
+    weights sample a rollout does not depend on timing. The thread does nothing but HTTP, so that
+    its collective calls cannot interleave with the policy's. Weights wait as files.
     """
 
     def __init__(
@@ -126,8 +128,8 @@ class AsyncServerSampler(VLLMSampler):
         super().__init__(context, images, engine)
         self.ahead = context.config.adora_rollouts.ahead  # generations
         self._queue = SimpleQueue[tuple[Callable[[], Any], Future[Any]]]()
-        self._files: dict[Path, ExitStack] = {}  # of weights that are not read yet
-        self._partly_new = False  # whether a server was started again, and has no weights
+        self._files: dict[Path, ExitStack] = {}  # weights that no server has read yet
+        self._partly_new = False  # whether a server was started again and needs all weights
         self._thread: threading.Thread | None = None
         self._seconds = {"trainer": 0.0, "servers": 0.0}
 
@@ -147,17 +149,18 @@ class AsyncServerSampler(VLLMSampler):
             self._files.pop(folder, ExitStack()).close()
 
     def begin(self, asks: Asks, settings: Settings = None) -> PendingSamples:
-        """Ask the servers, once they have done what they were asked before."""
+        """Queue requests to the servers, behind everything that is queued already."""
         engine = self.engine
-        place = self.engine.served.place
+        place_features = engine.served.place
         requests = engine.served.gathered(asks, engine.sampling if settings is None else settings)
-        found = self._put(lambda servers: servers.sample(requests, place))
-        return PendingSamples(self.synced, cache(partial(self._join, found, len(asks))))
+        future = self._put(lambda servers: servers.sample(requests, place_features))
+        return PendingSamples(step=self.synced, join=cache(partial(self._join, future, len(asks))))
 
-    def _join(self, found: Future[Any] | None, asks: int) -> list[SamplingResult]:
+    def _join(self, future: Future[Any] | None, asks: int) -> list[SamplingResult]:
+        """Wait for the results of this rank, which has asked for `asks` rollouts."""
         began = time.perf_counter()
         with engine_call("generate"):
-            everyone = self.engine.served.first_rank(lambda _: found.result() if found else [])
+            everyone = self.engine.served.first_rank(lambda _: future.result() if future else [])
         self._seconds["trainer"] += time.perf_counter() - began
         return self.engine.served.shared(everyone, asks)
 
@@ -168,22 +171,23 @@ class AsyncServerSampler(VLLMSampler):
         return self.begin(asks, settings).join()
 
     def waited(self) -> dict[str, float]:
-        """Seconds since the last call for which the trainer waited for servers, and on the first
-        rank they for it.
+        """Seconds of waiting since the last call.
+
+        `trainer`: the trainer waited for servers. `servers`: they waited for it (first rank only).
         """
-        found = self._seconds
+        seconds = self._seconds
         self._seconds = dict.fromkeys(self._seconds, 0.0)
-        return found
+        return seconds
 
     def close(self) -> None:
-        """Remove the weights that nobody has read."""
+        """Remove the weight files that no server has read."""
         for folder in list(self._files):
             self._files.pop(folder, ExitStack()).close()
 
     def _put(self, do: Callable[[ServerPool], Any]) -> Future[Any] | None:
-        """Into the queue, on the first rank.
+        """Queue a job, on the first rank; None on every other rank.
 
-        What follows an item that has failed fails as it has.
+        After a failure every later job fails with the same error.
         """
         servers = self.engine.served.servers
         if servers is None:
@@ -196,6 +200,7 @@ class AsyncServerSampler(VLLMSampler):
         return future
 
     def _work(self) -> None:
+        """Work off the queue, on a thread of its own."""
         problem: BaseException | None = None
         while True:
             began = time.perf_counter()

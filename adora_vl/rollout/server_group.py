@@ -1,4 +1,4 @@
-"""Server mode: what all ranks do together. The first rank alone speaks with the servers."""
+"""Server mode: what all ranks do together, while the first rank alone talks to the servers."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,53 +31,56 @@ class ServerGroup:
 
     accelerator: Accelerator
     place: PlaceFeatures
-    servers: ServerPool | None  # of the first rank alone
-    files: WeightFiles | None = None  # of the first rank alone, where weights travel by file
+    servers: ServerPool | None  # None on every rank but the first
+    files: WeightFiles | None = None  # on the first rank, where weights are sent as files
 
     @contextmanager
     def weights_written(self, tensors: Tensors) -> Iterator[Path]:
-        """Inside, the tensors are in the folder of this name."""
+        """Write the tensors; yields their folder, which stays while the block runs."""
         with ExitStack() as until:
 
             def write(_: ServerPool) -> Path:
                 assert self.files is not None
                 return until.enter_context(self.files.written(tensors))
 
-            # take part in the gathering of each
-            yield self.first_rank(write, others=lambda: deque(tensors, 0))
+            # The other ranks go through the tensors too: gathering each is a collective call.
+            yield self.first_rank(write, meanwhile=lambda: deque(tensors, 0))
 
     def gathered(
         self, asks: Sequence[SamplingRequest], settings: Mapping[str, Any]
     ) -> list[GroupRequest]:
-        """What all ranks ask for as requests, on the first rank; nothing elsewhere.
+        """The requests of all ranks, on the first rank; an empty list on every other rank.
 
-        `settings`: vLLM's parameters.
+        `settings`: vLLM's sampling parameters.
         """
         everyone = gather_object(list(asks))
         if not self.accelerator.is_main_process:
             return []
         requests = []
-        for ask, *more in merge_requests(everyone):
-            own = {"seed": ask.seed, "max_tokens": ask.max_tokens}
-            own = {name: value for name, value in own.items() if value is not None}
+        for group in merge_requests(everyone):
+            ask = group[0]
+            limits = {"seed": ask.seed, "max_tokens": ask.max_tokens}
+            limits = {name: value for name, value in limits.items() if value is not None}
             requests.append(
                 GroupRequest(
                     prompt_ids=ask.prompt_ids,
                     images=ask.images,
-                    rollouts=1 + len(more),
-                    settings={**settings, **own},
+                    rollouts=len(group),
+                    settings={**settings, **limits},
                 )
             )
         return requests
 
     def sample(self, requests: list[GroupRequest], asks: int) -> list[SamplingResult]:
-        """Ask now. Returns the answers to this rank's `asks`."""
-        return self.shared(
-            self.first_rank(lambda servers: servers.sample(requests, self.place)), asks
-        )
+        """Sample now. Returns the results of this rank, which has asked for `asks` rollouts."""
+        answers = self.first_rank(lambda servers: servers.sample(requests, self.place))
+        return self.shared(answers, asks)
 
     def shared(self, answers: list[Sampled], asks: int) -> list[SamplingResult]:
-        """The part of this rank, which has `asks`, in the answers to all."""
+        """This rank's part of the answers to all ranks.
+
+        `asks`: the number of rollouts that this rank has asked for.
+        """
         first = sum(gather_object([asks])[: self.accelerator.process_index])
         results = [
             SamplingResult(tokens=tokens, logps=[*logps])
@@ -87,32 +90,33 @@ class ServerGroup:
         return results[first : first + asks]
 
     def first_rank(
-        self, do: Callable[[ServerPool], Any], others: Callable[[], object] = lambda: None
+        self, do: Callable[[ServerPool], Any], meanwhile: Callable[[], object] = lambda: None
     ) -> Any:
-        """What `do` returns on the first rank, or raises, on all of them; the others do `others` in
-        the meantime.
+        """Run `do` on the first rank, and return its result, or raise its error, on all ranks.
+
+        The other ranks run `meanwhile`.
         """
-        found: Any = None
+        result: Any = None
         problem: Exception | None = None
         if self.servers is not None:
             try:
-                found = do(self.servers)
+                result = do(self.servers)
             except Exception as error:
                 problem = error
         else:
-            others()
+            meanwhile()
+        # An error travels as the number of its kind and its text: not every error can be pickled.
         kinds: list[type[Exception]] = [NoServerError, UserError, RolloutError]
-        number = next(
-            (n for n, known in enumerate(kinds) if isinstance(problem, known)), len(kinds)
-        )
-        told: list[Any] = [
-            found,
-            number,
-            "" if problem is None else str(problem) or type(problem).__name__,
-        ]
-        broadcast_object_list(told, from_process=0)
+        matching = [number for number, kind in enumerate(kinds) if isinstance(problem, kind)]
+        kind_number = matching[0] if matching else len(kinds)
+        text = ""
+        if problem is not None:
+            text = str(problem) or type(problem).__name__
+        message: list[Any] = [result, kind_number, text]
+        broadcast_object_list(message, from_process=0)
         if problem is not None:
             raise problem
-        if told[2]:
-            raise [NoServerError, SharedUserError, RolloutError, EngineError][told[1]](told[2])
-        return told[0]
+        result, kind_number, text = message
+        if text:
+            raise [NoServerError, SharedUserError, RolloutError, EngineError][kind_number](text)
+        return result

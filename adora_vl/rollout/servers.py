@@ -1,8 +1,8 @@
-"""vLLM servers that sample for the trainer: asked group by group, given weights, left out where
-they fail.
+"""vLLM servers that sample for the trainer.
 
-Everything here is HTTP, and runs on the first rank alone. What all ranks do together is in
-`served.py`.
+They get requests group by group and new weights after a step. A server that fails is left out until
+it is back. Everything here is HTTP and runs on the first rank alone; what all ranks do together is
+in `server_group.py`.
 """
 
 import socket
@@ -32,16 +32,17 @@ from adora_vl.utils.secrets import without_login
 
 DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1"
 _CONNECT_S = 10.0
-# to connect, and to answer a short question
+# Timeouts to connect and to answer a short question: of a server in use, and of one left out, which
+# may be switched off and must not delay every sync.
 _LIVING_S = (_CONNECT_S, 60.0)
 _GONE_S = (1.0, 10.0)
 _BETWEEN_LOOKS_S = 2.0
 _LORA_BY_REQUEST = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
-_REFUSED = "Request failed: 4"  # TRL's words for an HTTP status of the 400s
-# requests that a server has at a time: vLLM's own limit, beyond which one would wait there
+_REFUSED = "Request failed: 4"  # how TRL's message begins for an HTTP status of the 400s
+# Requests that a server has at a time. This is vLLM's own limit; more would wait in its queue.
 _AT_A_TIME = 256
-# A machine that has lost its power closes no connection: after 2 minutes of silence the kernel
-# does.
+# A machine that loses its power closes no connection. With these options the kernel closes it after
+# 2 minutes of silence.
 _ALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
@@ -49,14 +50,16 @@ _ALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
 ]
 _T = TypeVar("_T")
-# tokens and log-probabilities of a request's rollouts
+# the tokens and log-probabilities of each rollout of a request
 Sampled = list[tuple[list[int], list[float]]]
-Features = dict[tuple[int, ...], Future[Any]]  # of images that a server has read
+# image features that a server has computed, by the `id`s of a prompt's images
+Features = dict[tuple[int, ...], Future[Any]]
+# points image features at the image tokens of a prompt's ids
 PlaceFeatures = Callable[[dict[str, Any] | None, list[int]], dict[str, Any] | None]
 
 
 class UnusableServerError(SpokenError, RuntimeError):
-    """A server does not do what it is asked for; others may."""
+    """A server cannot do what it is asked for, though another server might."""
 
 
 _STARTED_AGAIN = UnusableServerError(
@@ -66,33 +69,46 @@ _STARTED_AGAIN = UnusableServerError(
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """One prompt, and how it is sampled."""
+    """One prompt, and how its rollouts are sampled."""
 
     prompt_ids: list[int]  # with the image tokens expanded
     images: list[Any]
-    rollouts: int
-    settings: dict[str, Any]  # vLLM's parameters
+    rollouts: int  # number of rollouts
+    settings: dict[str, Any]  # vLLM's sampling parameters
 
 
-def of_sampled(tokens: Any, logps: Any, ids: Any) -> list[list[float]]:
-    """The log-probability of each sampled token, by its id: the first of several is the likeliest
-    token's.
+def of_sampled(
+    tokens: Sequence[Sequence[int]],
+    logps: Sequence[Sequence[Sequence[float | None]]],
+    ids: Sequence[Sequence[Sequence[int]]],
+) -> list[list[float]]:
+    """The log-probability of each sampled token of each rollout.
+
+    `logps`, `ids`: for each token the scored candidates, of which the first is the likeliest and
+    not necessarily the sampled one. So the sampled token is looked up by its id.
     """
-    return [
-        [engine_logp(scores[known.index(token)]) for token, scores, known in zip(*row, strict=True)]
-        for row in zip(tokens, logps, ids, strict=True)
-    ]
+    rollouts = []
+    for row_tokens, row_logps, row_ids in zip(tokens, logps, ids, strict=True):
+        candidates = zip(row_tokens, row_logps, row_ids, strict=True)
+        rollouts.append(
+            [
+                engine_logp(token_logps[token_ids.index(token)])
+                for token, token_logps, token_ids in candidates
+            ]
+        )
+    return rollouts
 
 
-def refuse_impossible(tokens: Sequence[Sequence[int]], most: int, vocabulary: int) -> None:
-    """Raise `UnusableServerError` for an answer that the policy cannot have given.
+def refuse_impossible(tokens: Sequence[Sequence[int]], limit: int, vocabulary: int) -> None:
+    """Raise `UnusableServerError` for rollouts that the policy cannot have sampled.
 
-    `tokens`: of each rollout. `most`: how many a rollout may have. `vocabulary`: how many ids the
-    policy's embedding has; any other one would end the run in its first pass.
+    `tokens`: those of each rollout. `limit`: the largest number of tokens of a rollout.
+    `vocabulary`: the number of ids in the policy's embedding; a larger id would end the run in its
+    first forward pass.
     """
     longest = max(map(len, tokens))
-    if longest > most:
-        raise UnusableServerError(f"asked for at most {most} tokens it gave {longest}")
+    if longest > limit:
+        raise UnusableServerError(f"asked for at most {limit} tokens it gave {longest}")
     unknown = next((token for row in tokens for token in row if not 0 <= token < vocabulary), None)
     if unknown is not None:
         raise UnusableServerError(
@@ -102,9 +118,10 @@ def refuse_impossible(tokens: Sequence[Sequence[int]], most: int, vocabulary: in
 
 
 class _Retry(Retry):
-    """Asks again where a connection breaks, but not where it is silent for too long."""
+    """Retries where a connection breaks, but not where a server is silent for too long."""
 
     def increment(self, *args: Any, **kwargs: Any) -> Self:
+        """Count a retry, or raise the timeout that would be retried."""
         error = kwargs.get("error")
         if isinstance(error, ReadTimeoutError):
             raise error
@@ -112,13 +129,13 @@ class _Retry(Retry):
 
 
 class _Adapter(HTTPAdapter):
-    """Gives up soon on what does not answer at all.
+    """An HTTP adapter that gives up soon on a server which does not answer at all.
 
-    TRL's own waits for a minute, and for ever where nobody listens.
+    TRL's own adapter waits for a minute, and for ever where nobody listens.
     """
 
     def __init__(self, answer_s: float) -> None:
-        """`answer_s`: how long an answer may take where the request does not say it."""
+        """`answer_s`: timeout of an answer, in seconds, where the request has none of its own."""
         self._answer_s = answer_s
         retry = _Retry(
             total=3,
@@ -129,10 +146,14 @@ class _Adapter(HTTPAdapter):
         super().__init__(max_retries=retry, pool_maxsize=_AT_A_TIME)
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
+        """Open connections with TCP keepalive."""
         options = [*HTTPConnection.default_socket_options, *_ALIVE]
         super().init_poolmanager(*args, **kwargs, socket_options=options)
 
-    def send(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+    def send(
+        self, request: requests.PreparedRequest, *args: Any, **kwargs: Any
+    ) -> requests.Response:
+        """Send a request, with the adapter's timeouts unless it has its own."""
         kwargs["timeout"] = kwargs.get("timeout") or (_CONNECT_S, self._answer_s)
         return super().send(request, *args, **kwargs)
 
@@ -141,9 +162,9 @@ class Server:
     """One vLLM server. Its methods raise `UnusableServerError`, or what `requests` raises."""
 
     def __init__(self, client: VLLMClient, answer_s: float, vocabulary: int) -> None:
-        """`answer_s`: how long it may take to sample what is one request, or to read all weights.
+        """`answer_s`: how many seconds it may take to answer a request, or to read all weights.
 
-        `vocabulary`: how many token ids the policy has.
+        `vocabulary`: the number of token ids that the policy has.
         """
         for scheme in ("http://", "https://"):
             client.session.mount(scheme, _Adapter(answer_s))
@@ -151,47 +172,44 @@ class Server:
         self._answer_s = answer_s
         self._vocabulary = vocabulary
         self.address: str = client.base_url
-        self.life = ""  # which start of the server answers now
-        self.synced_life = ""  # which one has the weights of the last sync
-        self.logprobs_mode = ""  # vLLM's name for the log-probabilities that it gives
-        self.lora: dict[
-            str, Any
-        ] = {}  # vLLM's settings of it; none where it was not started with it
-        self.serves = ("", False)  # its model, and whether that is in 4 bits
+        self.life = ""  # vLLM's instance id, which is new after each start of the server
+        self.synced_life = ""  # the instance that has the weights of the last sync
+        self.logprobs_mode = ""  # vLLM's name for the kind of log-probabilities that it returns
+        self.lora: dict[str, Any] = {}  # vLLM's LoRA settings; empty if it was started without LoRA
+        self.serves = ("", False)  # the name of its model, and whether that is in 4 bits
 
     def look(self, timeout: tuple[float, float] = _LIVING_S) -> None:
-        """See whether it answers, and which start of it does.
+        """Read what the server is, and raise where it does not answer.
 
-        `timeout`: seconds to connect, and to answer.
+        `timeout`: seconds to connect, and seconds to answer.
         """
-        found = self._json("GET", "server_info?config_format=json", timeout=timeout)
-        config = found["vllm_config"]
-        model = found["vllm_config"]["model_config"]
+        info = self._json("GET", "server_info?config_format=json", timeout=timeout)
+        config = info["vllm_config"]
+        model = config["model_config"]
         self.life = str(config["instance_id"])
         self.logprobs_mode = str(model["logprobs_mode"])
         lora = config.get("lora_config")
-        self.lora = {"enable_lora": True, **lora, **found["vllm_env"]} if lora else {}
+        self.lora = {"enable_lora": True, **lora, **info["vllm_env"]} if lora else {}
         self.serves = str(model.get("model")), model.get("quantization") == "bitsandbytes"
 
     def check_lora(self, needs: Mapping[str, Any], base: str, four_bit: bool) -> None:
         """Raise `UnusableServerError` where it was not started for an adapter on `base`.
 
-        `needs`: vLLM's settings.
+        `needs`: vLLM's settings that the adapter needs.
         """
         served, in_four_bit = self.serves
-        lacks = [
-            f"--{name.replace('_', '-')}{'' if value is True else f' {value}'}"
-            for name, value in needs.items()
-            if self.lora.get(name, 0) < value
-        ]
-        lacks += (
-            [] if self.lora.get(_LORA_BY_REQUEST) else [f"{_LORA_BY_REQUEST}=1 in its environment"]
-        )
-        # it passes the others over
-        lacks += ["no --lora-target-modules"] if self.lora.get("target_modules") else []
-        if lacks:
+        missing = []
+        for name, value in needs.items():
+            if self.lora.get(name, 0) < value:
+                option = f"--{name.replace('_', '-')}"
+                missing.append(option if value is True else f"{option} {value}")
+        if not self.lora.get(_LORA_BY_REQUEST):
+            missing.append(f"{_LORA_BY_REQUEST}=1 in its environment")
+        if self.lora.get("target_modules"):  # vLLM would skip the adapter's other layers
+            missing.append("no --lora-target-modules")
+        if missing:
             raise UnusableServerError(
-                f"it has no room for the policy's adapter; start it with {' and '.join(lacks)}"
+                f"it has no room for the policy's adapter; start it with {' and '.join(missing)}"
             )
         if in_four_bit != four_bit:
             raise UnusableServerError(
@@ -199,8 +217,9 @@ class Server:
             )
 
     def check_weights(self) -> None:
-        """Raise `UnusableServerError` where it was started again since it read the weights: it has
-        its checkpoint's.
+        """Raise `UnusableServerError` where it was started again since it read the weights.
+
+        It then has the weights of its checkpoint instead of the policy's.
         """
         if not self.synced_life:  # weights do not travel by file
             return
@@ -211,22 +230,22 @@ class Server:
             )
 
     def answer(self, ask: GroupRequest, place: PlaceFeatures, features_of: Features) -> Sampled:
-        """Sample.
+        """Sample the rollouts of a request.
 
-        `place` points image features at the image tokens of the prompt. `features_of`: those that
-        it has read in this call, each once, also for rollouts that go on: each of them is a
-        request.
+        `place` points image features at the image tokens of the prompt. `features_of`: the features
+        that the server has computed for the present batch of requests. Requests for the same images
+        share them, such as those for rollouts that go on, each of which is a request.
         """
         features = None
         try:
             if ask.images:
-                mine = Future[Any]()
+                new = Future[Any]()
                 names = tuple(map(id, ask.images))
-                found = features_of.setdefault(names, mine)
-                if found is mine:
-                    _settle(mine, partial(self.client.image_features, [ask.images]))
-                features = [place(found.result()[0], ask.prompt_ids)]
-            given = self.client.generate(
+                future = features_of.setdefault(names, new)
+                if future is new:  # the first request for these images computes them
+                    _settle(new, partial(self.client.image_features, [ask.images]))
+                features = [place(future.result()[0], ask.prompt_ids)]
+            reply = self.client.generate(
                 [ask.prompt_ids], features, ask.rollouts, generation_kwargs=ask.settings
             )
         except requests.ReadTimeout as error:
@@ -234,34 +253,35 @@ class Server:
                 f"it gave no answer in {self._answer_s:g} s, half of ddp_timeout"
             ) from error
         except Exception as error:
-            # as one does that was started again and has no such adapter
+            # A server that was started again has no such adapter and refuses too.
             if str(error).startswith(_REFUSED):
                 self.check_weights()
             raise
-        tokens = given["completion_ids"]
-        logps = given["logprobs"]
+        tokens = reply["completion_ids"]
+        logps = reply["logprobs"]
         lengths = [len(row) for row in tokens]
-        known = [len(row) for row in logps or ()]
-        if len(lengths) != ask.rollouts or not all(lengths) or known != lengths:
-            gave = f"{lengths} tokens, {known} of them scored"
+        scored = [len(row) for row in logps or ()]
+        if len(lengths) != ask.rollouts or not all(lengths) or scored != lengths:
+            gave = f"{lengths} tokens, {scored} of them scored"
             raise UnusableServerError(f"asked for {ask.rollouts} rollouts it gave {gave}")
         refuse_impossible(tokens, ask.settings["max_tokens"], self._vocabulary)
-        if given["prompt_ids"] != [ask.prompt_ids]:
+        if reply["prompt_ids"] != [ask.prompt_ids]:
             raise UnusableServerError("it read another prompt than the trainer's")
-        return [*zip(tokens, of_sampled(tokens, logps, given["logprob_token_ids"]), strict=True)]
+        sampled_logps = of_sampled(tokens, logps, reply["logprob_token_ids"])
+        return list(zip(tokens, sampled_logps, strict=True))
 
     def read_weights(self, folder: Path) -> None:
-        """Have it read the tensors in `folder`, and forget what it computed with the old ones."""
+        """Load the tensors in `folder`, and empty the caches that the old weights have filled."""
         arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self._ask("POST", "collective_rpc", json=arguments)
         self.forget()
         self.synced_life = self.life
 
     def read_adapter(self, folder: Path) -> None:
-        """Have it read the adapter in `folder` in the place of the one before.
+        """Load the adapter in `folder` in place of the previous one.
 
-        Requests name it as the folder, as no other one is named: a server that has another one
-        refuses them.
+        The adapter is named by the folder, whose name is unique. So a server that has another
+        adapter refuses requests instead of sampling with it.
         """
         old = self.client.model
         self.client.model = folder.name
@@ -284,6 +304,7 @@ class Server:
         self._ask("POST", "reset_encoder_cache", timeout=_LIVING_S)
 
     def _ask(self, method: str, path: str, **kwargs: Any) -> requests.Response:
+        """The response with status 200; raises `UnusableServerError` for every other status."""
         response: requests.Response = self.client.session.request(
             method, f"{self.address}/{path}", **kwargs
         )
@@ -296,12 +317,15 @@ class Server:
         return response
 
     def _json(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
-        found: dict[str, Any] = self._ask(method, path, **kwargs).json()
-        return found
+        reply: dict[str, Any] = self._ask(method, path, **kwargs).json()
+        return reply
 
 
 class ServerPool:
-    """All servers of a run, those that fail left out until they are back."""
+    """All servers of a run. Those that fail are left out until they are back.
+
+    `living`: the servers in use.
+    """
 
     def __init__(
         self,
@@ -311,27 +335,29 @@ class ServerPool:
         vocabulary: int,
         logprobs_mode: str = "",
     ) -> None:
-        """`patience_s`: how long a sync waits for a first server to be there.
+        """`patience_s`: how many seconds a sync waits for a first server to answer.
 
-        `answer_s`: how long one may sample. `vocabulary`: token ids of the policy.
-        `logprobs_mode`: the trainer's; one that gives others is named at its first sync.
+        `answer_s`: timeout of a sampling request, in seconds. `vocabulary`: the number of the
+        policy's token ids. `logprobs_mode`: the kind of log-probabilities that the trainer uses; a
+        server with another kind is reported at its first sync.
         """
         self._all = [Server(client, answer_s, vocabulary) for client in clients]
         self.living = list(self._all)
         self._patience_s = patience_s
         self._logprobs_mode = logprobs_mode
-        self._adapter: tuple[Any, ...] = ()  # what `Server.check_lora` is given
+        self._adapter: tuple[Any, ...] = ()  # arguments of `Server.check_lora`; empty: no adapter
 
     def have_lora(self) -> bool:
-        """Whether all of them were started with it. Raises what looking raises."""
+        """Whether all servers were started with LoRA. Raises what `Server.look` raises."""
         for server in self._all:
             server.look()
         return all(server.lora for server in self._all)
 
-    def take_adapter(self, needs: Any, base: str, four_bit: bool) -> None:
-        """They get the adapter alone from now on.
+    def take_adapter(self, needs: Mapping[str, Any], base: str, four_bit: bool) -> None:
+        """Send the servers nothing but the adapter from now on.
 
-        `needs`: as of `Server.check_lora`. Raises `EngineError`.
+        The arguments are those of `Server.check_lora`. Raises `EngineError` where a server cannot
+        take the adapter.
         """
         self._adapter = needs, base, four_bit
         for server in self._all:
@@ -347,12 +373,11 @@ class ServerPool:
                 )
 
     def find(self, *, in_part: bool = False) -> bool:
-        """See which servers are there, for a sync.
+        """Find the servers that answer, before a sync.
 
-        Returns whether one of them has not the weights of the last one; where only a part of the
-        weights is written (`in_part`), it is left out until the next sync.
-
-        Raises `NoServerError` where none answers in time.
+        Returns whether any of them lacks the weights of the last sync. Where only a part of the
+        weights is written (`in_part`), such a server is left out until the next sync. Raises
+        `NoServerError` where none answers in time.
         """
         end = time.monotonic() + self._patience_s
         while True:
@@ -382,16 +407,13 @@ class ServerPool:
             time.sleep(_BETWEEN_LOOKS_S)
 
     def _look(self, server: Server) -> None:
-        """One that is left out may be switched off, and must not delay every sync."""
+        """Look at a server, with shorter timeouts if it is left out."""
         server.look(_LIVING_S if server in self.living else _GONE_S)
         if self._adapter:
             server.check_lora(*self._adapter)
 
     def read_weights(self, folder: Path) -> None:
-        """Give all of them the tensors in `folder`.
-
-        Raises `NoServerError` where none takes them.
-        """
+        """Let all servers load the tensors in `folder`. Raises `NoServerError` where none can."""
         read = Server.read_adapter if self._adapter else Server.read_weights
         self._all_do(lambda server: read(server, folder), f"Does it see {str(folder.parent)!r}? ")
 
@@ -400,50 +422,62 @@ class ServerPool:
         self._all_do(Server.forget)
 
     def sample(self, asks: Sequence[GroupRequest], place: PlaceFeatures) -> list[Sampled]:
-        """An answer to each request; others are asked where one does not answer, or turns out to
-        have lost the weights.
+        """Sample the rollouts of each request.
 
-        Raises `NoServerError` where none is left, and `RolloutError` for what no server would
-        answer.
+        Requests go to another server where one does not answer, or turns out to have lost the
+        weights. Raises `NoServerError` where no server is left, and `RolloutError` for a request
+        that no server would answer.
         """
         answers: dict[int, Sampled] = {}
         last: Exception | None = None
-        while left := [number for number in range(len(asks)) if number not in answers]:
+        while remaining := [number for number in range(len(asks)) if number not in answers]:
             servers = list(self.living)
             if not servers:
                 raise NoServerError(_none_left(last))
-            turns = {number: servers[turn % len(servers)] for turn, number in enumerate(left)}
+            server_of = {
+                number: servers[turn % len(servers)] for turn, number in enumerate(remaining)
+            }
             failed = set[Server]()
             features: dict[Server, Features] = {server: {} for server in servers}
             work = [
-                partial(_answer, turns[one], asks[one], place, features[turns[one]], failed)
-                for one in left
+                partial(
+                    _answer,
+                    server=server_of[number],
+                    ask=asks[number],
+                    place=place,
+                    features=features[server_of[number]],
+                    failed=failed,
+                )
+                for number in remaining
             ]
-            found: dict[int, Sampled] = {}
-            for number, future in zip(
-                left, _on_threads(work, _AT_A_TIME * len(servers)), strict=True
-            ):
+            futures = _on_threads(work, _AT_A_TIME * len(servers))
+            sampled: dict[int, Sampled] = {}
+            for number, future in zip(remaining, futures, strict=True):
                 problem = future.exception()
                 if problem is None:
-                    found[number] = future.result()
+                    sampled[number] = future.result()
                 elif isinstance(problem, RolloutError) or not isinstance(problem, Exception):
                     raise problem
                 elif str(problem).startswith(_REFUSED):  # every server would
                     raise RolloutError(
                         f"a vLLM server refuses what it is asked: {problem}"[:400]
                     ) from problem
-                elif turns[number] in self.living:
-                    self._leave_out(turns[number], last := problem)
-            asked = [server for server in self.living if server in turns.values()]
-            for server, doubt in _together(asked, Server.check_weights).items():
-                if doubt is not None:
-                    self._leave_out(server, last := doubt)
-            answers |= {
-                number: answer for number, answer in found.items() if turns[number] in self.living
-            }
+                elif server_of[number] in self.living:
+                    last = problem
+                    self._leave_out(server_of[number], problem)
+            # A server that was started again while it sampled has answered with other weights.
+            used = [server for server in self.living if server in server_of.values()]
+            for server, problem in _together(used, Server.check_weights).items():
+                if problem is not None:
+                    last = problem
+                    self._leave_out(server, problem)
+            for number, answer in sampled.items():
+                if server_of[number] in self.living:
+                    answers[number] = answer
         return [answers[number] for number in range(len(asks))]
 
     def _all_do(self, do: Callable[[Server], None], hint: str = "") -> None:
+        """Let all servers in use do something at the same time; those that fail are left out."""
         problems = _together(self.living, do)
         for server, problem in problems.items():
             if problem is not None:
@@ -451,23 +485,23 @@ class ServerPool:
         if not self.living:
             raise NoServerError(_none_left(next(filter(None, problems.values()))))
 
-    def _leave_out(self, server: Server, problem: Exception, more: str = "") -> None:
+    def _leave_out(self, server: Server, problem: Exception, hint: str = "") -> None:
+        """Use a server no longer, and say why."""
         self.living.remove(server)
         server.synced_life = ""  # it may have died while it read
-        others = (
-            f"{len(self.living)} of {len(self._all)} servers go on"
-            if self.living
-            else "no server is left"
-        )
+        remaining = "no server is left"
+        if self.living:
+            remaining = f"{len(self.living)} of {len(self._all)} servers go on"
         reason = in_one_line(problem)[:300]
-        tqdm.write(f"Server {server.address} is left out ({others}): {reason}. {more}".rstrip())
+        tqdm.write(f"Server {server.address} is left out ({remaining}): {reason}. {hint}".rstrip())
 
 
 def _answer(
     server: Server, ask: GroupRequest, place: PlaceFeatures, features: Features, failed: set[Server]
 ) -> Sampled:
-    """Its answer, unless it is one of those that have `failed`: the deadline of a server that hangs
-    passes once.
+    """The server's answer to a request.
+
+    Servers in `failed` are skipped, so that a server which hangs costs its timeout only once.
     """
     if server in failed:
         raise UnusableServerError("it did not answer another request")
@@ -481,7 +515,7 @@ def _answer(
 def _together(
     servers: Sequence[Server], do: Callable[[Server], None]
 ) -> dict[Server, Exception | None]:
-    """What went wrong with each, all at the same time."""
+    """Let all servers do something at the same time; returns what each has raised, or None."""
 
     def tried(server: Server) -> Exception | None:
         try:
@@ -490,11 +524,12 @@ def _together(
             return error
         return None
 
-    found = _on_threads([partial(tried, server) for server in servers], len(servers))
-    return {server: future.result() for server, future in zip(servers, found, strict=True)}
+    futures = _on_threads([partial(tried, server) for server in servers], len(servers))
+    return {server: future.result() for server, future in zip(servers, futures, strict=True)}
 
 
 def _settle(future: Future[_T], do: Callable[[], _T]) -> None:
+    """Put the result of `do`, or what it raises, into the future."""
     try:
         future.set_result(do())
     except BaseException as error:
@@ -502,17 +537,18 @@ def _settle(future: Future[_T], do: Callable[[], _T]) -> None:
 
 
 def _on_threads(work: Sequence[Callable[[], _T]], at_a_time: int) -> list[Future[_T]]:
-    """The result of each, or what it raised.
+    """Run all of `work` on at most `at_a_time` threads, and wait for it.
 
-    The threads are daemons: an ending process waits for no server.
+    Each future has a result, or what was raised. The threads are daemons, since a process that ends
+    must not wait for a server.
     """
     futures = [Future[_T]() for _ in work]
-    left = deque(zip(work, futures, strict=True))
+    queue = deque(zip(work, futures, strict=True))
 
     def run() -> None:
-        while left:
-            with suppress(IndexError):  # another thread has taken the last one
-                do, future = left.popleft()
+        while queue:
+            with suppress(IndexError):  # another thread has taken the last item
+                do, future = queue.popleft()
                 _settle(future, do)
 
     threads = [
@@ -525,18 +561,21 @@ def _on_threads(work: Sequence[Callable[[], _T]], at_a_time: int) -> list[Future
         for thread in threads:
             thread.join()
     finally:
-        left.clear()
+        queue.clear()
     return futures
 
 
 def _none_left(problem: BaseException | None) -> str:
+    """The message of a `NoServerError`, with the last problem of a server."""
     last = f"; the last one: {in_one_line(problem)[:300]}" if problem is not None else ""
     return f"no vLLM server is left{last}. Start one again"
 
 
 class _Session(requests.Session):
-    """What a server is asked by: its login in a header instead of in its address, and no proxy to
-    this machine.
+    """The HTTP session of one server.
+
+    Its login is sent in a header instead of in the address, and a server on this machine is reached
+    without a proxy.
     """
 
     def __init__(self, address: str, login: tuple[str, str] | None) -> None:
@@ -554,9 +593,10 @@ class Client(VLLMClient):  # type: ignore[misc]  # TRL is untyped to mypy
     host: str
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Stock TRL asks without a time limit, also a proxy, and for ever where it gets another
-        status than 200; what it says has the address with its login. Ours raises `ConnectionError`
-        once the time is over.
+        """Wait until the server is healthy; raise `ConnectionError` once the time is over.
+
+        Stock TRL has no timeout for a single question, goes through a proxy, and asks for ever
+        where the status is not 200. Its messages show the address with the login.
         """
         self.base_url, login = without_login(self.base_url)
         self.session = _Session(self.base_url, login)
@@ -576,23 +616,23 @@ class Client(VLLMClient):  # type: ignore[misc]  # TRL is untyped to mypy
 
 
 def connect(addresses: Sequence[str], group_port: int, patience_s: float) -> list[VLLMClient]:
-    """TRL's clients of the servers, which answer within `patience_s`.
+    """TRL's clients of the servers.
 
-    Raises `EngineError` where one does not.
+    Raises `EngineError` where a server does not answer within `patience_s` seconds.
     """
 
     def client(address: str) -> VLLMClient:
         try:
-            found = Client(base_url=address, group_port=group_port, connection_timeout=patience_s)
-            found.get_server_info()
+            connected = Client(
+                base_url=address, group_port=group_port, connection_timeout=patience_s
+            )
+            connected.get_server_info()
         except Exception as error:  # TRL raises `Exception` for a status that it does not expect
-            shown = without_login(address)[0]
+            public_address = without_login(address)[0]
             raise EngineError(
-                f"vllm_server_base_url: {shown} cannot be used ({in_one_line(error)})"
+                f"vllm_server_base_url: {public_address} cannot be used ({in_one_line(error)})"
             ) from error
-        return found
+        return connected
 
-    return [
-        future.result()
-        for future in _on_threads([partial(client, one) for one in addresses], len(addresses))
-    ]
+    futures = _on_threads([partial(client, address) for address in addresses], len(addresses))
+    return [future.result() for future in futures]

@@ -24,9 +24,11 @@ _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 class WeightFiles:
-    """Folders `adora-weights-RUN-RANDOM`, each there only while it is written and read; servers are
-    told its name. One with an adapter stays until the next one was read: vLLM reads it again where
-    another adapter took its place, and a server that does not find it dies.
+    """Folders `adora-weights-RUN-RANDOM`, whose names servers get with a request to read them.
+
+    A folder exists only while it is written and read. One with an adapter stays until the next one
+    was read: vLLM reads it again where another adapter took its place, and a server that does not
+    find it dies.
 
     One process of a run writes. Other runs may have their weights in the same folder, which stay,
     also those of a container whose machine and `output_dir` have the same names. Servers read a
@@ -34,10 +36,10 @@ class WeightFiles:
     """
 
     def __init__(self, folder: Path, output_dir: Path) -> None:
-        """`folder`: made when it is written to.
+        """`folder`: created when it is first written to.
 
-        What this run, known by its `output_dir`, has left there when it was killed is removed now:
-        nobody holds its lock.
+        Files that a killed run with the same `output_dir` has left there are removed now. Their
+        lock tells that no process uses them.
         """
         self.folder = folder.absolute()
         # two machines may each have a disk with such a path
@@ -45,7 +47,7 @@ class WeightFiles:
         self._name = f"adora-weights-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
         # with the rights that its owner gave it, so it stays
         self._was_there = self.folder.exists()
-        # of the adapter that is written, as PEFT writes one; None: whole tensors
+        # rank of the adapter that is written in PEFT's format; None: whole tensors are written
         self.rank: int | None = None
         self._kept = ExitStack()  # removes the adapter that servers have
         finalize(self, self._kept.close)
@@ -54,11 +56,10 @@ class WeightFiles:
 
     @contextmanager
     def written(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Path]:
-        """Writes named tensors, which are copied one by one, and yields their folder, in which
-        servers read them.
+        """Write named tensors, copied one by one, and yield the folder in which servers read them.
 
-        All of `tensors` is gone through, as other ranks take part in each. Raises `UserError` where
-        the disk refuses.
+        All of `tensors` is consumed, also after an error, as other ranks take part in gathering
+        each. Raises `UserError` where the disk refuses.
         """
         rest = iter(tensors)
         with ExitStack() as until:
@@ -91,7 +92,10 @@ class WeightFiles:
 
 
 def _remove(path: Path, lock: int | None, last: bool) -> None:
-    """`last`: the folder that it is in too, unless another run has weights there."""
+    """Remove `path` and its lock.
+
+    `last`: remove the parent folder too, unless another run has weights there.
+    """
     shutil.rmtree(path, ignore_errors=True)
     if lock is not None:
         os.close(lock)
@@ -101,7 +105,8 @@ def _remove(path: Path, lock: int | None, last: bool) -> None:
 
 
 def _rights_in(folder: Path) -> int:
-    """Those of a run's folder: for the trainer's user alone, unless `folder` was opened to its
-    group alone.
+    """The permissions of a run's folder: the trainer's user alone may use it.
+
+    Its group may read it too, if `folder` is open to the group and to nobody else.
     """
     return 0o750 if folder.stat().st_mode & 0o057 == 0o050 else 0o700

@@ -1,6 +1,4 @@
-"""The policy's weights into the engine, merged with the adapter's, and the caches that they make
-stale.
-"""
+"""Sends the policy's weights, or its adapter, to the engine and empties the stale caches."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -14,49 +12,52 @@ from adora_vl.models.adapter import served_rank
 from adora_vl.models.families import LANGUAGE_MODEL, component_of
 from adora_vl.utils.errors import RolloutError, UserError
 
-ADAPTER_NAME = "default"  # PEFT's, of the adapter that is trained
+ADAPTER_NAME = "default"  # PEFT's name of the adapter that is trained
+# the context in which sharded parameters are whole; entering it is a collective call
 Gather = Callable[[Iterable[nn.Parameter]], AbstractContextManager[Any]]
 
 
 def _model_runner(llm: Any) -> Any:
+    """The object in vLLM that has the model."""
     return llm.llm_engine.model_executor.driver_worker.model_runner
 
 
 def runner_version(llm: Any) -> str:
-    """Which of its model runners vLLM has chosen: `V2` by default on a GPU, `V1` on a CPU and where
-    it must.
+    """The model runner that vLLM has chosen.
+
+    It is `V2` by default on a GPU, and `V1` on a CPU and for what V2 does not support.
     """
     return "V2" if type(_model_runner(llm)).__module__.startswith("vllm.v1.worker.gpu.") else "V1"
 
 
 def zero_scratch(llm: Any) -> None:
-    """Write zeros where vLLM wrote them once, when the engine was built, into memory that sleep
-    level 2 discards.
+    """Zero the buffers that vLLM zeroes only once, when the engine is built.
 
-    The M-RoPE positions of model runner V2: a step writes those of its own tokens; padded ones read
-    what is there, as indices into the rotary table. V1 allocates them elsewhere. And what Qwen3-VL
-    adds to the hidden states of its first layers: a step with images writes it and clears it, one
-    without adds what is there.
+    Sleep level 2 discards their memory. One is the M-RoPE positions of model runner V2: a step
+    writes those of its own tokens, and padding reads what is left as indices into the rotary table
+    (V1 allocates them elsewhere). The others are what Qwen3-VL adds to the hidden states of its
+    first layers: a step with images writes and clears them, a step without images adds what is
+    left.
     """
     runner = _model_runner(llm)
     rope = getattr(getattr(runner, "model_state", None), "rope_state", None)
-    added = getattr(getattr(runner, "model", None), "deepstack_input_embeds", None)
-    with torch.inference_mode():  # where a step has made one of them anew
-        for tensor in [*([] if rope is None else [rope.positions]), *(added or [])]:
-            tensor.zero_()
+    deepstack = getattr(getattr(runner, "model", None), "deepstack_input_embeds", None)
+    buffers = [] if rope is None else [rope.positions]
+    buffers += deepstack or []
+    with torch.inference_mode():  # a step may have replaced a buffer by an inference tensor
+        for buffer in buffers:
+            buffer.zero_()
 
 
 def push_weights(llm: Any, tensors: Iterable[tuple[str, Tensor]], everything: bool = False) -> int:
-    """Load `tensors` (Transformers names) into the engine.
-
-    Returns how many there were.
+    """Load `tensors` (by their Transformers names) into the engine; returns their number.
 
     The tensors are streamed one by one, so that no more than one tensor of a sharded model is whole
     at a time. The CPU engine repacks its linear layers after loading, which only `reload_weights`
     can handle. It keeps the tensors of a layer until all have come, so each has to be a copy.
 
     With `everything`, `tensors` are the whole model. Raises `RolloutError` where a parameter of a
-    GPU engine got none: with sleep mode it would have nothing but memory that nobody has written.
+    GPU engine got no value: with sleep mode its memory would be uninitialised.
     """
     runner = _model_runner(llm)
     count = 0
@@ -80,9 +81,10 @@ def push_weights(llm: Any, tensors: Iterable[tuple[str, Tensor]], everything: bo
 
 
 def lora_settings(policy: Any) -> Mapping[str, Any] | None:
-    """vLLM's settings of an engine that gets the policy's adapter alone; None where there is more
-    to what is trained than the two factors of linear layers: a bias, `modules_to_save`, an adapter
-    of another kind, all weights.
+    """vLLM's settings for an engine that gets nothing but the policy's adapter.
+
+    None where more is trained than the two LoRA factors of linear layers: a bias,
+    `modules_to_save`, an adapter of another kind, or all weights.
     """
     if ADAPTER_NAME not in getattr(policy, "peft_config", ()):
         return None
@@ -91,7 +93,7 @@ def lora_settings(policy: Any) -> Mapping[str, Any] | None:
     factors = [
         part[ADAPTER_NAME] for layer in layers.values() for part in (layer.lora_A, layer.lora_B)
     ]
-    sent = {id(one.weight) for one in factors if isinstance(one, nn.Linear)}
+    sent = {id(factor.weight) for factor in factors if isinstance(factor, nn.Linear)}
     trained = {id(parameter) for parameter in policy.parameters() if parameter.requires_grad}
     if not layers or trained - sent or len(sent) < len(factors) or config.target_parameters:
         return None
@@ -104,12 +106,12 @@ def lora_settings(policy: Any) -> Mapping[str, Any] | None:
 
 
 def adapter_tensors(policy: Any, gather: Gather) -> Iterator[tuple[str, Tensor]]:
-    """Yields the names and factors of the policy's LoRA adapter, the second one times the scaling
-    of its layer.
+    """Yield the names and factors of the policy's LoRA adapter.
 
-    vLLM multiplies it by alpha / r in place, and its reader drops what single layers have of their
-    own (`rank_pattern`, rsLoRA). So it is a product that no one else has, for which alpha is r.
-    `gather` makes sharded parameters whole, so every rank has to iterate.
+    The second factor is multiplied by the scaling of its layer. vLLM itself would multiply it by
+    alpha / r in place, and its reader ignores the settings of single layers (`rank_pattern`,
+    rsLoRA). So the product is a copy, and the engine gets it with alpha = r. `gather` makes sharded
+    parameters whole, so every rank has to iterate.
     """
     for name, layer in _adapter_layers(policy):
         first = layer.lora_A[ADAPTER_NAME].weight
@@ -119,17 +121,16 @@ def adapter_tensors(policy: Any, gather: Gather) -> Iterator[tuple[str, Tensor]]
             yield f"{name}.lora_B.weight", second.detach() * layer.scaling[ADAPTER_NAME]
 
 
-def push_adapter(llm: Any, given: Iterable[tuple[str, Tensor]]) -> int:
-    """Give the engine an adapter, of `adapter_tensors`, in the place of the one before.
+def push_adapter(llm: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Replace the engine's adapter by that of `adapter_tensors`; returns the number of tensors.
 
-    Returns the tensors' number.
-
-    What the engine has no layer for it would pass over: raises `RolloutError`.
+    Raises `RolloutError` where the engine has no layer for a part of the adapter, which it would
+    ignore.
     """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
-    tensors = dict(given)
+    tensors = dict(named_tensors)
     runner = _model_runner(llm)
     rank = runner.lora_manager.lora_config.max_lora_rank
     manager = runner.lora_manager._adapter_manager
@@ -146,7 +147,8 @@ def push_adapter(llm: Any, given: Iterable[tuple[str, Tensor]]) -> int:
     manager.remove_adapter(number)
     manager.add_adapter(adapter)
     manager.activate_adapter(number)
-    if missing := sorted(adapter.loras.keys() - manager.modules.keys()):
+    missing = sorted(adapter.loras.keys() - manager.modules.keys())
+    if missing:
         raise RolloutError(
             f"the engine has no layer for {len(missing)} parts of the adapter, the first is "
             f"{missing[0]}; leave it out of lora_target_modules"
@@ -155,7 +157,7 @@ def push_adapter(llm: Any, given: Iterable[tuple[str, Tensor]]) -> int:
 
 
 def _adapter_layers(policy: Any) -> Iterator[tuple[str, Any]]:
-    """Name and layer of each layer with a part of the LoRA adapter that is trained."""
+    """The name and module of each layer that has a part of the trained LoRA adapter."""
     for name, module in policy.named_modules():
         if ADAPTER_NAME in getattr(module, "lora_A", ()):
             yield name, module
@@ -164,7 +166,7 @@ def _adapter_layers(policy: Any) -> Iterator[tuple[str, Any]]:
 def _check_complete(model: nn.Module, loaded: Collection[str]) -> None:
     """Raise `RolloutError` for the first parameter that was not loaded under any of its names.
 
-    Tied ones have two.
+    Tied parameters have two names.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     arrived = {named[name].data_ptr() for name in loaded if name in named}
@@ -178,7 +180,7 @@ def _check_complete(model: nn.Module, loaded: Collection[str]) -> None:
 
 
 def reset_caches(llm: Any) -> None:
-    """Empty the caches of prefixes and image features.
+    """Empty the engine's caches of prefixes and image features, which old weights have filled.
 
     Raises `RolloutError` if the engine refuses.
     """
@@ -191,12 +193,10 @@ def reset_caches(llm: Any) -> None:
 
 
 def can_merge(model: Any, gather: Gather = lambda parameters: nullcontext()) -> bool:
-    """Whether all that a `PeftModel` trains is in weights that PEFT can merge.
+    """Whether everything that a `PeftModel` trains is in weights that PEFT can merge.
 
-    All ranks ask together.
-
-    Prompt tuning, for one, adds tokens in the place of changing weights. Merging is tried on one
-    layer of each kind.
+    Prompt tuning, for example, adds tokens instead of changing weights. Merging is tried on one
+    layer of each kind. All ranks call it together, since `gather` is collective.
     """
     from peft.tuners.tuners_utils import BaseTuner
 
@@ -223,18 +223,13 @@ def can_merge(model: Any, gather: Gather = lambda parameters: nullcontext()) -> 
 
 
 def refuse_unmergeable(model: Any, gather: Gather) -> None:
-    """Raise `UserError` for a `PeftModel` whose adapters can be merged neither for an engine nor
-    for a saved model.
+    """Raise `UserError` for a `PeftModel` whose adapters PEFT cannot merge.
+
+    An engine and a saved model both need the merged weights.
     """
     if not can_merge(model, gather):
-        kinds = ", ".join(
-            sorted(
-                {
-                    str(getattr(c.peft_type, "value", c.peft_type))
-                    for c in model.peft_config.values()
-                }
-            )
-        )
+        types = [config.peft_type for config in model.peft_config.values()]
+        kinds = ", ".join(sorted({str(getattr(kind, "value", kind)) for kind in types}))
         raise UserError(
             f"peft_config: {kinds}: PEFT cannot merge this adapter into the weights of this "
             "model, as the engine and the evaluators need it; choose another one, such as LoRA"
@@ -242,24 +237,26 @@ def refuse_unmergeable(model: Any, gather: Gather) -> None:
 
 
 def merged_parameters(
-    model: Any, gather: Gather, wanted: Callable[[str], bool], changed_only: bool = False
+    model: Any, gather: Gather, includes: Callable[[str], bool], changed_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields `(Transformers name, tensor)` of a `PeftModel` with its active adapters, as
-    `merge_and_unload` makes it.
+    """Yield `(Transformers name, tensor)` of a `PeftModel` with its active adapters merged in.
 
-    PEFT itself merges a copy, in float32, of one layer at a time, so the model is not changed, and
-    every adapter that PEFT can merge arrives. `gather` makes sharded parameters whole, so every
-    rank has to iterate. `changed_only`: leave out tensors that have no adapter and are not trained.
+    The tensors are those of `merge_and_unload`. PEFT itself merges a copy, in float32, of one layer
+    at a time. So the model is not changed, and every kind of adapter that PEFT can merge works.
+    `gather` makes sharded parameters whole, so every rank has to iterate.
+
+    `includes`: whether the parameter of this name is sent. `changed_only`: leave out tensors that
+    have no adapter and are not trained.
     """
-    seen: set[int] = set()  # tied parameters go once
+    sent_ids: set[int] = set()  # tied parameters are sent once
     for path, module in _parts(model.get_base_model()):
-        own = dict(_base_of(module).named_parameters(recurse=_is_adapted(module)))
+        parameters = dict(_base_of(module).named_parameters(recurse=_is_adapted(module)))
         new = {
             name: parameter
-            for name, parameter in own.items()
-            if id(parameter) not in seen and wanted(path + name)
+            for name, parameter in parameters.items()
+            if id(parameter) not in sent_ids and includes(path + name)
         }
-        seen |= {id(parameter) for parameter in own.values()}
+        sent_ids |= {id(parameter) for parameter in parameters.values()}
         if not new:
             continue
         if _is_adapted(module):
@@ -275,9 +272,10 @@ def merged_parameters(
 
 
 def _parts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The modules below `module` that hold parameters, each with what stands before its parameters'
-    names in a model without adapters. A module in PEFT's `modules_to_save` is its trained copy; one
-    with an adapter is whole.
+    """Yield the modules below `module` that hold parameters, each with the prefix of their names.
+
+    The prefix is that of a model without adapters. A module in PEFT's `modules_to_save` is replaced
+    by its trained copy. A module with an adapter is yielded as a whole, without its children.
     """
     from peft.utils import ModulesToSaveWrapper
 
@@ -294,6 +292,7 @@ def _parts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]
 
 
 def _is_adapted(module: nn.Module) -> bool:
+    """Whether PEFT has put an adapter around this module."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -311,16 +310,14 @@ def _base_of(module: Any) -> nn.Module:
 
 
 def _merged(module: nn.Module) -> nn.Module:
-    """The layer of a module with an adapter, as PEFT merges and unloads it, of a copy in at least
-    float32.
-    """
-    copied: dict[int, Any] = {}  # what the copy has in the place of an object of the original
+    """The layer below an adapter with the adapter merged in: a copy, in at least float32."""
+    copied: dict[int, Any] = {}  # `id` of an object of the original -> its stand-in in the copy
     for part in module.modules():
         parameters = {
             name: None if p is None else _exact(p) for name, p in part._parameters.items()
         }
         copied[id(part._parameters)] = parameters
-        # DeepSpeed's hooks know its whole engine.
+        # Hooks are left out: DeepSpeed's refer to its whole engine, which would be copied too.
         copied |= {
             id(value): type(value)() for name, value in vars(part).items() if name.endswith("hooks")
         }
@@ -332,9 +329,8 @@ def _merged(module: nn.Module) -> nn.Module:
 
 
 def _exact(parameter: nn.Parameter) -> nn.Parameter:
-    dtype = (
-        torch.promote_types(parameter.dtype, torch.float32)
-        if parameter.is_floating_point()
-        else parameter.dtype
-    )
+    """A copy of the parameter, in at least float32 if it is floating point."""
+    dtype = parameter.dtype
+    if parameter.is_floating_point():
+        dtype = torch.promote_types(dtype, torch.float32)
     return nn.Parameter(parameter.detach().to(dtype, copy=True), requires_grad=False)

@@ -245,7 +245,7 @@ def test_with_no_server_left_all_ranks_hear_it(stand_ins, tmp_path, monkeypatch)
     monkeypatch.setattr(hear, lambda given, from_process: given.__setitem__(slice(None), told))
     took_part = []
     with pytest.raises(NoServerError, match="^no vLLM server is left$"):
-        other.first_rank(lambda servers: None, others=lambda: took_part.append(True))
+        other.first_rank(lambda servers: None, meanwhile=lambda: took_part.append(True))
     assert took_part == [True]
 
 
