@@ -300,7 +300,7 @@ def processor(run: ResolvedRun) -> None:
         run.script.adora_overlong_prompts if run.script is not None else None,
         speaks=run.is_main_process and not run.context.dry_run,
         paper=run.context.dry_run,
-        most=run.request.max_rows,
+        max_rows=run.request.max_rows,
     )
     if run.overlong.limit is None and run.is_main_process and not run.context.dry_run:
         print(
