@@ -30,8 +30,7 @@ from adora_vl.utils.secrets import without_login
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from adora_vl.config.schema import AdoraGRPOConfig
+    from trl import GRPOConfig
 
 KEY = "adora_overlong_prompts"
 _SERVER_SECONDS = 5.0
@@ -304,7 +303,7 @@ class OverlongPrompts:
 
 
 def context_limit(
-    config: AdoraGRPOConfig, model_config: PretrainedConfig, served: int | None = None
+    config: GRPOConfig, model_config: PretrainedConfig, served: int | None = None
 ) -> ContextLimit | None:
     """Return the context limit of a run, None where it is not known.
 
@@ -347,7 +346,7 @@ def uncountable(model_config: PretrainedConfig) -> str:
     )
 
 
-def served_length(config: AdoraGRPOConfig) -> int | None:
+def served_length(config: GRPOConfig) -> int | None:
     """Return the `--max-model-len` of the run's vLLM servers, the smallest of several.
 
     None where no server answers (yet).
