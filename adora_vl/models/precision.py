@@ -77,9 +77,9 @@ class RefuseWrongBuffers(TrainerCallback):  # type: ignore[misc]  # transformers
         # collective: every rank gathers the lines of all, so that all of them stop
         lines = gather_object(wrong_in(self.trainer))
         if lines:
-            further = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+            count_note = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
             why = "The model would learn under other constants than it is used with."
-            raise RunError(f"before the first step: {lines[0]}{further}. {why} {REMEDY}")
+            raise RunError(f"before the first step: {lines[0]}{count_note}. {why} {REMEDY}")
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -187,7 +187,7 @@ def model(run: ResolvedRun) -> None:
     run.notes += fits.check_family(keys, config, run.model_config)
     stage = run.context.sharding.stage
     run.four_bit = check_four_bit(
-        keys, config, run.model_config, run.peft_config, stage=stage, here=local
+        keys, config, run.model_config, run.peft_config, stage=stage, runs_here=local
     )
     if run.four_bit and len(run.merged_adapters):
         merged = (
