@@ -1,9 +1,8 @@
-"""The evaluators during training: every `eval_steps`, by whoever samples for the trainer, figures
-into the log.
-"""
+"""Evaluation during training: every `eval_steps`, with the trainer's sampler, into the log."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,8 @@ from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
     from adora_vl.config import AdoraGRPOConfig
     from adora_vl.data.prompt_lengths import OverlongPrompts, Size
     from adora_vl.evals.records import Benchmark, Problem
@@ -34,50 +35,60 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """One benchmark with its problems."""
+    """One benchmark with its problems.
+
+    `in_data`: the number of problems in the data, of which `problems` may be a part; None: no more
+    than `problems`.
+    """
 
     benchmark: Benchmark
     problems: list[Problem]
-    in_data: int | None = None  # problems in the data; None: no more than `problems`
+    in_data: int | None = None
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """What to evaluate, every how many optimizer steps, and whether before the first too.
+    """What to evaluate, and when.
 
-    `prompt`: the template.
+    `every`: optimizer steps between evaluations. `at_start`: also before the first step. `prompt`:
+    the template of the training (`adora_prompt`). `delay`: optimizer steps before which there is no
+    evaluation (`eval_delay`).
     """
 
     tasks: list[Task]
     every: int
     at_start: bool
     prompt: str | None = None
-    delay: float = 0  # optimizer steps before which there is none: eval_delay
+    delay: float = 0
 
 
 def take_evaluations(
     config: AdoraGRPOConfig, folders: Sequence[str], prompt: str | None = None
 ) -> EvaluationPlan | None:
-    """The evaluations that `config` asks for, None for none; where it names none, on the training
-    data's held-out splits. `folders`: of the training data. `prompt`: the template of the training
-    (`adora_prompt`).
+    """Take the evaluations that `config` asks for out of it; None if it asks for none.
 
-    They are then taken out of `config`, for which Transformers would want a second dataset. Raises
-    `UserError`.
+    `folders`: those of the training data, whose held-out splits are evaluated where `adora_eval`
+    names nothing. `prompt`: the template of the training (`adora_prompt`). Evaluation is switched
+    off in `config` itself, because Transformers has its own way of evaluating, and would want a
+    second data set. Raises `UserError`.
     """
     if config.eval_strategy == IntervalStrategy.NO:
         return None
-    nothing = "adora_eval: [] with eval_strategy: steps has nothing to evaluate on"
-    remedy = "name a BENCHMARK=DATA, or give the trainer an eval_dataset"
     if not config.adora_eval and not folders:
-        raise UserError(f"{nothing}; {remedy}")
+        raise UserError(
+            "adora_eval: [] with eval_strategy: steps has nothing to evaluate on; name a "
+            "BENCHMARK=DATA, or give the trainer an eval_dataset"
+        )
     entries = config.adora_eval or [f"{for_data(Path(folder))}={folder}" for folder in folders]
-    loaded = [
-        (entry, task) for entry in entries for task in _load(entry, config.adora_eval_limit, prompt)
-    ]
-    for _, task in loaded:
+    tasks: list[Task] = []
+    entries_of_tasks: list[str] = []
+    for entry in entries:
+        for task in _load(entry, config.adora_eval_limit, prompt):
+            tasks.append(task)
+            entries_of_tasks.append(entry)
+    for task in tasks:
         refuse_control_tokens(task.problems)
-    tasks = _told_apart([task for _, task in loaded], [entry for entry, _ in loaded])
+    tasks = _with_different_names(tasks, entries_of_tasks)
     plan = EvaluationPlan(
         tasks=tasks,
         every=int(config.eval_steps),
@@ -94,46 +105,45 @@ def fitting_evaluations(plan: EvaluationPlan, overlong: OverlongPrompts) -> Eval
     """The plan with the problems that leave the engine room for an answer. Raises `UserError`."""
     tasks = []
     for task in plan.tasks:
-        rows = ((one.pid, one.prompt, _image_sizes(one)) for one in task.problems)
-        kept = overlong.fits(rows, len(task.problems), f" of the evaluation {task.benchmark.name}")
-        tasks.append(replace(task, problems=[task.problems[number] for number in kept]))
+        rows = ((problem.pid, problem.prompt, _image_sizes(problem)) for problem in task.problems)
+        evaluation = f" of the evaluation {task.benchmark.name}"
+        numbers = overlong.fits(rows, len(task.problems), evaluation)
+        tasks.append(replace(task, problems=[task.problems[number] for number in numbers]))
     return replace(plan, tasks=tasks)
 
 
 def _image_sizes(problem: Problem) -> Sequence[Size | None]:
+    """The sizes of a problem's images; None for each where one of them cannot be read."""
     try:
-        return (
-            problem.sizes()
-            if problem.sizes is not None
-            else [image.size for image in problem.images()]
-        )
-    except (
-        Exception
-    ):  # a decoder raises whatever it likes on a broken file; the evaluation counts such a problem
+        if problem.sizes is not None:
+            return problem.sizes()
+        return [image.size for image in problem.images()]
+    # A decoder may raise anything on a broken file. The evaluation itself counts such a problem.
+    except Exception:
         return [None] * problem.n_images
 
 
-def _told_apart(tasks: list[Task], entries: Sequence[str]) -> list[Task]:
-    """The tasks with different names for the log: a benchmark on several data has their folders'
-    names behind its own.
+def _with_different_names(tasks: list[Task], entries: Sequence[str]) -> list[Task]:
+    """The tasks with different names for the log.
 
-    Raises `UserError` where two have the same name even so.
+    A benchmark that is evaluated on several data sets gets the name of their folder behind its
+    own. `entries`: the entry of `adora_eval` of each task. Raises `UserError` where two tasks have
+    the same name even so.
     """
     names = [task.benchmark.name for task in tasks]
-    made: list[Task] = []
+    renamed: list[Task] = []
     for task, name, entry in zip(tasks, names, entries, strict=True):
         if names.count(name) > 1:
             folder = Path(entry.partition("=")[2].removesuffix(":views")).name
             longer = f"{name}_{re.sub(r'[^0-9A-Za-z]+', '_', folder)}"
-            taken = any(longer == other.benchmark.name for other in made)
-            if taken:
+            if any(longer == earlier.benchmark.name for earlier in renamed):
                 raise UserError(
                     f"adora_eval: {entry!r} has the name {longer!r} of another one; rename its "
                     "folder"
                 )
             task = replace(task, benchmark=replace(task.benchmark, name=longer))
-        made.append(task)
-    return made
+        renamed.append(task)
+    return renamed
 
 
 class DataMissingError(UserError):
@@ -141,9 +151,14 @@ class DataMissingError(UserError):
 
 
 def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
-    """The benchmark of an entry; behind `DIR:views` once for each view, all of the same problems."""
-    name, _, path = entry.partition("=")
-    path, views = path.removesuffix(":views"), path.endswith(":views")
+    """Load the benchmark of an entry, of its first `limit` problems.
+
+    An entry that ends in `:views` is loaded once for each view, with the same problems. Raises
+    `UserError`, which is a `DataMissingError` where the data are not on this machine.
+    """
+    name, _, data = entry.partition("=")
+    path = data.removesuffix(":views")
+    with_views = data.endswith(":views")
     if not path:
         raise UserError(
             f"adora_eval: {entry!r} is not BENCHMARK=DATA; write what it is to be asked, "
@@ -159,13 +174,14 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
         raise DataMissingError(str(error)) from error
     if not problems:
         raise UserError(f"adora_eval: {path!r} has no problems in its split {benchmark.split!r}")
-    if not views:
+    if not with_views:
         return [Task(benchmark, problems[:limit], len(problems))]
-    told = [problem for problem in problems if problem.facts][:limit] or problems
+    # Only problems with facts can be shown in other views.
+    with_facts = [problem for problem in problems if problem.facts][:limit] or problems
     return [
         Task(
-            replace(benchmark, name=f"{benchmark.name}_{view}"),
-            shown_as(told, view),
+            benchmark=replace(benchmark, name=f"{benchmark.name}_{view}"),
+            problems=shown_as(with_facts, view),
             in_data=len(problems),
         )
         for view in VIEWS
@@ -173,18 +189,18 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
 
 
 class SamplerEngine(Conversations):
-    """Answers as the evaluators' engines do, greedily, by whoever samples.
+    """An engine for the evaluators that answers greedily, with the trainer's sampler.
 
-    All ranks ask together, also for nothing.
+    Collective: all ranks call it together, even with no problem left.
     """
 
     def __init__(self, trainer: HasEngine, chat: ChatProcessor) -> None:
         sample = partial(trainer.sampler.sample, settings=trainer.vllm_generation.greedy)
-        longest = trainer.args.max_completion_length
+        max_tokens = trainer.args.max_completion_length
         super().__init__(
             chat,
             sample,
-            longest,
+            max_tokens,
             256,
             ended=lambda ids: not ids or ids[-1] in trainer.eos_token_ids,
             any_rank=trainer.pool.on_any_rank,
@@ -193,7 +209,7 @@ class SamplerEngine(Conversations):
 
 
 class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Each rank asks for its share; rank 0 scores and logs with the step's other figures.
+    """Evaluates a plan during training: each rank samples its share, rank 0 scores and logs.
 
     Greedy decoding draws no random numbers, so a run with evaluations takes the same steps as one
     without.
@@ -206,60 +222,78 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         system_prompt: str | None,
         revision: str | None = None,
     ) -> None:
-        """`revision`: of the base."""
+        """Evaluate `plan` with the trainer's sampler; `revision` is that of the base model."""
         self.trainer = trainer
         self.plan = plan
         self.system_prompt = system_prompt
         self.revision = revision
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Evaluate before the first step, if the plan says so."""
         if self.plan.at_start and state.global_step == 0:
             self._evaluate(state.global_step)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Evaluate after every `plan.every` optimizer steps."""
         if state.global_step % self.plan.every == 0 and state.global_step >= self.plan.delay:
             self._evaluate(state.global_step)
 
     def _evaluate(self, step: int) -> None:
+        """Evaluate all tasks. Collective: every rank samples, and gathers the answers of all."""
         accelerator = self.trainer.accelerator
         with self.trainer.pool.guard.watching(), self.trainer.sampler.awake():
-            answered = [self._answer(task) for task in self.plan.tasks]
+            answers_by_task = [self._answer(task) for task in self.plan.tasks]
         tags = asks_for_answer_tags(self.system_prompt, self.plan.prompt)
-        for task, rows in zip(self.plan.tasks, answered, strict=True):
-            everyone = gather_object(rows)
+        for task, answers in zip(self.plan.tasks, answers_by_task, strict=True):
+            all_answers = gather_object(answers)
             if accelerator.is_main_process:
-                values = figures_in_training(task.benchmark, everyone, answer_tags=tags)
-                self._log(task, step, values, len(everyone))
+                values = figures_in_training(task.benchmark, all_answers, answer_tags=tags)
+                self._log(task, step, values, len(all_answers))
         accelerator.wait_for_everyone()
 
     def _answer(self, task: Task) -> list[dict[str, Any]]:
+        """Sample the answers to this rank's share of a task.
+
+        Collective: every rank goes through the same number of batches, though its last ones may be
+        empty.
+        """
         args = self.trainer.args
         accelerator = self.trainer.accelerator
-        asked = {"template": args.chat_template_kwargs, "processor": self.trainer.processing_class}
-        name = self.trainer.model.name_or_path
-        limits = (args.min_pixels, args.max_pixels)
-        chat = ChatProcessor(name, *limits, self.revision, **asked)
+        chat = ChatProcessor(
+            self.trainer.model.name_or_path,
+            args.min_pixels,
+            args.max_pixels,
+            self.revision,
+            template=args.chat_template_kwargs,
+            processor=self.trainer.processing_class,
+        )
         engine = SamplerEngine(self.trainer, chat)
-        rows = list[dict[str, Any]]()
+        rows: list[dict[str, Any]] = []
         share = task.problems[accelerator.process_index :: accelerator.num_processes]
-        for start in range(
-            0, -(-len(task.problems) // accelerator.num_processes), engine.batch_size
-        ):
+        largest_share = math.ceil(len(task.problems) / accelerator.num_processes)
+        for start in range(0, largest_share, engine.batch_size):
             batch = [Ask(problem, 0) for problem in share[start : start + engine.batch_size]]
             rows += answer(engine, batch, seed=0, system_prompt=self.system_prompt)
         return rows
 
     def _log(self, task: Task, step: int, values: dict[str, float], total: int) -> None:
+        """Log the figures of a task whose `total` problems were answered, and print its accuracy."""
         name = task.benchmark.name
-        # an entry of its own, as Transformers' evaluations have; TRL's log would average the
-        # training's figures so far
-        due = self.trainer.control.should_log
+        # Transformers takes the following entry for the log of the step, and would leave that out.
+        should_log = self.trainer.control.should_log
+        # The entry is one of its own, as those of Transformers' evaluations are: TRL's `log` would
+        # add averages of the training's figures so far.
         Trainer.log(self.trainer, {f"eval_{key}": value for key, value in values.items()})
-        # Transformers takes this for the step's log, which would be left out
-        self.trainer.control.should_log = due
-        low, middle, high = (100 * values[f"{name}_accuracy{end}"] for end in ("_low", "", "_high"))
+        self.trainer.control.should_log = should_log
+        accuracy = 100 * values[f"{name}_accuracy"]
+        low = 100 * values[f"{name}_accuracy_low"]
+        high = 100 * values[f"{name}_accuracy_high"]
         interval = f"(95 %: {low:.1f} to {high:.1f})"
         in_data = task.in_data or total
         part = f"{total} of " if total < in_data else ""
-        of = f"{part}{amount(in_data, 'problem')}"
-        print(f"step {step}: {name} {middle:.1f} % {interval} of {of}", flush=True)
+        problems = f"{part}{amount(in_data, 'problem')}"
+        print(f"step {step}: {name} {accuracy:.1f} % {interval} of {problems}", flush=True)

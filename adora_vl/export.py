@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from adora_vl.utils.cli import Parser, exit_code_of, imports
 from adora_vl.utils.cli import path as a_path
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replacing, replacing_folder, unwritable
 
 with imports():
@@ -39,10 +39,12 @@ with imports():
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from transformers import ProcessorMixin
 
-# vLLM would add the model's own repetition penalty, and listen to everybody.
-_SERVED_SO = ("--generation-config", "vllm", "--host", "127.0.0.1")
-_CHUNK = 16 << 20  # bytes at a time
+# By default vLLM takes the repetition penalty of the model's own generation config, and listens on
+# every interface.
+_SERVE_FLAGS = ("--generation-config", "vllm", "--host", "127.0.0.1")
+_CHUNK = 16 << 20  # bytes that are copied at a time
 _MODEL = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 _PROCESSOR = (
     "*processor_config.json",
@@ -57,23 +59,24 @@ _PROCESSOR = (
 
 
 def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = False) -> Path:
-    """Write `output`, whole or not at all.
+    """Write the folder `output`, whole or not at all.
 
-    Returns what was exported. Raises `UserError` where that cannot be.
+    `adapter`: leave a LoRA adapter as it is. `universal`: write a checkpoint for another number of
+    processes. Returns the folder that was exported. Raises `UserError` where there is nothing to
+    export, its weights are damaged, or `output` exists already.
     """
     source = find_weights(run)
-    if list(source.glob("*.safetensors")):  # else they are still in every rank's part
+    # Without these files the weights are still in the parts of the ranks.
+    if list(source.glob("*.safetensors")):
         check_weights("RUN", str(source))
-    there = f"OUT: {str(output)!r} is there already; name a new folder"
-    if output.exists():
-        raise UserError(there)
+    _refuse_existing(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     if universal:
         from adora_vl.checkpoint.universal import write_universal
 
         write_universal(source, output)
         return source
-    # as a run's last lines propose
+    # a folder that the last lines of a run propose, which belongs to the run
     is_of_run = output.resolve() == run.resolve() / MERGED and begun(run)
     with noted(run, writes=is_of_run), replacing_folder(output) as staged:
         if (source / ADAPTER).is_file() and not adapter:
@@ -83,15 +86,27 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
         else:
             _gather(source, staged)
         _copy(source, staged, _PROCESSOR)
-        refuse((output.exists(), there))  # again, since merging takes long
+        # Somebody may have made it meanwhile, because merging takes long.
+        _refuse_existing(output)
     return source
 
 
-def save_merged(model: Any, processing_class: Any, folder: Path, accelerator: Accelerator) -> bool:
-    """Write a PEFT model with its adapter merged in, and the processor, into `folder`, whole or not
-    at all. Returns whether anything was: a model without LoRA is whole already; under ZeRO-3, FSDP
-    and over a base in 4 bits merging is left to the user (`python -m adora_vl.export`). The model's
-    adapter is gone then. All ranks call this together.
+def _refuse_existing(output: Path) -> None:
+    """Raise `UserError` if the folder exists."""
+    if output.exists():
+        raise UserError(f"OUT: {str(output)!r} is there already; name a new folder")
+
+
+def save_merged(
+    model: Any, processing_class: ProcessorMixin, folder: Path, accelerator: Accelerator
+) -> bool:
+    """Write a PEFT model with its adapter merged in, and the processor, into `folder`.
+
+    Returns whether anything was written. A model without LoRA is whole already. Under ZeRO-3 and
+    FSDP the weights are in pieces, and a base in 4 bits would become a larger one: there merging is
+    left to the user (`python -m adora_vl.export`). The evaluators look for `folder`, so it is
+    written whole or not at all. The model itself is used up: its adapter is gone afterwards.
+    Collective: all ranks call this together.
     """
     from accelerate.utils import is_peft_model
     from trl.distributed import DistributedBackend
@@ -109,15 +124,17 @@ def save_merged(model: Any, processing_class: Any, folder: Path, accelerator: Ac
 
 
 def copy_model(checkpoint: Path, output: Path) -> None:
-    """The weights (or the adapter) and the processor of a checkpoint, without what only a resume
-    needs.
+    """Copy the weights (or the adapter) and the processor of a checkpoint into `output`.
+
+    What only a resume needs is left out.
     """
     _copy(checkpoint, output, ("adapter_*.json", *_MODEL, *_PROCESSOR))
 
 
 def find_weights(run: Path) -> Path:
-    """The folder to export: `run` itself where it is a checkpoint, else its newest whole one, else
-    its final model.
+    """The folder to export: a checkpoint itself, or a run's newest whole one, or its final model.
+
+    Raises `UserError` where there is none.
     """
     if not run.is_dir():
         raise UserError(f"RUN: no folder {str(run)!r}")
@@ -135,13 +152,14 @@ def find_weights(run: Path) -> Path:
 
 
 def _copy(source: Path, target: Path, patterns: Sequence[str]) -> None:
+    """Copy the files that match the patterns, each whole or not at all."""
     for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):
         with replacing(target / path.name, durable=False) as copy, path.open("rb") as original:
             shutil.copyfileobj(original, copy, _CHUNK)
 
 
 def _merge(source: Path, target: Path) -> None:
-    """The base model with the adapter added to its weights, in the base model's dtype."""
+    """Write the base model with the adapter added to its weights, in the base model's dtype."""
     adapters = adapters_of("RUN", str(source))
     base = local_model(adapters[-1].base)
     try:
@@ -153,54 +171,49 @@ def _merge(source: Path, target: Path) -> None:
         }
         model = load_merged(base, adapters, init)
     except OSError as error:
-        why = why_missing(base, error)
+        reason = why_missing(base, error)
         raise UserError(
-            f"RUN: the adapter's base model {base!r} cannot be loaded ({why})"
+            f"RUN: the adapter's base model {base!r} cannot be loaded ({reason})"
         ) from error
     processor = processor_folder(adapters, base, sees=sees_images(model.config))
-    if processor != str(source):  # whose own files are copied
+    # the processor's files in `source` itself are copied by `export`
+    if processor != str(source):
         load_processor(processor, adapters[-1].revision).save_pretrained(target)
     model.save_pretrained(target)
 
 
 def serve_command(output: Path) -> str:
-    """The command by which vLLM serves what was exported. From files it takes plain LoRA alone."""
+    """The command by which vLLM serves what was exported.
+
+    From files vLLM takes a plain LoRA adapter alone, and only one; any other has to be merged.
+    """
     if not (output / ADAPTER).is_file():
-        return shlex.join(["vllm", "serve", str(output), *_SERVED_SO])
+        return shlex.join(["vllm", "serve", str(output), *_SERVE_FLAGS])
     first, *beneath = adapters_of("OUT", str(output))
     config = first.config
-    plain = (
-        getattr(config.peft_type, "value", "") == "LORA"
-        and config.bias == "none"
-        and not config.use_dora
-    )
-    if (
-        beneath
-        or not plain
-        or config.modules_to_save
-        or config.rank_pattern
-        or config.alpha_pattern
-    ):
+    is_lora = getattr(config.peft_type, "value", "") == "LORA"
+    has_variant = config.bias != "none" or config.use_dora
+    has_exceptions = config.modules_to_save or config.rank_pattern or config.alpha_pattern
+    if beneath or not is_lora or has_variant or has_exceptions:
         return f"not as an adapter: vLLM serves it merged alone (export {output} without --adapter)"
-    at = (
-        []
-        if first.revision is None or Path(first.base).is_dir()
-        else ["--revision", first.revision]
-    )
+    revision: list[str] = []
+    if first.revision is not None and not Path(first.base).is_dir():
+        revision = ["--revision", first.revision]
     words = [
-        *at,
+        *revision,
         "--enable-lora",
         "--max-lora-rank",
         str(served_rank(config)),
         "--lora-modules",
         f"policy={output}",
     ]
-    return shlex.join(["vllm", "serve", first.base, *_SERVED_SO, *words])
+    return shlex.join(["vllm", "serve", first.base, *_SERVE_FLAGS, *words])
 
 
 def _gather(source: Path, target: Path) -> None:
-    """ZeRO-3 without `zero3_save_16bit_model`: the float32 weights out of every rank's part, in the
-    model's dtype.
+    """Gather the weights of a checkpoint of ZeRO-3 without `zero3_save_16bit_model`.
+
+    The float32 weights are read from the parts of all ranks, and written in the model's dtype.
     """
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -214,6 +227,7 @@ def _gather(source: Path, target: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     parser = Parser(prog="python -m adora_vl.export", description=__doc__)
     parser.add_argument("run", type=a_path, metavar="RUN")
     parser.add_argument("output", type=a_path, metavar="OUT")
@@ -233,7 +247,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 adapter=options.adapter,
                 universal=options.universal,
             )
-        except (OSError, SafetensorError) as error:  # what safetensors raises for a full disk
+        # safetensors has an exception of its own for a full disk
+        except (OSError, SafetensorError) as error:
             raise unwritable("OUT", options.output, error) from error
         print(f"{source} -> {options.output}")
         if not options.universal:

@@ -20,7 +20,8 @@ from adora_vl.utils.cli import Parser, dotted, exit_code_of, path, read_mapping,
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
 
-# our key, or a name in capitals that is computed with -> theirs, their default
+# By our key, or by a name in capitals for a value that only enters a computation: the other trainer's
+# key and its default.
 Names = Mapping[str, tuple[str, Any]]
 _W = "worker.actor."
 _M = "worker.actor.model."
@@ -28,8 +29,8 @@ _O = "worker.rollout."
 _P = "actor_rollout_ref.model."
 _A = "actor_rollout_ref.actor."
 _R = "actor_rollout_ref.rollout."
-# Of EasyR1 names of `examples/config.yaml` and defaults of its code, of verl both of
-# `ppo_trainer.yaml`.
+# EasyR1's key and default, then verl's. EasyR1's keys are those of its `examples/config.yaml`, and its
+# defaults those of its code; verl's are both from `ppo_trainer.yaml`.
 _RAY: Mapping[str, tuple[str, Any, str, Any]] = {
     "model_name_or_path": (f"{_M}model_path", None, f"{_P}path", None),
     "PROMPTS": ("data.rollout_batch_size", 512, "data.train_batch_size", 1024),
@@ -94,7 +95,7 @@ _RAY: Mapping[str, tuple[str, Any, str, Any]] = {
 }
 _EASYR1: Names = {key: (name, default) for key, (name, default, _, _) in _RAY.items() if name}
 _VERL: Names = {key: (name, default) for key, (_, _, name, default) in _RAY.items()}
-# ms-swift takes TRL's names for all else.
+# The keys of ms-swift that TRL has under another name.
 _SWIFT: Mapping[str, str] = {
     "model": "model_name_or_path",
     "system": "adora_system_prompt",
@@ -104,7 +105,7 @@ _SWIFT: Mapping[str, str] = {
 }
 _LOSSES = {"token": "dapo", "token-mean": "dapo", "seq": "grpo", "seq-mean-token-mean": "grpo"}
 _TRACKERS = ("wandb", "tensorboard", "swanlab", "mlflow", "trackio")
-# What it means that a key of theirs is left out, by a part of its name.
+# What it means that a key is left out, by a part of its name.
 _MEANS = {
     "fsdp": "how the model is divided is in configs/accelerate: zero3.yaml, zero3_offload.yaml",
     "offload": "configs/accelerate/zero3_offload.yaml keeps the optimizer in the host's memory",
@@ -118,47 +119,59 @@ _MEANS = {
 
 @dataclass
 class Migration:
-    """A config on its way.
+    """A config of another trainer, and the keys of ours that it became so far.
 
-    `keys`: our key -> value and where it came from. `left`: of theirs, and what that means.
+    `theirs`: its values by dotted names. `keys`: by each of our keys its value, and where it came
+    from. `unmatched`: by each of its names without a counterpart what that means. `used`: the names
+    that were read.
     """
 
-    theirs: Mapping[str, Any]  # by dotted names
+    theirs: Mapping[str, Any]
     keys: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
+    unmatched: dict[str, str] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Raises `UserError` where the default is a number and the value is none."""
+        """The value of one of the other trainer's names, or its default.
+
+        Raises `UserError` where the default is a number and the value is not.
+        """
         self.used.add(name)
         value = self.theirs.get(name)
         if isinstance(value, str) and "${" in value:
-            self.left[name] = f"{value} is computed; write the value itself"
+            self.unmatched[name] = f"{value} is computed; write the value itself"
             value = None
         if value is None:
             return default
         if isinstance(default, int | float) and not isinstance(value, int | float):
             try:
-                number = float(value)  # YAML takes 1e-6 for a text
+                # YAML reads 1e-6 as a text.
+                number = float(value)
             except (ValueError, TypeError):
                 raise UserError(f"CONFIG: {name}: {value!r:.60} is not a number") from None
             return int(number) if number.is_integer() else number
         return value
 
     def put(self, key: str, value: Any, *names: str, note: str = "") -> None:
-        """`names`: of theirs that it comes from; one that is not in the file has its default."""
-        said = ", ".join(name if name in self.theirs else f"{name} (default)" for name in names)
-        self.keys[key] = (value, "; ".join(filter(None, (said, note))))
+        """Set one of our keys.
+
+        `names`: the names that the value comes from; one that the file does not have is marked as
+        a default. `note`: what to say beside them.
+        """
+        sources = [name if name in self.theirs else f"{name} (default)" for name in names]
+        self.keys[key] = (value, "; ".join(filter(None, (", ".join(sources), note))))
 
     def take(self, key: str, name: str, default: Any = None) -> None:
-        if (value := self.get(name, default)) is not None:
+        """Set one of our keys to the value of a name, if that is set or has a default."""
+        value = self.get(name, default)
+        if value is not None:
             self.put(key, value, name)
 
 
 def _ray(names: Names, move: Migration, folder: Path) -> None:
-    """EasyR1 and verl, whose batches count prompts, and their micro-batches answers.
+    """Convert a config of EasyR1 or verl.
 
-    Their steps are generations.
+    Their batches count prompts, their micro-batches count answers, and their steps are generations.
     """
     lora = names["LORA"][0]
     rank = move.get(*names["LORA"])
@@ -186,48 +199,61 @@ def _ray(names: Names, move: Migration, folder: Path) -> None:
 
 
 def _batches(move: Migration, names: Names) -> int:
-    """Returns the optimizer steps of a generation."""
+    """Convert the sizes of batches. Returns the number of optimizer steps of a generation."""
     gpus = int(move.get("trainer.n_gpus_per_node", 8)) * int(move.get("trainer.nnodes", 1))
-    order = ("PROMPTS", "MINIBATCH", "num_generations", "per_device_train_batch_size")
-    drawn, learned, answers, rows = (move.get(*names[key]) for key in order)
+    prompts = move.get(*names["PROMPTS"])
+    prompts_per_step = move.get(*names["MINIBATCH"])
+    answers = move.get(*names["num_generations"])
+    rows = move.get(*names["per_device_train_batch_size"])
     for key, size, name in (
-        ("gradient_accumulation_steps", learned, names["MINIBATCH"][0]),
-        ("steps_per_generation", drawn, names["PROMPTS"][0]),
+        ("gradient_accumulation_steps", prompts_per_step, names["MINIBATCH"][0]),
+        ("steps_per_generation", prompts, names["PROMPTS"][0]),
     ):
-        passes = size * answers / (rows * gpus)
-        of = f"{name} {size} x {answers} answers / ({rows} x {gpus} GPUs)"
-        if passes < 1 or passes != int(passes):
+        micro_batches = size * answers / (rows * gpus)
+        product = f"{name} {size} x {answers} answers / ({rows} x {gpus} GPUs)"
+        if micro_batches < 1 or micro_batches != int(micro_batches):
             raise UserError(
-                f"CONFIG: {of} is {passes:g}, no whole number; change a size so that it is one"
+                f"CONFIG: {product} is {micro_batches:g}, no whole number; change a size so that "
+                "it is one"
             )
-        move.put(key, int(passes), note=of)
-    return max(1, int(drawn // learned))
+        move.put(key, int(micro_batches), note=product)
+    return max(1, int(prompts // prompts_per_step))
 
 
 def _loss(move: Migration, names: Names) -> None:
+    """Convert the advantage estimator, the loss and its KL term."""
     estimator = "algorithm.adv_estimator"
-    (mode, default) = names["LOSS"]
-    if (found := move.get(estimator, "grpo")) == "grpo":
+    method = move.get(estimator, "grpo")
+    if method == "grpo":
         move.put("adora_method", "grpo", estimator, note="adora for ADORA")
     else:
-        move.left[estimator] = f"{found} is not here; docs/methods.md has what is"
-    if (found := move.get(mode, default)) in _LOSSES:
-        move.put("loss_type", _LOSSES[found], mode)
+        move.unmatched[estimator] = f"{method} is not here; docs/methods.md has what is"
+    mode, default = names["LOSS"]
+    averaging = move.get(mode, default)
+    if averaging in _LOSSES:
+        move.put("loss_type", _LOSSES[averaging], mode)
     else:
-        move.left[mode] = f"{found} is no loss_type here; the default is dapo, a mean over tokens"
+        move.unmatched[mode] = (
+            f"{averaging} is no loss_type here; the default is dapo, a mean over tokens"
+        )
     if not move.get("algorithm.norm_adv_by_std_in_grpo", True):
         move.put("scale_rewards", "none", "algorithm.norm_adv_by_std_in_grpo")
-    on = move.get(*names["KL"]) and not move.get("algorithm.disable_kl", False)
+    has_kl = move.get(*names["KL"]) and not move.get("algorithm.disable_kl", False)
     coefficient = move.get(*names["KL_COEF"])
     kind = move.get(*names["KL_KIND"])
-    move.put("beta", coefficient if on else 0.0, names["KL"][0], names["KL_COEF"][0])
-    if on and kind != "low_var_kl":
-        move.left[names["KL_KIND"][0]] = f"{kind}: TRL estimates the KL as low_var_kl does"
+    move.put("beta", coefficient if has_kl else 0.0, names["KL"][0], names["KL_COEF"][0])
+    if has_kl and kind != "low_var_kl":
+        kl_kind, _ = names["KL_KIND"]
+        move.unmatched[kl_kind] = f"{kind}: TRL estimates the KL as low_var_kl does"
 
 
 def _data(move: Migration, names: Names, folder: Path) -> None:
-    given = move.get("data.train_files", "")
-    files = [str(folder / file if (folder / file).exists() else file) for file in _listed(given)]
+    """Convert data sets, columns, lengths, prompts and the reward function.
+
+    `folder`: that of the config, in which its files are looked for.
+    """
+    train_files = _listed(move.get("data.train_files", ""))
+    files = [str(folder / file if (folder / file).exists() else file) for file in train_files]
     move.put("dataset_name", files, "data.train_files")
     theirs = {
         "problem": ("prompt", "prompt"),
@@ -238,9 +264,8 @@ def _data(move: Migration, names: Names, folder: Path) -> None:
         ours: move.get(f"data.{name}_key", default) for ours, (name, default) in theirs.items()
     }
     move.put("adora_columns", columns, *(f"data.{name}_key" for name, _ in theirs.values()))
-    prompt, response = (
-        int(move.get(f"data.max_{name}_length", 512)) for name in ("prompt", "response")
-    )
+    prompt = int(move.get("data.max_prompt_length", 512))
+    response = int(move.get("data.max_response_length", 512))
     move.put("max_completion_length", response, "data.max_response_length")
     move.put(
         "vllm_max_model_length",
@@ -254,26 +279,32 @@ def _data(move: Migration, names: Names, folder: Path) -> None:
         move.put("adora_overlong_prompts", "drop", "data.filter_overlong_prompts")
     if move.get("data.shuffle", True) is False:
         move.put("shuffle_dataset", False, "data.shuffle")
-    if files := move.get("data.val_files"):
-        move.left["data.val_files"] = (
-            f"{files}: adora_eval: [problems=FOLDER] asks a folder that data_prep made"
+    validation_files = move.get("data.val_files")
+    if validation_files:
+        move.unmatched["data.val_files"] = (
+            f"{validation_files}: adora_eval: [problems=FOLDER] asks a folder that data_prep made"
         )
     if names is _VERL:
-        move.left["reward_model.ground_truth"] = (
+        move.unmatched["reward_model.ground_truth"] = (
             "stands inside verl's rows; `python -m data_prep convert` reads them"
         )
     else:
         move.put("adora_system_prompt", None, note="EasyR1 asks without one")
-    if template := move.get("data.format_prompt"):
+    template = move.get("data.format_prompt")
+    if template:
         _template(move, "data.format_prompt", folder / str(template))
-    if reward := move.get(*names["REWARD"]):
+    reward = move.get(*names["REWARD"])
+    if reward:
         function = move.get("custom_reward_function.name", "compute_score")
         entry = reward if ":" in str(reward) else f"{reward}:{function}"
         move.put("adora_reward", [entry], names["REWARD"][0], note="called in its own form")
 
 
 def _steps(move: Migration, names: Names, updates: int) -> None:
-    """`updates`: optimizer steps of a generation, which is a step of theirs."""
+    """Convert the length of the run, its checkpoints, evaluations and trackers.
+
+    `updates`: the number of optimizer steps of a generation, which EasyR1 and verl call a step.
+    """
     move.used |= {"trainer.project_name", "trainer.n_gpus_per_node", "trainer.nnodes"}
     move.put(
         "output_dir",
@@ -283,55 +314,59 @@ def _steps(move: Migration, names: Names, updates: int) -> None:
     for name in ("trainer.total_epochs", "trainer.total_episodes"):
         move.take("num_train_epochs", name)
     for name in ("trainer.max_steps", "trainer.total_training_steps"):
-        if (steps := move.get(name, -1)) > 0:
+        steps = move.get(name, -1)
+        if steps > 0:
             move.put("max_steps", int(steps) * updates, name)
-    every, limit = (int(move.get(f"trainer.{name}", -1)) for name in ("save_freq", "save_limit"))
-    if every > 0:
-        move.put(
-            "save_steps", every * updates, "trainer.save_freq", note=f"x {updates} optimizer steps"
-        )
+    note = f"x {updates} optimizer steps"
+    save_every = int(move.get("trainer.save_freq", -1))
+    limit = int(move.get("trainer.save_limit", -1))
+    if save_every > 0:
+        move.put("save_steps", save_every * updates, "trainer.save_freq", note=note)
         move.put("save_total_limit", limit if limit > 0 else None, "trainer.save_limit")
-    if (every := int(move.get(*names["EVALUATE"]))) > 0:
-        move.put("eval_strategy", "steps", names["EVALUATE"][0])
-        move.put(
-            "eval_steps", every * updates, names["EVALUATE"][0], note=f"x {updates} optimizer steps"
-        )
+    evaluate, default = names["EVALUATE"]
+    evaluate_every = int(move.get(evaluate, default))
+    if evaluate_every > 0:
+        move.put("eval_strategy", "steps", evaluate)
+        move.put("eval_steps", evaluate_every * updates, evaluate, note=note)
         move.put(
             "eval_on_start",
             bool(move.get("trainer.val_before_train", True)),
             "trainer.val_before_train",
         )
     logger = move.get("trainer.logger", ["console", "wandb"])
-    found = [one for one in _listed(logger) if one in _TRACKERS]
-    move.put("report_to", found or "none", "trainer.logger")
+    trackers = [tracker for tracker in _listed(logger) if tracker in _TRACKERS]
+    move.put("report_to", trackers or "none", "trainer.logger")
 
 
-def _listed(value: Any) -> list[str]:
-    return [str(one) for one in value] if isinstance(value, list) else str(value).split()
+def _listed(value: object) -> list[str]:
+    """The texts of a list, or the words of a text."""
+    if isinstance(value, list):
+        return [str(item) for item in value]
+    return str(value).split()
 
 
 def _template(move: Migration, name: str, file: Path) -> None:
-    """A prompt in Jinja becomes ours where nothing but the problem stands in it."""
+    """Convert a prompt in Jinja that has no other variable than the problem."""
     try:
         text = file.read_text(encoding="utf-8").strip()
     except OSError:
-        move.left[name] = (
+        move.unmatched[name] = (
             f"{str(file)!r} cannot be read; write its text as adora_prompt, with {{problem}} in it"
         )
         return
-    ours = re.sub(r"{{\s*content\s*(\|\s*trim\s*)?}}", "\0", text)
-    if "{{" in ours or "{%" in ours or "\0" not in ours:
-        move.left[name] = (
+    # NUL stands for the problem until the braces of our own templates are doubled.
+    template = re.sub(r"{{\s*content\s*(\|\s*trim\s*)?}}", "\0", text)
+    if "{{" in template or "{%" in template or "\0" not in template:
+        move.unmatched[name] = (
             "more than the problem stands in it; write it as adora_prompt, with {problem} in it"
         )
         return
-    move.put(
-        "adora_prompt", ours.replace("{", "{{").replace("}", "}}").replace("\0", "{problem}"), name
-    )
+    escaped = template.replace("{", "{{").replace("}", "}}")
+    move.put("adora_prompt", escaped.replace("\0", "{problem}"), name)
 
 
 def _swift(move: Migration, folder: Path) -> None:
-    """ms-swift: the file that `swift rlhf` takes."""
+    """Convert a config of ms-swift, the file that `swift rlhf` takes."""
     if move.get("rlhf_type", "grpo") != "grpo":
         raise UserError(
             f"CONFIG: rlhf_type: {move.theirs['rlhf_type']} is not grpo, and nothing else is "
@@ -340,8 +375,9 @@ def _swift(move: Migration, folder: Path) -> None:
     for name, key in _SWIFT.items():
         move.take(key, name)
     for name, key in (("dataset", "dataset_name"), ("reward_funcs", "adora_reward")):
-        if given := move.get(name):
-            move.put(key, _listed(given), name)
+        entries = move.get(name)
+        if entries:
+            move.put(key, _listed(entries), name)
     if move.get("tuner_type", move.get("train_type", "lora")) == "lora":
         move.put("use_peft", True, "train_type")
     parts = {
@@ -349,7 +385,8 @@ def _swift(move: Migration, folder: Path) -> None:
         "freeze_aligner": "projector",
         "freeze_llm": "language_model",
     }
-    if frozen := [part for name, part in parts.items() if move.get(name, False)]:
+    frozen = [part for name, part in parts.items() if move.get(name, False)]
+    if frozen:
         move.put("adora_freeze", frozen, *(name for name in parts if move.theirs.get(name)))
     if move.get("dynamic_sample", False):
         move.put(
@@ -357,13 +394,14 @@ def _swift(move: Migration, folder: Path) -> None:
             {"refill": int(move.get("max_resample_times", 3))},
             "max_resample_times",
         )
-    if (level := move.get("sleep_level")) is not None:
-        move.put("vllm_enable_sleep_mode", bool(int(level)), "sleep_level")
+    sleep_level = move.get("sleep_level")
+    if sleep_level is not None:
+        move.put("vllm_enable_sleep_mode", bool(int(sleep_level)), "sleep_level")
     _trl(move, folder)
 
 
 def _trl(move: Migration, folder: Path) -> None:
-    """Our keys are TRL's, so all that are known stay."""
+    """Convert a config of TRL, whose keys are ours too."""
     for name in [name for name in move.theirs if name not in move.used and name in read_keys()]:
         move.take(name, name)
 
@@ -376,50 +414,56 @@ TRAINERS: Mapping[str, Callable[[Migration, Path], None]] = {
 }
 
 
-def moved(trainer: str, config: Path, reward: str | None = None) -> Migration:
-    """The config of another trainer with our keys. Raises `UserError`."""
+def convert_config(trainer: str, config: Path, reward: str | None = None) -> Migration:
+    """Convert the config of another trainer to our keys.
+
+    `reward`: FILE.py:FUNCTION in place of the config's own reward. Raises `UserError`.
+    """
     content = read_mapping("CONFIG", config)
-    flat = {
-        name: each for key, value in content.items() for name, each in dotted(key, value).items()
-    }
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        flat.update(dotted(key, value))
     move = Migration(content if trainer == "trl" else flat)
     TRAINERS[trainer](move, config.parent)
     if reward:
         move.put("adora_reward", [reward], note="--reward")
-    for name in move.theirs.keys() - move.used - move.left.keys():
-        means = next((text for part, text in _MEANS.items() if part in name), "no counterpart here")
-        move.left[name] = f"{yaml_line(move.theirs[name]):.60}: {means}"
+    for name in move.theirs.keys() - move.used - move.unmatched.keys():
+        meaning = next(
+            (text for part, text in _MEANS.items() if part in name), "no counterpart here"
+        )
+        move.unmatched[name] = f"{yaml_line(move.theirs[name]):.60}: {meaning}"
     return move
 
 
-def written(move: Migration, trainer: str, config: Path) -> str:
+def yaml_text(move: Migration, trainer: str, config: Path) -> str:
+    """The YAML file with our keys, and where each value came from."""
     lines = [
         f"# From {config.name} of {trainer}, by `python -m adora_vl.migrate {trainer}`. Look it "
         "through."
     ]
     entries = [(f"{key}: {yaml_line(value)}", source) for key, (value, source) in move.keys.items()]
     lines += [f"{entry:<50} # {source}" for entry, source in entries]
-    if move.left:
-        lines += [
-            "",
-            "# Without a counterpart:",
-            *(f"#   {name}: {why}" for name, why in sorted(move.left.items())),
-        ]
+    if move.unmatched:
+        lines += ["", "# Without a counterpart:"]
+        lines += [f"#   {name}: {meaning}" for name, meaning in sorted(move.unmatched.items())]
     return "\n".join(lines) + "\n"
 
 
 def _write(options: argparse.Namespace) -> None:
-    move = moved(options.trainer, options.config, options.reward)
+    """Write the converted config, and print what has no counterpart."""
+    move = convert_config(options.trainer, options.config, options.reward)
     output = options.output or options.config.with_suffix(".adora.yaml")
     if output.exists():
         raise UserError(f"output: {str(output)!r} is there; choose another name with --output")
-    replace_file(output, written(move, options.trainer, options.config))
-    print(f"{output}: {len(move.keys)} keys{'. Without a counterpart:' if move.left else ''}")
-    print("".join(f"  {name}: {why}\n" for name, why in sorted(move.left.items())), end="")
+    replace_file(output, yaml_text(move, options.trainer, options.config))
+    print(f"{output}: {len(move.keys)} keys{'. Without a counterpart:' if move.unmatched else ''}")
+    for name, meaning in sorted(move.unmatched.items()):
+        print(f"  {name}: {meaning}")
     print(f"Next: python -m adora_vl.train --config {output} --dry-run")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     parser = Parser(
         prog="python -m adora_vl.migrate", description=(__doc__ or "").partition(":")[0]
     )

@@ -54,6 +54,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
     toolbox: Tools | None = None  # what the policy may call
     run: ResolvedRun
     clock: metrics.PhaseClock
+    _step: int  # TRL's count of micro-batches
 
     def _build_collaborators(self, args: AdoraGRPOConfig, models: list[Any]) -> None:
         """Make the objects of a training step.
@@ -62,94 +63,40 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             args: of the run.
             models: the policy, and the reference model where there is one.
         """
-        accelerator = self.accelerator
-        log = self.log_figure
-        pad_id = self._tokenizer.pad_token_id
         context = StepContext(
-            accelerator=accelerator,
+            accelerator=self.accelerator,
             config=args,
-            log=log,
-            pad_id=pad_id,
+            log=self.log_figure,
+            pad_id=self._tokenizer.pad_token_id,
             state=lambda: self.state,
             policy_logps=self._policy_logps,
             save_now=self.save_here,
         )
         self.context = context
         self.shape = BatchLayout.of(args)
-        self.images = DistinctImages(
-            models=models,
-            processor=self.processing_class,
-            device=accelerator.device,
-            config=args,
-            dataset=self.train_dataset,
-            draws=self.toolbox is not None,
-        )
-        self.methods = method_run(args)
-        self.advantages = AdvantageComputer(
-            context=context,
-            methods=self.methods,
-            reward_weights_F=self.reward_weights,
-            tools=self.toolbox is not None,
-        )
-        self.checkpoints = CheckpointWriter(
-            Path(args.output_dir), args.save_total_limit, accelerator
-        )
-        reference = None if self.ref_model is None else accelerator.unwrap_model(self.ref_model)
-        is_main = accelerator.is_main_process
-        zero3 = self._dist.is_zero3
-        self.reference = MovingReference(
-            reference, moves=args.sync_ref_model, is_main=is_main, zero3=zero3
-        )
-        self.loss_sums = Losses(self)
-        self.drift_guard = DriftGuard(context)
-        self.ratio_guard = RatioGuard(context)
-        self.reference_guard = ReferenceGuard(
-            context, bound_of(computing_dtype(accelerator, self.model))
-        )
-        reward_guard = RewardGuard(context)
+        self._make_models_parts(context, models)
+        self._make_guards(context)
         to_device = super(GRPOTrainer, self)._prepare_inputs
-        rewards = RewardFunctions(
-            functions=reward_guard.around(self.reward_funcs, self.reward_func_names),
-            tokenizers=self.reward_processing_classes,
-            template=self.chat_template_kwargs,
-            to_device=to_device,
-            loop=lambda: self.async_loop,
-        )
+        reward_guard = RewardGuard(context)
+        rewards = self._reward_functions(reward_guard, to_device)
         decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-        ends = StopCriteria.of({*self.eos_token_ids, pad_id}, args.generation_kwargs or {}, decode)
+        ends = StopCriteria.of(
+            {*self.eos_token_ids, context.pad_id}, args.generation_kwargs or {}, decode
+        )
         grader = Grader(
             context=context,
             guard=reward_guard,
             weights_F=self.reward_weights,
             names=self.reward_func_names,
         )
-        counts_all = bool(self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled)
-        self.prefetch = NoPrefetch()  # until there is a loader
-        self.batcher = MicroBatcher(context, self.images.banks, every_row_counts=counts_all)
-        self.entropy_bonus = EntropyBonus(args, self.batcher)
-        self.unfinished = UnfinishedGeneration(context, self.images.banks)
-        self.policy_pass = PolicyPass(accelerator, args, images=self.images.shown)
-        self.has_dropout = has_dropout(self.model)
+        self._make_learning_parts(context)
         self.extensions = [*self.run.extensions.values()]
         for extension in self.extensions:
             extension.start(context, self.images)
-        self.sampler: Sampler = TransformersSampler(self._turn)
-        if self.use_vllm:
-            sampler_class = AsyncServerSampler if args.adora_rollouts.ahead else VLLMSampler
-            self.sampler = sampler_class(context, self.images, self.vllm_generation)
+        self.sampler = self._sampler(context)
         self.ratio = ImportanceRatio(context)
         self.recorder = Recorder(context, decode if self.toolbox else None)
-        notice = metrics.TieNotice(self.methods.judged_by, speaks=accelerator.is_main_process)
-        bytes_sent = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
-        logger = MetricsLogger(
-            context=context,
-            recorder=self.recorder,
-            figures=self._metrics,
-            table=self._logs,
-            functions=self.reward_func_names,
-            notice=notice,
-            bytes_sent=bytes_sent,
-        )
+        logger = self._metrics_logger(context)
         builder = BatchBuilder(
             context=context,
             images=self.images,
@@ -177,6 +124,96 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
                 never_sampled_ids(self._tokenizer), self.generation_kwargs, self.generation_config
             )
         self._add_callbacks(context, args)
+
+    def _make_models_parts(self, context: StepContext, models: list[Any]) -> None:
+        """Make what reads images, weighs groups, writes checkpoints and moves the reference."""
+        args = context.config
+        has_tools = self.toolbox is not None
+        self.images = DistinctImages(
+            models=models,
+            processor=self.processing_class,
+            device=self.accelerator.device,
+            config=args,
+            dataset=self.train_dataset,
+            draws=has_tools,
+        )
+        self.methods = method_run(args)
+        self.advantages = AdvantageComputer(
+            context=context,
+            methods=self.methods,
+            reward_weights_F=self.reward_weights,
+            tools=has_tools,
+        )
+        self.checkpoints = CheckpointWriter(
+            Path(args.output_dir), args.save_total_limit, self.accelerator
+        )
+        reference = None
+        if self.ref_model is not None:
+            reference = self.accelerator.unwrap_model(self.ref_model)
+        self.reference = MovingReference(
+            reference,
+            moves=args.sync_ref_model,
+            is_main=self.accelerator.is_main_process,
+            zero3=self._dist.is_zero3,
+        )
+        self.loss_sums = Losses(self)
+
+    def _make_guards(self, context: StepContext) -> None:
+        """Make what ends the run, or skips a step, when something goes wrong while learning."""
+        self.drift_guard = DriftGuard(context)
+        self.ratio_guard = RatioGuard(context)
+        self.reference_guard = ReferenceGuard(
+            context, bound_of(computing_dtype(self.accelerator, self.model))
+        )
+
+    def _reward_functions(
+        self, guard: RewardGuard, to_device: Callable[[Any], Any]
+    ) -> RewardFunctions:
+        """The run's reward functions, watched by the guard."""
+        return RewardFunctions(
+            functions=guard.around(self.reward_funcs, self.reward_func_names),
+            tokenizers=self.reward_processing_classes,
+            template=self.chat_template_kwargs,
+            to_device=to_device,
+            loop=lambda: self.async_loop,
+        )
+
+    def _make_learning_parts(self, context: StepContext) -> None:
+        """Make what divides a generation, and computes the policy's pass and its loss."""
+        args = context.config
+        # With these terms a row adds to the loss even if its advantage is 0.
+        every_row_counts = bool(
+            self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled
+        )
+        self.prefetch = NoPrefetch()  # until there is a loader
+        self.batcher = MicroBatcher(context, self.images.banks, every_row_counts=every_row_counts)
+        self.entropy_bonus = EntropyBonus(args, self.batcher)
+        self.unfinished = UnfinishedGeneration(context, self.images.banks)
+        self.policy_pass = PolicyPass(self.accelerator, args, images=self.images.shown)
+        self.has_dropout = has_dropout(self.model)
+
+    def _sampler(self, context: StepContext) -> Sampler:
+        """The sampler of the rollouts: Transformers, vLLM, or servers that sample ahead."""
+        if not self.use_vllm:
+            return TransformersSampler(self._turn)
+        samples_ahead = context.config.adora_rollouts.ahead
+        sampler_class = AsyncServerSampler if samples_ahead else VLLMSampler
+        return sampler_class(context, self.images, self.vllm_generation)
+
+    def _metrics_logger(self, context: StepContext) -> MetricsLogger:
+        """The logger of a generation's figures and of its record."""
+        bytes_sent = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
+        return MetricsLogger(
+            context=context,
+            recorder=self.recorder,
+            figures=self._metrics,
+            table=self._logs,
+            functions=self.reward_func_names,
+            notice=metrics.TieNotice(
+                self.methods.judged_by, speaks=self.accelerator.is_main_process
+            ),
+            bytes_sent=bytes_sent,
+        )
 
     def _pool(self, context: StepContext, builder: BatchBuilder) -> Pool:
         """The pool that fills generations, with servers that sample ahead where the run asks."""

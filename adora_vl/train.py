@@ -1,4 +1,4 @@
-"""The entry point: read the config, build, train, report.
+"""The entry point of a training: read the config, build the trainer, train, report.
 
 accelerate launch --config_file configs/accelerate/cpu.yaml -m adora_vl.train --config
 configs/train/smoke_cpu.yaml
@@ -29,24 +29,27 @@ with imports():
     from adora_vl.prepare import prepare
 
 if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
     from adora_vl.preflight.resolved_run import ResolvedRun
     from adora_vl.trainer import AdoraGRPOTrainer
 
-# Seconds before a rank other than the first reports its own mistake. Where torch is imported Python
-# takes seconds to end, and longer on a busy machine.
+# Seconds before a rank other than the first reports a mistake of its own. The launcher ends it
+# before that if the first rank has found the same mistake, but that takes a while: a Python process
+# that has imported torch needs seconds to end, and longer on a busy machine.
 _ALONE_S = 20.0
 
 
 def build_trainer(run: ResolvedRun) -> AdoraGRPOTrainer:
-    """Weights are loaded here, and nowhere before."""
+    """Build the trainer of a resolved run. This loads the weights; nothing before does."""
     from adora_vl.trainer import AdoraGRPOTrainer
 
     config = run.config
     model = run.model
-    own: dict[str, Any] = {"revision": run.revision, "dtype": model.dtype}
+    init_kwargs: dict[str, Any] = {"revision": run.revision, "dtype": model.dtype}
     if model.attn_implementation is not None:
-        own["attn_implementation"] = model.attn_implementation
-    config.model_init_kwargs = {**own, **(config.model_init_kwargs or {})}
+        init_kwargs["attn_implementation"] = model.attn_implementation
+    config.model_init_kwargs = {**init_kwargs, **(config.model_init_kwargs or {})}
     return AdoraGRPOTrainer(
         model=model.model_name_or_path,
         reward_funcs=list(run.rewards.functions),
@@ -58,11 +61,12 @@ def build_trainer(run: ResolvedRun) -> AdoraGRPOTrainer:
 
 
 def load(run: ResolvedRun, log: Path) -> AdoraGRPOTrainer:
-    """As `build_trainer`, what is said goes into `log`.
+    """Build the trainer, with the output of the libraries in the file `log`.
 
-    Raises `UserError` for `model_init_kwargs`, else `RunError`.
+    Raises `UserError` for an entry of `model_init_kwargs` that the model refuses, and `RunError`
+    for anything else that cannot be loaded.
     """
-    given = dict(run.config.model_init_kwargs or {})
+    init_kwargs = dict(run.config.model_init_kwargs or {})
     if run.is_main_process:
         print(f"Loading model and engine; what the libraries say is in {log}", flush=True)
     try:
@@ -70,13 +74,14 @@ def load(run: ResolvedRun, log: Path) -> AdoraGRPOTrainer:
             return build_trainer(run)
     except (UserError, RunError, RolloutError):
         raise
-    except Exception as error:  # model, engine, optimizer and trackers each have their own
-        wrong = next((key for key in given if key in str(error)), None)
-        if wrong is not None and isinstance(error, TypeError | ValueError):
-            value = f"{masked(given)[wrong]!r:.60}"
-            why = errors.in_one_line(error)
+    # Model, engine, optimizer and trackers each raise exceptions of their own.
+    except Exception as error:
+        refused = next((key for key in init_kwargs if key in str(error)), None)
+        if refused is not None and isinstance(error, TypeError | ValueError):
+            value = f"{masked(init_kwargs)[refused]!r:.60}"
+            reason = errors.in_one_line(error)
             raise UserError(
-                f"model_init_kwargs: {wrong}: {value} is refused by the model ({why})"
+                f"model_init_kwargs: {refused}: {value} is refused by the model ({reason})"
             ) from error
         raise RunError(
             f"the model or the engine could not be loaded ({errors.in_one_line(error)})"
@@ -84,25 +89,31 @@ def load(run: ResolvedRun, log: Path) -> AdoraGRPOTrainer:
 
 
 def speak_from_the_first_step(trainer: AdoraGRPOTrainer, startup: StartupLog) -> None:
-    """Give the screen back where the training begins, before any other callback has something to
-    say.
-    """
+    """Give the screen back when the training begins, before any other callback prints."""
     from transformers import TrainerCallback
     from transformers.utils.logging import disable_progress_bar
 
     class Speak(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_train_begin(
+            self,
+            args: TrainingArguments,
+            state: TrainerState,
+            control: TrainerControl,
+            **kwargs: Any,
+        ) -> None:
             startup.release()
 
     trainer.callback_handler.callbacks.insert(0, Speak())
-    disable_progress_bar()  # of every checkpoint's files, between the lines of the steps
+    # Else every checkpoint would show one for its files, between the lines of the steps.
+    disable_progress_bar()
 
 
 def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
-    """Save model and state into `output_dir`.
+    """Save the model and the trainer's state into `output_dir`.
 
-    Returns the folder of the whole model: with LoRA `output_dir/merged`, as neither vLLM nor the
-    evaluators load an adapter alone. Raises `RunError` where they cannot be written.
+    Returns the folder of the whole model. With LoRA that is `output_dir/merged`: `output_dir` has
+    the adapter alone, which neither vLLM nor the evaluators load. Collective: every rank calls it.
+    Raises `RunError` where the files cannot be written.
     """
     from adora_vl.checkpoint.writer import noted
     from adora_vl.export import save_merged
@@ -111,7 +122,8 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
 
     is_main = trainer.accelerator.is_main_process
     try:
-        trainer.save_model(str(output_dir))  # which notes its files itself
+        # notes its files itself
+        trainer.save_model(str(output_dir))
         with noted(output_dir, is_main):
             trainer.save_state()
             merged = output_dir / MERGED
@@ -125,14 +137,14 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
             if is_main:
                 write_card(trainer.manifest, merged, trainer.state)
     except Exception as error:
-        where = trainer.checkpoints.where_to_go_on()
+        remedy = trainer.checkpoints.where_to_go_on()
         if disk_is_full(error):
-            why = f"no space left on the disk of {str(output_dir)!r}"
             raise DiskFullError(
-                f"the model could not be written ({why}); make room there, and {where}"
+                "the model could not be written (no space left on the disk of "
+                f"{str(output_dir)!r}); make room there, and {remedy}"
             ) from None
         raise RunError(
-            f"the model could not be written into {str(output_dir)!r} ({error}); {where}"
+            f"the model could not be written into {str(output_dir)!r} ({error}); {remedy}"
         ) from error
     return merged
 
@@ -151,7 +163,7 @@ def copy_finished(checkpoint: Path, output_dir: Path) -> None:
 
 
 def note_stop(manifest: dict[str, Any], output_dir: Path, step: int) -> None:
-    """Note that a signal stopped the run after this step, and print how it goes on."""
+    """Record that a signal stopped the run after this step, and print how it goes on."""
     from adora_vl.checkpoint.stop import mark_stopped
     from adora_vl.record.manifest import end_manifest
 
@@ -164,16 +176,13 @@ def note_stop(manifest: dict[str, Any], output_dir: Path, step: int) -> None:
     print(manifest["command"], file=sys.stderr)
 
 
-def train(given: CliArgs) -> int:
-    """Train, save the model with its processor into `output_dir`, and print what happened and where
-    to look.
-    """
+def train(cli_args: CliArgs) -> int:
+    """Train, save the model into `output_dir`, and print a summary. Returns the exit code."""
     from adora_vl.checkpoint.stop import EXIT_STOPPED, StopOnSignal
     from adora_vl.checkpoint.writer import delete_aside
     from adora_vl.record.manifest import end_manifest, failure_noted
-    from adora_vl.record.summary import summary_lines
 
-    run = prepare(given)
+    run = prepare(cli_args)
     output_dir = Path(run.config.output_dir)
     if run.finished:
         if run.is_main_process:
@@ -183,10 +192,10 @@ def train(given: CliArgs) -> int:
     is_main = trainer.accelerator.is_main_process
     stop = StopOnSignal()
     trainer.callback_handler.callbacks.insert(0, stop)
-    until_step = StartupLog(output_dir / STARTUP_LOG)
-    speak_from_the_first_step(trainer, until_step)
+    startup = StartupLog(output_dir / STARTUP_LOG)
+    speak_from_the_first_step(trainer, startup)
     started = time.perf_counter()
-    with stop, until_step:
+    with stop, startup:
         trainer.train()
     seconds = time.perf_counter() - started
     if stop.stopped:
@@ -208,17 +217,7 @@ def train(given: CliArgs) -> int:
                 status="finished",
                 steps=trainer.state.global_step,
             )
-            log = trainer.state.log_history
-            command = trainer.manifest["command"]
-            lines = summary_lines(
-                log,
-                config=run.config,
-                model=model_folder,
-                seconds=seconds,
-                data=run.data[0],
-                command=command,
-            )
-            print("\n".join(lines), flush=True)
+            print_summary(trainer, run, model_folder=model_folder, seconds=seconds)
     trainer.accelerator.wait_for_everyone()
     stop.release()
     trainer.close()
@@ -226,30 +225,47 @@ def train(given: CliArgs) -> int:
     return EXIT_STOPPED if stop.stopped else 0
 
 
-def report_stop(error: Exception, cause: BaseException | None = None) -> None:
-    """Print one line, after the traceback of the error's cause if it has one.
+def print_summary(
+    trainer: AdoraGRPOTrainer, run: ResolvedRun, model_folder: Path, seconds: float
+) -> None:
+    """Print what a finished run has learned, and where its model is."""
+    from adora_vl.record.summary import summary_lines
 
-    `cause`: by default the error that `error` was raised from. Without a cause all ranks stop
-    together, and the first reports it.
+    lines = summary_lines(
+        trainer.state.log_history,
+        config=run.config,
+        model=model_folder,
+        seconds=seconds,
+        data=run.data[0],
+        command=trainer.manifest["command"],
+    )
+    print("\n".join(lines), flush=True)
+
+
+def report_stop(error: Exception, cause: BaseException | None = None) -> None:
+    """Print an error of the run in one line, after the traceback of its cause if it has one.
+
+    `cause`: by default the error that `error` was raised from. An error without a cause stops all
+    ranks together, and only the first one prints it.
     """
     rank = os.environ.get("RANK", "0")
     ranks = os.environ.get("WORLD_SIZE", "1")
     cause = cause or error.__cause__
-    alone = cause is not None or isinstance(error, DiskFullError)
+    is_of_this_rank = cause is not None or isinstance(error, DiskFullError)
     if cause is not None:
         print(masked_text("".join(traceback.format_exception(cause))), end="", file=sys.stderr)
-    if not alone and rank != "0":
+    if not is_of_this_rank and rank != "0":
         return
-    place = f" (rank {rank} of {ranks})" if alone and ranks != "1" else ""
+    place = f" (rank {rank} of {ranks})" if is_of_this_rank and ranks != "1" else ""
     print(f"error{place}: {error}", file=sys.stderr, flush=True)
 
 
 def report_mistake(error: UserError) -> None:
-    """Print one line.
+    """Print a user's mistake in one line.
 
     Most mistakes are found by every rank: the first rank of each machine reports them, and the
-    launcher ends the others. One that nobody has ended after some seconds has found its mistake
-    alone, and reports it.
+    launcher ends the others. A rank that has not been ended after some seconds has found its
+    mistake alone, and reports it itself.
     """
     place = ""
     if isinstance(error, errors.SharedUserError) and os.environ.get("RANK", "0") != "0":
@@ -261,9 +277,11 @@ def report_mistake(error: UserError) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 2 the user's input is wrong (one line), 75 stopped by a signal with a
-    checkpoint, 130 interrupted outside the training, 1 anything else (one line, after its cause's
-    traceback), or a dry run that does not fit.
+    """Run the command and return its exit code.
+
+    0: done. 2: the user's input is wrong (one line). 75: stopped by a signal, with a checkpoint.
+    130: interrupted outside the training. 1: anything else, in one line with the step and the
+    checkpoint to go on from, after the traceback of its cause; or a dry run that does not fit.
     """
     words = sys.argv[1:] if arguments is None else arguments
     watch_launcher()
@@ -272,13 +290,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(help_text(words))
             return 0
         check_versions(use_vllm=False)
-        options, rest = take_options(words)
-        given = read(words if options is None else rest)
+        options, training_arguments = take_options(words)
+        cli_args = read(words if options is None else training_arguments)
         if options is None:
-            return train(given)
+            return train(cli_args)
         from adora_vl.planning.dry_run import dry_run
 
-        return dry_run(given, options)
+        return dry_run(cli_args, options)
     except UserError as error:
         report_mistake(error)
         return 2
@@ -286,12 +304,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report_stop(error)
         return 1
     except RuntimeError as error:
-        lost = errors.lost_contact(error)
-        if not lost:
+        lost_contact = errors.lost_contact(error)
+        if not lost_contact:
             raise
-        report_stop(RunError(f"outside the training: {lost}"), cause=error)
+        report_stop(RunError(f"outside the training: {lost_contact}"), cause=error)
         return 1
-    except KeyboardInterrupt:  # while training a callback takes it, and saves
+    # During training a callback catches the signal, and saves a checkpoint.
+    except KeyboardInterrupt:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print("interrupted outside the training; checkpoints are as they were", file=sys.stderr)
         return EXIT_INTERRUPTED

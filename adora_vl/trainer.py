@@ -11,6 +11,7 @@ not enough.
 """
 
 import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,9 @@ from typing import Any, cast
 import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor
-from transformers import TrainerState
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel, ProcessorMixin, TrainerCallback, TrainerState
 from transformers import trainer as transformers_trainer
 from transformers.trainer_utils import TrainOutput
 from trl.models.utils import disable_gradient_checkpointing
@@ -44,6 +47,7 @@ from adora_vl.packing.split_attention import plan_no_shapes
 from adora_vl.parts import TrainerParts
 from adora_vl.preflight.python_inputs import Datasets, config_of, model_keys, refuse_objects
 from adora_vl.preflight.resolved_run import ModelSource, ResolvedRun, RunRequest
+from adora_vl.preflight.run_checks import resolve_run
 from adora_vl.record import metrics, trackers
 from adora_vl.record.card import write_card
 from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
@@ -66,20 +70,20 @@ class AdoraGRPOTrainer(TrainerParts):
 
     def __init__(
         self,
-        model: Any,
+        model: str | PreTrainedModel,
         reward_funcs: Any = None,
         args: AdoraGRPOConfig | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
-        processing_class: Any = None,
-        reward_processing_classes: Any = None,
-        callbacks: list[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        quantization_config: Any = None,
-        peft_config: Any = None,
-        tools: Any = None,
-        rollout_func: Any = None,
-        environment_factory: Any = None,
+        processing_class: ProcessorMixin | None = None,
+        reward_processing_classes: object = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+        quantization_config: object = None,
+        peft_config: object = None,
+        tools: Sequence[Any] | None = None,
+        rollout_func: object = None,
+        environment_factory: Callable[[], object] | None = None,
         *,
         run: ResolvedRun | None = None,
     ) -> None:
@@ -151,6 +155,13 @@ class AdoraGRPOTrainer(TrainerParts):
                 optimizers=optimizers,
                 peft_config=peft_config,
             )
+        self._build_collaborators(args, self._prepared_models(run, args))
+
+    def _prepared_models(self, run: ResolvedRun, args: AdoraGRPOConfig) -> list[Any]:
+        """Prepare the loaded policy and its reference for training, and return them.
+
+        The adapter begins with its weights, buffers have their precision, and parts are frozen.
+        """
         if run.adapter is not None:
             begin_with(self.model, run.adapter)
         elif run.four_bit:
@@ -158,17 +169,17 @@ class AdoraGRPOTrainer(TrainerParts):
         models = [self.model]
         if self.ref_model is not None:
             models.append(self.ref_model)
-        for loaded_model in models:
-            restore_buffers(loaded_model)
+        for model in models:
+            restore_buffers(model)
         if is_peft_model(self.model):
             name_base(self.model, run.merged_adapters)
             if not self._dist.is_fsdp and not run.four_bit:
                 refuse_unmergeable(self.model, self._dist.gather_params)
         freeze(self.model, args.adora_freeze)
-        self._build_collaborators(args, models)
+        return models
 
     @staticmethod
-    def _reference_of(policy: Any) -> AbstractContextManager[None]:
+    def _reference_of(policy: str | PreTrainedModel) -> AbstractContextManager[None]:
         """Inside, the reference beside a model object is a copy of it.
 
         Stock TRL reads the folder that the object's config names, whatever has become of the
@@ -182,9 +193,9 @@ class AdoraGRPOTrainer(TrainerParts):
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: Any = None,
-    ) -> Any:
+        trial: object = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
         """Train, from the beginning or from a checkpoint.
 
         Stock TRL leaves this to Transformers, which takes any folder for its own, and goes on from
@@ -376,7 +387,8 @@ class AdoraGRPOTrainer(TrainerParts):
         )
         rows = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
 
-        def scored(model: Any) -> Tensor:
+        def scored(model: PreTrainedModel) -> Tensor:
+            """Log-probabilities of the batch's completions by a model, (B, C)."""
             return generation_logps(
                 batch, partial(self._get_per_token_logps_and_entropies, model), rows
             )
@@ -407,7 +419,7 @@ class AdoraGRPOTrainer(TrainerParts):
 
     # ----------------------------------------------------------------------------- 2. a micro-batch
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+    def training_step(self, model: PreTrainedModel, inputs: Any, num_items_in_batch: Any) -> Tensor:
         """One micro-batch forward and backward; returns its loss, ().
 
         Stock TRL runs every micro-batch, and counts them through all epochs. Ours skips those that
@@ -431,7 +443,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 self._step += self.shape.accumulated - begun
         return loss
 
-    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+    def _compute_loss(self, model: PreTrainedModel, inputs: Any) -> Tensor:
         """The loss of a micro-batch, (), with its weight among those of the step.
 
         Stock TRL takes the ratio to the engine from an earlier pass, averages the loss over the
@@ -452,7 +464,8 @@ class AdoraGRPOTrainer(TrainerParts):
         coefficient = self._entropy_coefficient
         corrects_ratio = self.use_vllm and self.vllm_importance_sampling_correction
 
-        def seen(logps_BC: Tensor, entropies_BC: Tensor | None) -> None:
+        def note_pass(logps_BC: Tensor, entropies_BC: Tensor | None) -> None:
+            """Keep what the policy's pass computed, and complete the ratio to the engine."""
             logps.append(logps_BC)
             if entropies_BC is not None:
                 entropies.append(entropies_BC)
@@ -465,7 +478,7 @@ class AdoraGRPOTrainer(TrainerParts):
         rank = self.accelerator.process_index
         seed = f"micro-batch/{self.args.seed}/{self._step_key}/{rank}"
         draws = drawn_at(seed) if model.training else nullcontext()
-        with self.policy_pass.watched(seen, micro), draws:
+        with self.policy_pass.watched(note_pass, micro), draws:
             loss = super()._compute_loss(model, micro)
         if model.training:
             loss = self.ratio_guard.loss(loss, logps[0] if logps else None, micro)
@@ -514,7 +527,7 @@ class AdoraGRPOTrainer(TrainerParts):
 
     # ------------------------------------------------------------------------------ 3. a checkpoint
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: PreTrainedModel, trial: object) -> None:
         """Write the checkpoint of the present step.
 
         Stock TRL writes into `checkpoint-N` itself and deletes older ones on the way, so a crash
@@ -525,6 +538,7 @@ class AdoraGRPOTrainer(TrainerParts):
         facts = self.unfinished.rewind(self._step_began, self._facts())
 
         def save(folder: Path) -> dict[str, Any]:
+            """Write all parts into the folder; returns the facts for its manifest."""
             stock(model, trial)
             self.reference.save(folder)
             table = trackers.to_json(self._logs)
@@ -538,7 +552,7 @@ class AdoraGRPOTrainer(TrainerParts):
 
         self.checkpoints.write(self.state.global_step, save)
 
-    def _get_output_dir(self, trial: Any) -> str:
+    def _get_output_dir(self, trial: object) -> str:
         """The folder to write into: a checkpoint's staging folder while one is being written.
 
         Stock TRL returns `output_dir`, which ours returns otherwise.
@@ -546,7 +560,9 @@ class AdoraGRPOTrainer(TrainerParts):
         staging = self.checkpoints.staging
         return str(staging) if staging is not None else str(super()._get_output_dir(trial))
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: PreTrainedModel | None = None
+    ) -> None:
         """Load the weights of a checkpoint.
 
         Stock TRL leaves this to Transformers 5.17, which loads weights by their names in the
@@ -561,7 +577,7 @@ class AdoraGRPOTrainer(TrainerParts):
         else:
             restore_weights(model, folder)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Restore optimizer and scheduler, and what no library saves.
 
         Stock TRL restores these and the coefficient of the entropy. Ours also restores a moving
@@ -645,7 +661,10 @@ class AdoraGRPOTrainer(TrainerParts):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def create_model_card(
-        self, model_name: Any = None, dataset_name: Any = None, tags: Any = None
+        self,
+        model_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
+        tags: str | list[str] | None = None,
     ) -> None:
         """Write nothing: stock TRL's card, written at every save, would replace ours."""
 

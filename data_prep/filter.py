@@ -1,8 +1,9 @@
 """Keeps the problems that a model solves sometimes: neither always, nor never.
 
-Source: ThinkLite-VL (arXiv 2504.07934), whose own measure counts iterations of a tree search; this
-is the cheap version that it compares with, the pass rate of plain samples. The answers come from
-`eval`, which asks for nothing twice.
+Problems that a model always or never solves have groups of equal rewards, which teach nothing. The
+source is ThinkLite-VL (arXiv 2504.07934), whose own measure counts iterations of a tree search; this
+is the cheap version that it compares with, the pass rate of plain samples. The answers are sampled
+as for an evaluation, which samples nothing twice.
 """
 
 import json
@@ -38,14 +39,14 @@ from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.hashing import content_hash
 
-# in the output: id, right answers and answers of every problem of the split
+# This file of the output has the id, the right answers and all answers of every problem.
 RATES_FILE = "pass_rates.jsonl"
-_ROUNDING = 1e-9  # so that 3 of 10 answers are within 0.3:0.9
+_ROUNDING = 1e-9  # with it 3 of 10 answers are within 0.3:0.9
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Pass rates to keep, both ends included."""
+    """The range of pass rates to keep, both ends included."""
 
     low: float
     high: float
@@ -58,6 +59,8 @@ class Keep:
 
 
 class Tally(NamedTuple):
+    """How many answers to a problem are right, and how many there are."""
+
     right: int
     answers: int
 
@@ -69,7 +72,7 @@ class Tally(NamedTuple):
 def tallies(
     rows: Sequence[Prediction], *, rounding: bool = False, answer_tags: bool = False
 ) -> dict[str, Tally]:
-    """The right answers and all answers of each problem by its id, graded as in training."""
+    """Return the tally of each problem by its id, graded as in training."""
     benchmark = named("geometry3k")
     options = GraderOptions(rounding=rounding, answer_tags=answer_tags)
     right: Counter[str] = Counter()
@@ -83,7 +86,7 @@ def tallies(
 
 
 def samples_folder(output: Path) -> Path:
-    """The folder of the answers, beside `output`.
+    """Return the folder of the answers, beside `output`.
 
     It stays, so that another `--keep` needs no new answers.
     """
@@ -102,23 +105,24 @@ def sample(
     prompt: str | None = None,
     build: Callable[[AnswerEngineSettings], AnswerEngine] = build_engine,
 ) -> Path:
-    """Get `samples` answers to every problem of the split, except those that `folder` has.
+    """Sample `samples` answers to every problem of a split, except those that `folder` has.
 
-    Returns their file.
+    `prompt` is the template of the text of a prompt, as the key `adora_prompt` has it.
 
-    `prompt`: the template of the text that is asked, as `adora_prompt`. Raises `UserError` if
-    `folder` has answers that were made with another model, other data or other settings, and for a
-    template that does not fit the data.
+    Returns the file of the answers.
+
+    Raises `UserError` if `folder` has answers that were made with another model, other data or
+    other settings, and for a template that does not fit the data.
     """
-    asked = load(DataOptions(data=str(data), split=split), prompt)
+    loaded = load(DataOptions(data=str(data), split=split), prompt)
     fingerprint = {
         "benchmark": "filter",
         "model": settings.model,
         "model_hash": model_hash(settings.model, settings.revision),
-        "data_hash": asked.data_hash,
+        "data_hash": loaded.data_hash,
         "split": split,
         "system_prompt": system_prompt,
-        "prompt": None if "prompt" in asked.unused_options else prompt,
+        "prompt": None if "prompt" in loaded.unused_options else prompt,
     }
     names = (
         "engine",
@@ -132,7 +136,7 @@ def sample(
     )
     fingerprint |= {name: getattr(settings, name) for name in names} | settings.described
     infer(
-        asked.problems,
+        loaded.problems,
         output=folder,
         settings=settings,
         fingerprint=fingerprint,
@@ -154,54 +158,56 @@ def filter_dataset(
     overwrite: bool = False,
     arguments: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Write a dataset with those rows of `split` whose pass rate is in `keep`, and with the other
-    splits unchanged.
+    """Write a dataset with the rows of `split` whose pass rate is in `keep`.
 
-    `arguments`: what else the choice depends on. Raises `UserError` for answers of another split,
-    or if no row is left.
+    All other splits are written unchanged. `arguments` is what the choice depends on besides, for
+    the manifest.
+
+    Raises `UserError` for answers to another split, or if no row is left.
     """
     check_input(data, split)
     tags = asked_for_tags(predictions)
-    held = content_hash([predictions])
-    found = tallies(read_predictions(predictions), rounding=rounding, answer_tags=tags)
-    _check_covered(found, data=data, split=split, predictions=predictions)
-    kept = {pid for pid, tally in found.items() if tally.rate in keep}
-    if not kept:
-        shares = Counter(f"{tally.rate:.3g}" for tally in found.values())
-        seen = ", ".join(
+    answers_hash = content_hash([predictions])
+    tally_of = tallies(read_predictions(predictions), rounding=rounding, answer_tags=tags)
+    _check_covered(tally_of, data=data, split=split, predictions=predictions)
+    chosen_ids = {pid for pid, tally in tally_of.items() if tally.rate in keep}
+    if not chosen_ids:
+        counts_by_rate = Counter(f"{tally.rate:.3g}" for tally in tally_of.values())
+        listed = ", ".join(
             f"{rate} of {count}"
-            for rate, count in sorted(shares.items(), key=lambda one: float(one[0]))
+            for rate, count in sorted(counts_by_rate.items(), key=lambda item: float(item[0]))
         )
-        raise UserError(f"keep: {keep} leaves no row; the pass rates are {seen}")
-    given = {
-        "split": split,
-        "keep": str(keep),
-        "rounding": rounding,
-        "answers": held,
-        **(arguments or {}),
-    }
+        raise UserError(f"keep: {keep} leaves no row; the pass rates are {listed}")
     description = {
         "source": "filter",
         "input": str(data),
         "revision": data_hash(data, split),
-        "arguments": given,
+        "arguments": {
+            "split": split,
+            "keep": str(keep),
+            "rounding": rounding,
+            "answers": answers_hash,
+            **(arguments or {}),
+        },
     }
     with complete_or_absent(output, description, overwrite=overwrite) as folder:
         counts = {}
         for name in split_files(data):
-            chosen = (row for row in stored_rows(data, name) if name != split or row["id"] in kept)
+            chosen = (
+                row for row in stored_rows(data, name) if name != split or row["id"] in chosen_ids
+            )
             counts[name] = dataset.write_split(
                 chosen, folder=folder, split=name, features=dataset.features_of(data, name)
             )
         lines = (
-            json.dumps({"id": pid, "right": t.right, "answers": t.answers})
-            for pid, t in found.items()
+            json.dumps({"id": pid, "right": tally.right, "answers": tally.answers})
+            for pid, tally in tally_of.items()
         )
         (folder / RATES_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
-        rates = [tally.rate for tally in found.values()]
+        rates = [tally.rate for tally in tally_of.values()]
         summary = {
             "problems": len(rates),
-            "kept": len(kept),
+            "kept": len(chosen_ids),
             "below": sum(rate < keep.low and rate not in keep for rate in rates),
             "above": sum(rate > keep.high and rate not in keep for rate in rates),
             "never_solved": sum(rate == 0 for rate in rates),
@@ -211,9 +217,7 @@ def filter_dataset(
 
 
 def check_input(data: Path, split: str) -> None:
-    """Raise `UserError` where `data` is not a prepared dataset of mathematical problems, or has no
-    such split.
-    """
+    """Raise `UserError` where `data` is no prepared dataset of mathematics, or has no such split."""
     manifest = read_manifest(data)
     if manifest is None:
         raise UserError(
@@ -230,45 +234,54 @@ def check_input(data: Path, split: str) -> None:
 
 
 def check_output(data: Path, output: Path) -> None:
-    """Before anything is sampled: raise `UserError` where `output` could not be written."""
+    """Raise `UserError` where `output` could not be written, before anything is sampled."""
     if output.resolve() == data.resolve():
         raise UserError(f"output: {str(output)!r} is the dataset to filter; choose another folder")
     refuse_foreign(output.resolve())
 
 
 def asked_for_tags(predictions: Path) -> bool:
-    """Whether the prompts of these answers asked for `<answer> </answer>`, as the fingerprint
-    beside them says.
+    """Whether the prompts of stored answers asked for `<answer> </answer>`.
+
+    The fingerprint that stands beside the answers says so.
     """
     path = predictions.parent / FILE_NAME
     fields = read(path)["fields"] if path.is_file() else {}
     return asks_for_answer_tags(fields.get("system_prompt"), fields.get("prompt"))
 
 
-def _check_covered(found: Mapping[str, Tally], data: Path, split: str, predictions: Path) -> None:
-    """The same number of answers to each row of the split, and to nothing else."""
+def _check_covered(
+    tally_of: Mapping[str, Tally], data: Path, split: str, predictions: Path
+) -> None:
+    """Check that there are as many answers to each row of a split, and none to any other row.
+
+    Raises `UserError` where that is not so.
+    """
     ids = set(dataset.load_split(data, split)["id"])
-    missing = sorted(ids - found.keys())
-    foreign = sorted(found.keys() - ids)
+    missing = sorted(ids - tally_of.keys())
+    foreign = sorted(tally_of.keys() - ids)
     if missing or foreign:
-        name, what = (
-            (missing[0], "has no answer")
-            if missing
-            else (foreign[0], f"is not in the split {split!r}")
-        )
+        if missing:
+            name = missing[0]
+            fault = "has no answer"
+        else:
+            name = foreign[0]
+            fault = f"is not in the split {split!r}"
         raise UserError(
-            f"predictions: {name!r} {what} in {str(predictions)!r} ({len(missing)} of {len(ids)} "
+            f"predictions: {name!r} {fault} in {str(predictions)!r} ({len(missing)} of {len(ids)} "
             f"rows have none, {len(foreign)} rows are others); sample the whole split"
         )
-    counts = Counter(tally.answers for tally in found.values())
+    counts = Counter(tally.answers for tally in tally_of.values())
     if len(counts) > 1:
-        few = min(counts)
-        many = max(counts)
-        unlike = f"{str(predictions)!r} has {few} answers to some problems and {many} to others"
+        unlike = (
+            f"{str(predictions)!r} has {min(counts)} answers to some problems and {max(counts)} "
+            "to others"
+        )
         raise UserError(f"predictions: {unlike}; finish the sampling with the same command")
 
 
 def in_words(manifest: Manifest) -> str:
+    """Return a sentence on what a filter kept, by the manifest of its output."""
     facts = manifest["filtered"]
     keep = manifest["arguments"]["keep"]
     rows = ", ".join(

@@ -1,7 +1,7 @@
-"""Forecasts on what attenuation would act, from several answers to each problem.
+"""Forecasts on which groups ADORA's attenuation would act, from several answers to each problem.
 
-Whether it then helps depends on whether short right answers are guesses, which no figure of these
-can say: see docs/experiments.md for tasks where the outcome is known.
+Whether it then helps depends on whether short right answers are guesses, which none of these figures
+can say. docs/experiments.md has tasks whose outcome is known.
 """
 
 import json
@@ -25,15 +25,18 @@ from adora_vl.evals.scoring.statistics import paired_t, wilson
 from adora_vl.utils.errors import UserError, in_one_line
 from data_prep.filter import asked_for_tags
 
-FIRST_GROUPS = 512  # of a recorded run: its start, which the training has not changed yet
-_FEW = 20  # groups with signal, below which nothing is said
-# shares of them that would be attenuated
+# Only so many groups of a recorded run are read: its start, where training has changed little yet.
+FIRST_GROUPS = 512
+_FEW = 20  # with fewer groups that have a signal, no forecast is made
+# Below and above these shares of groups, attenuation would act on little or on much.
 _LITTLE = 0.1
 _MUCH = 0.5
 
 
 @dataclass(frozen=True)
 class Share:
+    """A share of a total, which is printed with its 95 % interval (Wilson)."""
+
     count: int
     total: int
 
@@ -47,6 +50,7 @@ class Share:
 
     @property
     def value(self) -> float:
+        """The share itself; NaN of nothing."""
         return self.count / self.total if self.total else math.nan
 
 
@@ -55,14 +59,15 @@ class Forecast:
     """What ADORA's length criterion says of groups of answers whose rewards differ."""
 
     groups: int
-    tds: Share  # of the groups with signal
-    ties: Share  # of those that are TDS
+    tds: Share  # the share of groups with signal that are TDS
+    ties: Share  # the share of TDS groups whose lengths are tied
     short_only: Share  # TDS groups in which no right answer is longer than a wrong one
     longest: Share  # right answers among the longest of groups with signal and lengths that differ
-    shortest: Share
+    shortest: Share  # right answers among the shortest of the same groups
     ahead: tuple[float, float]  # 95 % interval of longest minus shortest, paired
 
     def lines(self) -> list[str]:
+        """The lines that are printed: a table of the shares, and the sentence."""
         low, high = self.ahead
         rows = (
             ("groups with signal, of all", Share(self.tds.total, self.groups)),
@@ -79,43 +84,37 @@ class Forecast:
         return [*(f"{title:43}{cell}" for title, cell in rows), self.sentence()]
 
     def sentence(self) -> str:
+        """A sentence on how much attenuation would act, and on which groups."""
         if self.tds.total < _FEW:
             return (
                 f"Only {self.tds.total} groups carry a signal, too few to say anything; take "
                 "more problems."
             )
         low, high = self.ahead
-        where = (
-            "short answers are right more often than long ones"
-            if high < 0
-            else (
-                "long answers are right more often than short ones"
-                if low > 0
-                else "length says nothing of what is right"
-            )
-        )
+        if high < 0:
+            lengths = "short answers are right more often than long ones"
+        elif low > 0:
+            lengths = "long answers are right more often than short ones"
+        else:
+            lengths = "length says nothing of what is right"
         share = self.tds.value
         if share < _LITTLE:
             return (
                 f"Attenuation would hardly act: {share:.0%} of the groups with signal are TDS; "
-                f"{where}."
+                f"{lengths}."
             )
-        how = (
-            "on most of what there is to learn from"
-            if share > _MUCH
-            else "on some of what there is to learn from"
-        )
-        on = (
-            "those in which short answers win"
-            if self.short_only.value > _MUCH
-            else "groups whose lengths overlap"
-        )
+        extent = "on some of what there is to learn from"
+        if share > _MUCH:
+            extent = "on most of what there is to learn from"
+        kind = "groups whose lengths overlap"
+        if self.short_only.value > _MUCH:
+            kind = "those in which short answers win"
         ties = f", and {self.ties.value:.0%} of them are ties" if self.ties.value > _LITTLE else ""
-        return f"Attenuation would act {how} ({share:.0%} TDS), mostly {on}{ties}; {where}."
+        return f"Attenuation would act {extent} ({share:.0%} TDS), mostly {kind}{ties}; {lengths}."
 
 
 def forecast(groups: Groups) -> Forecast:
-    """The forecast of whole groups, (P, G).
+    """Make the forecast of whole groups, whose tensors are (P, G): problems by answers.
 
     Groups whose rewards are all equal teach nothing, and count nowhere.
     """
@@ -125,42 +124,43 @@ def forecast(groups: Groups) -> Forecast:
     wrong_lengths_PG = torch.where(groups.wrong_PG, groups.lengths_PG.float(), torch.inf)
     short_P = tds_P & (groups.longest_correct_P <= wrong_lengths_PG.amin(dim=1))
     pairs = _ends(groups, signal_P)
-    ahead = (
-        paired_t([long - short for long, short in pairs])
-        if len(pairs) > 1
-        else (math.nan, math.nan)
-    )
-    longest, shortest = (Share(round(sum(one[i] for one in pairs)), len(pairs)) for i in (0, 1))
+    ahead = (math.nan, math.nan)
+    if len(pairs) > 1:
+        ahead = paired_t([longest - shortest for longest, shortest in pairs])
+    right_longest = sum(longest for longest, _ in pairs)
+    right_shortest = sum(shortest for _, shortest in pairs)
     tds = int(tds_P.sum())
     return Forecast(
         groups=len(signal_P),
         tds=Share(tds, int(signal_P.sum())),
         ties=Share(int((weighing.ties_P & signal_P).sum()), tds),
         short_only=Share(int(short_P.sum()), tds),
-        longest=longest,
-        shortest=shortest,
+        longest=Share(round(right_longest), len(pairs)),
+        shortest=Share(round(right_shortest), len(pairs)),
         ahead=ahead,
     )
 
 
 def _ends(groups: Groups, signal_P: torch.Tensor) -> list[tuple[float, float]]:
-    """How many of the longest and of the shortest answers are right, group by group, as shares."""
-    found: list[tuple[float, float]] = []
+    """Return the shares of right answers among the longest and the shortest of each group.
+
+    Groups whose answers all have one length are left out.
+    """
+    pairs: list[tuple[float, float]] = []
     correct_PG = groups.correct_PG
     scored_PG = groups.scored_PG
     for p in signal_P.nonzero()[:, 0].tolist():
         lengths = groups.lengths_PG[p][scored_PG[p]]
         right = correct_PG[p][scored_PG[p]].float()
         if lengths.min() < lengths.max():
-            longest, shortest = (
-                right[lengths == end].mean().item() for end in (lengths.max(), lengths.min())
-            )
-            found.append((longest, shortest))
-    return found
+            longest = right[lengths == lengths.max()].mean().item()
+            shortest = right[lengths == lengths.min()].mean().item()
+            pairs.append((longest, shortest))
+    return pairs
 
 
 def recorded(run: Path) -> Groups:
-    """The first groups that a run has recorded (docs/report.md).
+    """Read the first groups that a run has recorded (docs/report.md).
 
     Raises `UserError` where `run` has no record.
     """
@@ -171,10 +171,10 @@ def recorded(run: Path) -> Groups:
             "answers"
         )
     try:
-        held = dataset(files)
-        settings = json.loads(held.schema.metadata[b"adora_vl"])
+        record = dataset(files)
+        settings = json.loads(record.schema.metadata[b"adora_vl"])
         size = int(settings["num_generations"])
-        columns = held.head(
+        columns = record.head(
             FIRST_GROUPS * size, columns=["reward", "length", "truncated"]
         ).to_pydict()
     except (pa.ArrowException, OSError, LookupError, TypeError, ValueError) as error:
@@ -186,9 +186,11 @@ def recorded(run: Path) -> Groups:
 
 
 def sampled(predictions: Path) -> Groups:
-    """The groups of stored answers, graded as in training.
+    """Read the groups of stored answers, graded as in training.
 
-    Raises `UserError` where their lengths are not known.
+    Problems with fewer answers than the most are left out.
+
+    Raises `UserError` where there is but one answer to a problem, or lengths are not known.
     """
     benchmark = named("geometry3k")
     options = GraderOptions(answer_tags=asked_for_tags(predictions))
@@ -196,7 +198,7 @@ def sampled(predictions: Path) -> Groups:
     for row in read_predictions(predictions):
         rows[row["pid"]].append(row)
     size = max(map(len, rows.values()), default=0)
-    flat = [row for own in rows.values() if len(own) == size for row in own]
+    flat = [row for group in rows.values() if len(group) == size for row in group]
     if size < 2 or any(row.get("n_tokens") is None for row in flat):
         raise UserError(
             f"attenuation: {str(predictions)!r} has {size} answers to a problem, or not their "
@@ -209,13 +211,17 @@ def sampled(predictions: Path) -> Groups:
 
 
 def _groups(columns: Sequence[Sequence[float]], size: int, above: float) -> Groups:
-    rewards, lengths, truncated = (torch.tensor(column).view(-1, size) for column in columns)
+    """Group the rewards, lengths and truncations of answers, `size` answers to each problem."""
+    rewards, lengths, truncated = columns
     return Groups(
-        rewards_PG=rewards, lengths_PG=lengths, truncated_PG=truncated, correct_above=above
+        rewards_PG=torch.tensor(rewards).view(-1, size),
+        lengths_PG=torch.tensor(lengths).view(-1, size),
+        truncated_PG=torch.tensor(truncated).view(-1, size),
+        correct_above=above,
     )
 
 
-def of(place: Path) -> Forecast:
-    """The forecast of a run's folder, of a folder of stored answers, or of a file of them."""
-    file = place / PREDICTIONS if place.is_dir() else place
-    return forecast(sampled(file) if file.is_file() else recorded(place))
+def of(path: Path) -> Forecast:
+    """Make the forecast of a run's folder, a folder of stored answers, or a file of them."""
+    file = path / PREDICTIONS if path.is_dir() else path
+    return forecast(sampled(file) if file.is_file() else recorded(path))

@@ -1,4 +1,8 @@
-"""Geometry3K: the authors' folders and zips, or the preset of `convert` that reads its tables."""
+"""Prepares Geometry3K from the authors' folders and zip files, or from tables on the hub.
+
+Tables are read with the preset of the command `convert`. Without the pictures, the logic forms and
+the facts of the problems are sources too.
+"""
 
 import random
 import re
@@ -37,7 +41,7 @@ _SEGMENT = re.compile(  # over two points, however many letters follow
 _ARC = re.compile(
     rf"\\(?:widehat|overarc|arc|wideparen)(?:\s+|(?=[A-Z]))((?:[A-Z]'?\s*){{1,3}}{_POINT})"
 )
-# Words that the texts write as commands, which LaTeX does not have.
+# The texts write these words as commands, which LaTeX does not have.
 _SHAPE = re.compile(
     r"\\(parallelogram|rectangle|rhombus|trapezoid|quadrilateral|pentagon|hexagon|octagon|kite|circle)(?![A-Za-z])"
 )
@@ -58,8 +62,10 @@ _TIDY = (
 
 
 def readable(text: str) -> str:
-    r"""`m \widehat{A B}` for `m \widehat A B`, `\sqrt{3}` for `\sqrt { 3 }`, `parallelogram` for
-    `\parallelogram`.
+    r"""Write the text of a problem in LaTeX that can be read.
+
+    `m \widehat A B` becomes `m \widehat{A B}`, `\sqrt { 3 }` becomes `\sqrt{3}`, and
+    `\parallelogram` becomes `parallelogram`.
     """
     text = _SEGMENT.sub(r"\\\1{\2 \3}", text)
     text = _ARC.sub(lambda match: rf"\widehat{{{match[1]}}}", text)
@@ -75,7 +81,7 @@ _SPLITS = ("train", "val", "test")
 
 @dataclass(frozen=True)
 class ProblemFolder:
-    """One problem's folder: `path`, or the folder `inside` the zip file `path`."""
+    """The folder of one problem: `path`, or the folder `inside` the zip file `path`."""
 
     path: Path
     inside: str | None = None
@@ -85,12 +91,14 @@ class ProblemFolder:
 
     @property
     def number(self) -> int:
+        """The number of the problem, which is the name of its folder."""
         return int((self.inside or self.path.name).rstrip("/").rsplit("/", 1)[-1])
 
     def read(self, name: str) -> bytes:
-        """The bytes of a file.
+        """Return the bytes of the file `name`.
 
-        Raises `OSError`, also for a damaged or encrypted member of a zip file.
+        Raises `OSError`, also for a damaged or encrypted member of a zip file, and for a file that
+        is too large.
         """
         if self.inside is None:
             path = self.path / name
@@ -116,48 +124,53 @@ class ProblemFolder:
 
 
 def problem_folders(root: Path) -> dict[str, list[ProblemFolder]]:
-    """The problems of the authors' splits `train`, `val` and `test`, by number; a split without any
-    is left out.
+    """Find the problems of the authors' splits `train`, `val` and `test`, sorted by number.
 
-    `root`: one zip file, or a folder with folders `train/` ... or zip files of any name, whose
+    `root` is one zip file, or a folder with folders `train/` ... or zip files of any name, whose
     splits are those of the folders inside. A split is read from its folder, else from the zip file
-    of its name, else from the only one that has it. Raises `UserError` for a bad zip file, for two
-    that have one split, and where `root` holds no problem.
+    of its name, else from the only zip file that has it. A split without problems is left out.
+
+    Raises `UserError` for a bad zip file, for two that have one split, and where `root` has no
+    problem.
     """
     if root.is_file():
-        found = _zipped(root)
+        problems = _zipped(root)
     elif root.is_dir():
         numbered = {
             split: [path for path in root.glob(f"{split}/*/") if path.name.isdecimal()]
             for split in _SPLITS
         }
-        found = {
+        problems = {
             split: [ProblemFolder(path) for path in paths]
             for split, paths in numbered.items()
             if paths
         }
-        if len(found) < len(_SPLITS):
-            found = _from_zips(sorted(root.glob("*.zip"))) | found
+        if len(problems) < len(_SPLITS):
+            problems = _from_zips(sorted(root.glob("*.zip"))) | problems
     else:
         raise UserError(f"input: there is no file or folder {str(root)!r}")
-    if not found:
+    if not problems:
         raise UserError(
             f"input: {str(root)!r} has no problem folder such as train/0 with a data.json, and no "
             f"zip file with one; give the folder that holds {', '.join(_SPLITS)}, or a zip file "
             "of it"
         )
-    held = {split: found[split] for split in _SPLITS if split in found}
     return {
-        split: sorted(folders, key=lambda one: (one.number, str(one)))
-        for split, folders in held.items()
+        split: sorted(problems[split], key=lambda folder: (folder.number, str(folder)))
+        for split in _SPLITS
+        if split in problems
     }
 
 
 def _from_zips(paths: list[Path]) -> dict[str, list[ProblemFolder]]:
-    held = {path: _zipped(path) for path in paths}
-    found = {}
+    """Find the problems of zip files by split.
+
+    Raises `UserError` where two files have one split, and the name of neither says which to take.
+    """
+    by_file = {path: _zipped(path) for path in paths}
+    problems = {}
     for split in _SPLITS:
-        having = [path for path in paths if split in held[path]]
+        having = [path for path in paths if split in by_file[path]]
         named = [path for path in having if path.stem == split] or having
         if len(named) > 1:
             names = " and ".join(repr(str(path)) for path in named[:2])
@@ -165,13 +178,16 @@ def _from_zips(paths: list[Path]) -> dict[str, list[ProblemFolder]]:
                 f"input: {names} both hold problems of {split!r}; give one of them with --input"
             )
         if named:
-            found[split] = held[named[0]][split]
-    return found
+            problems[split] = by_file[named[0]][split]
+    return problems
 
 
 def _zipped(path: Path) -> dict[str, list[ProblemFolder]]:
-    """The numbered folders of a zip file by the split folder above them; where none has one, by the
-    file's own name.
+    """Find the numbered folders of a zip file by the split folder above them.
+
+    Where there is no folder of a split, the file's name is the split.
+
+    Raises `UserError` for a file that cannot be read, or whose problems belong to no split.
     """
     try:
         names = _archive(path).namelist()
@@ -190,38 +206,38 @@ def _zipped(path: Path) -> dict[str, list[ProblemFolder]]:
             nowhere = f"the problems in {str(path)!r} are in no folder {', '.join(_SPLITS)}"
             raise UserError(f"input: {nowhere}; call the file after its split, such as train.zip")
         within = dict.fromkeys(folders, path.stem)
-    held = {
-        split: [ProblemFolder(path, folder) for folder, its in within.items() if its == split]
-        for split in _SPLITS
-    }
-    return {split: found for split, found in held.items() if found}
+    problems: dict[str, list[ProblemFolder]] = {}
+    for split in _SPLITS:
+        inside = [folder for folder, its_split in within.items() if its_split == split]
+        if inside:
+            problems[split] = [ProblemFolder(path, folder) for folder in inside]
+    return problems
 
 
 @lru_cache(maxsize=4)
 def _archive(path: Path) -> zipfile.ZipFile:
-    """Opened once in each process; it is closed with it."""
+    """Open a zip file, once in each process; it stays open until the process ends."""
     return zipfile.ZipFile(path)
 
 
-# point: with every vertex lettered
-DIAGRAMS = {
-    "plain": "img_diagram.png",
-    "point": "img_diagram_point.png",
-}
-_OUR_SPLITS = {"train": "train", "val": "validation", "test": "test"}  # theirs: ours
+# The files of a problem's diagram; in `point` every vertex has a letter.
+DIAGRAMS = {"plain": "img_diagram.png", "point": "img_diagram_point.png"}
+_OUR_SPLITS = {"train": "train", "val": "validation", "test": "test"}  # the authors' name: ours
 
 
 def problems_of_folders(root: Path, diagram: str = "plain") -> dict[str, SplitReads]:
-    """The problems of the authors' folders or zip files, in the order of their numbers.
+    """Return the problems of the authors' folders or zip files, in the order of their numbers.
 
-    Raises `UserError`.
+    `diagram` is a key of `DIAGRAMS`.
+
+    Raises `UserError` as `problem_folders`.
     """
-    held = {_OUR_SPLITS[name]: folders for name, folders in problem_folders(root).items()}
-    reads = {
-        split: [partial(_read_folder, folder, split, DIAGRAMS[diagram]) for folder in folders]
-        for split, folders in held.items()
-    }
-    return {split: SplitReads(partial(iter, found), len(found)) for split, found in reads.items()}
+    splits = {}
+    for name, folders in problem_folders(root).items():
+        split = _OUR_SPLITS[name]
+        calls = [partial(_read_folder, folder, split, DIAGRAMS[diagram]) for folder in folders]
+        splits[split] = SplitReads(partial(iter, calls), len(calls))
+    return splits
 
 
 def _read_folder(folder: ProblemFolder, split: str, diagram: str) -> RawProblem:
@@ -278,7 +294,10 @@ def _read_folder(folder: ProblemFolder, split: str, diagram: str) -> RawProblem:
 
 
 def with_facts(facts: str | None, row_id: str) -> dict[str, Any]:
-    """The column `facts`, null and counted where there are none that suffice."""
+    """Return the fields of a `RawProblem` for the column `facts`.
+
+    Where no facts suffice, the column is null and the row is noted.
+    """
     return {"extras": {"facts": facts}, "notes": {} if facts else {"no_facts": row_id}}
 
 
@@ -287,70 +306,74 @@ REDRAWN = "geometry3k, redrawn"
 
 
 def problems_of_facts(path: Path, texts: Path | None) -> dict[str, SplitReads]:
-    """The problems whose facts determine their answers, with or without the texts of a table.
+    """Return the problems whose facts determine their answers, with the texts of a table or without.
 
-    Raises `UserError`.
+    Raises `UserError` as `forms_in` and `_texts_of`.
     """
     if texts is None:
         return solved_problems(forms_in(path), None)
-    wanted = {
+    texts_by_number = {
         number: Text(split=split, problem=problem, answer=answer)
         for split, number, problem, answer in _texts_of(texts)
     }
-    return solved_problems(forms_in(path), wanted)
+    return solved_problems(forms_in(path), texts_by_number)
 
 
 def _texts_of(texts: Path) -> Iterator[tuple[str, str, str, str]]:
-    """Of each row of a table with the questions: our split, the number of its problem, its text and
-    its answer.
+    """Read a table with the questions.
+
+    Yields our split, the number of the problem, its text and its answer for each row.
 
     Raises `UserError` for a row that lacks one of them.
     """
     for where, record in open_table(texts, _TEXTS)[1]():
         row = record if isinstance(record, dict) else {}
-        place = re.search(r"(?:^|[/\"'])(train|val|test)/(\d+)/", str(row.get("images")))
+        path = re.search(r"(?:^|[/\"'])(train|val|test)/(\d+)/", str(row.get("images")))
         question = text_of_chat(row.get("messages"))
         answer = row.get("solution")
-        if place is None or question is None or not isinstance(answer, str):
+        if path is None or question is None or not isinstance(answer, str):
             raise UserError(
                 f"texts: {where} of {str(texts)!r} lacks messages with one question, a solution, "
                 "or images with a path such as test/2401/img_diagram.png; put them in"
             )
         problem = readable(without_instruction(question.replace(PLACEHOLDER, " ").strip())[0])
-        yield _OUR_SPLITS[place[1]], place[2], problem, answer
+        yield _OUR_SPLITS[path[1]], path[2], problem, answer
 
 
 def problems_of_forms(path: Path, texts: Path | None) -> dict[str, SplitReads]:
-    """The problems of `texts` whose diagrams can be redrawn from the logic forms of `path`.
+    """Return the problems of `texts` whose diagrams can be redrawn from the logic forms of `path`.
 
-    Raises `UserError`.
+    How many cannot be redrawn is printed.
+
+    Raises `UserError` where `texts` is missing, and as `read_forms` and `_texts_of`.
     """
     if texts is None:
         raise UserError(
             "texts: missing; --source logic-forms has no questions, so name a table that has them"
         )
     forms = read_forms(path)
-    held: dict[str, list[Callable[[], RawProblem]]] = {split: [] for split in _OUR_SPLITS.values()}
+    calls: dict[str, list[Callable[[], RawProblem]]] = {split: [] for split in _OUR_SPLITS.values()}
     undrawn = 0
     for split, number, problem, answer in _texts_of(texts):
         form = forms.get(int(number))
         if form is None or not can_be_drawn(form):
             undrawn += 1
         else:
-            held[split].append(partial(_redrawn, form, split, number, problem, answer))
+            calls[split].append(partial(_redrawn, form, split, number, problem, answer))
     if undrawn:
         print(
             f"{amount(undrawn, 'problem')} of {str(texts)!r} left out: not all points of the "
             "diagram have a place"
         )
     return {
-        split: SplitReads(partial(iter, reads), len(reads))
-        for split, reads in held.items()
-        if reads
+        split: SplitReads(partial(iter, split_calls), len(split_calls))
+        for split, split_calls in calls.items()
+        if split_calls
     }
 
 
 def _redrawn(form: Form, split: str, number: str, problem: str, answer: str) -> RawProblem:
+    """Make the problem of a logic form, with its diagram drawn anew."""
     row_id = f"geometry3k/{split}/{number}"
     facts = with_facts(facts_in_words(form, problem), row_id)
     return RawProblem(
@@ -371,9 +394,9 @@ def _field(
     path: str,
     name: str,
     kind: type[str] | type[list[str]],
-    default: Any = None,
+    default: object = None,
 ) -> Any:
-    """`data[name]`, a text or a list of texts.
+    """Return `data[name]`, a text or a list of texts.
 
     Raises `RowError` where it is neither, or missing without a default.
     """
@@ -381,8 +404,10 @@ def _field(
     if isinstance(value, kind) and all(isinstance(item, str) and storable(item) for item in value):
         return value
     expected = "a text" if kind is str else "a list of texts"
-    found = f"{value!r:.60}" if name in data else "missing"
-    raise refuse("field_type", f"{name!r} is {found}", f"make it {expected} in {path}", record=data)
+    actual = f"{value!r:.60}" if name in data else "missing"
+    raise refuse(
+        "field_type", f"{name!r} is {actual}", f"make it {expected} in {path}", record=data
+    )
 
 
 SOURCES = ("hub", "parquet", "intergps", FORMS := "logic-forms", FACTS := "facts")
@@ -398,19 +423,23 @@ def open_source(
     diagram: str | None = None,
     texts: str | None = None,
 ) -> tuple[dict[str, SplitReads], str | None]:
-    """The rows of a source of `SOURCES` at a dataset id or a path, and the commit of the hub.
+    """Open a source of `SOURCES` at a dataset id or a path.
 
-    Raises `UserError`.
+    Returns the rows of its splits, and the commit where the source is the hub, else None.
+
+    Raises `UserError` for an option that belongs to another source, for a missing path, and for data
+    that cannot be read.
     """
-    own = (
+    # Each option with its value and the sources that it is for.
+    limited_options = (
         ("revision", revision, ("hub",)),
         ("diagram", diagram, ("intergps",)),
         ("texts", texts, (FORMS, FACTS)),
     )
-    for name, value, of in own:
-        if value is not None and kind not in of:
+    for name, value, sources in limited_options:
+        if value is not None and kind not in sources:
             raise UserError(
-                f"{name}: {value!r} is for --source {of[0]} alone; leave it out with --source "
+                f"{name}: {value!r} is for --source {sources[0]} alone; leave it out with --source "
                 f"{kind}"
             )
     if kind != "hub" and not location:
@@ -440,8 +469,9 @@ def open_source(
 
 @dataclass(frozen=True)
 class Options(Cleaning):
-    """The options that decide which rows are kept: of the `limit` the first ones, or with a `seed`
-    a random sample.
+    """The options that decide which rows there are.
+
+    `limit` takes the first rows of each split, or with a `seed` a random sample.
     """
 
     seed: int | None = None
@@ -461,29 +491,35 @@ def prepare_geometry3k(
 ) -> Manifest:
     """Prepare Geometry3K from `source` (one of `SOURCES`) at `location`, a dataset id or a path.
 
+    `revision` is the branch, tag or commit on the hub. `workers` is the number of processes that
+    clean rows, on which the output does not depend. `overwrite` replaces another prepared dataset
+    at `output`; one of the same source and options is always replaced.
+
     Returns the manifest.
 
-    `revision`: of the hub. `workers`: processes that clean rows, on which the output does not
-    depend. `overwrite`: another prepared dataset at `output`; the same one is always replaced.
-    Raises `UserError`, as `prepare` does.
+    Raises `UserError` as `open_source` and `prepare`.
     """
-    wanted = options or Options()
-    if wanted.seed is not None and wanted.limit is None:
+    chosen_options = options or Options()
+    if chosen_options.seed is not None and chosen_options.limit is None:
         raise UserError(
-            f"seed: {wanted.seed} has nothing to choose without --limit; give both or none"
+            f"seed: {chosen_options.seed} has nothing to choose without --limit; give both or none"
         )
 
     def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
         splits, commit = open_source(
-            source, location=location, revision=revision, diagram=wanted.diagram, texts=wanted.texts
+            source,
+            location=location,
+            revision=revision,
+            diagram=chosen_options.diagram,
+            texts=chosen_options.texts,
         )
         description: dict[str, Any] = {
             "source": f"geometry3k/{source}",
             "input": location or PRESET_ID,
         }
-        description |= {"revision": commit, "arguments": recorded(asdict(wanted))}
+        description |= {"revision": commit, "arguments": recorded(asdict(chosen_options))}
         return description, {
-            split: _chosen_of(split, found, wanted) for split, found in splits.items()
+            split: _chosen_of(split, rows, chosen_options) for split, rows in splits.items()
         }
 
     features = None
@@ -491,23 +527,21 @@ def prepare_geometry3k(
         features = replace(PRESET.columns, extras=(("facts", "facts"),)).features
     if source == FACTS:
         features = features_with_figure()
-    return prepare(output, wanted, begin, features, workers=workers, overwrite=overwrite)
+    return prepare(output, chosen_options, begin, features, workers=workers, overwrite=overwrite)
 
 
-def _chosen_of(split: str, found: SplitReads, options: Options) -> SplitReads:
-    """The rows to read of one split: the first ones, or with a seed a sample that every split draws
-    for itself.
-    """
-    assert found.total is not None
-    count = min(found.total, options.limit or found.total)
+def _chosen_of(split: str, rows: SplitReads, options: Options) -> SplitReads:
+    """Return the rows of one split that `limit` and `seed` choose; each split is drawn by itself."""
+    assert rows.total is not None
+    count = min(rows.total, options.limit or rows.total)
     chosen: range | set[int] = range(count)
-    if options.seed is not None and count < found.total:
-        chosen = set(random.Random(f"{options.seed}/{split}").sample(range(found.total), count))
+    if options.seed is not None and count < rows.total:
+        chosen = set(random.Random(f"{options.seed}/{split}").sample(range(rows.total), count))
 
     def problems() -> Reads:
-        # `islice` ends without reading the rest of the source
+        # `islice` ends without reading the rest of the source.
         return islice(
-            (read for index, read in enumerate(found.problems()) if index in chosen), count
+            (read for index, read in enumerate(rows.problems()) if index in chosen), count
         )
 
     return SplitReads(problems, count)

@@ -41,8 +41,8 @@ def read_forms(path: Path) -> dict[int, Form]:
     """
     try:
         content = path.read_bytes()
-        held = read_json(gzip.decompress(content) if path.suffix == ".gz" else content)
-        return {int(number): form_of(form) for number, form in held.items()}
+        records = read_json(gzip.decompress(content) if path.suffix == ".gz" else content)
+        return {int(number): form_of(form) for number, form in records.items()}
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"input: {str(path)!r} has no logic forms ({type(error).__name__}: {error}); give a "
@@ -58,16 +58,19 @@ def facts_in_words(form: Form, problem: str) -> str | None:
     region, or a shape that the annotation does not name, and where it speaks of a point, an unknown
     or an angle that they do not have.
     """
-    said = [
+    fact_sentences = [
         in_words(term)
         for term in form.terms
         if term is None or not term.head.startswith("PointLies")
     ]
-    if None in said or re.search(r"\b(?:shaded|blue|green|red|yellow)\b", problem, re.IGNORECASE):
+    if None in fact_sentences or re.search(
+        r"\b(?:shaded|blue|green|red|yellow)\b", problem, re.IGNORECASE
+    ):
         return None
     several = [(_list(row), set(row) <= form.points.keys()) for row in form.rows if len(row) > 2]
     rows = [
-        f"{points} lie on one line{', in this order' if known else ''}" for points, known in several
+        f"{points} lie on one line{', in this order' if is_ordered else ''}"
+        for points, is_ordered in several
     ]
     segments = [_joined(row) for row in form.rows if len(row) == 2]
     drawn = [f"drawn segments: {', '.join(segments)}"] if segments else []
@@ -77,8 +80,10 @@ def facts_in_words(form: Form, problem: str) -> str | None:
         else f"{centre} is the centre of a circle"
         for (centre, _), on in form.rounds.items()
     ]
-    sentences = [*rows, *drawn, *circles, *(each for each in said if each)]
-    text = ". ".join(f"{each[0].upper()}{each[1:]}" for each in dict.fromkeys(sentences))
+    sentences = [*rows, *drawn, *circles, *(sentence for sentence in fact_sentences if sentence)]
+    text = ". ".join(
+        f"{sentence[0].upper()}{sentence[1:]}" for sentence in dict.fromkeys(sentences)
+    )
     return f"{text}." if text and _suffices(text, form) else None
 
 
@@ -87,11 +92,14 @@ def _suffices(text: str, form: Form) -> bool:
 
     `$` is a shape without a name, clear where it is alone.
     """
-    asked = [term_of(each) for each in form.question if each.strip()]
+    question_terms = [term_of(part) for part in form.question if part.strip()]
     on_lines = {name for row in form.rows for name in row}
-    known = on_lines.union(*form.rounds.values()) | {centre for centre, _ in form.rounds}
-    given = [text, *(str(in_words(term)) for term in asked if term and term.head != "Find")]
-    for term in _all(each for each in asked if each):
+    named_points = on_lines.union(*form.rounds.values()) | {centre for centre, _ in form.rounds}
+    texts = [
+        text,
+        *(str(in_words(term)) for term in question_terms if term and term.head != "Find"),
+    ]
+    for term in _all(part for part in question_terms if part):
         head = term.head
         names = term.names
         clear = len(form.rounds) == 1 if head == "Circle" else len(on_lines) == _CORNERS.get(head)
@@ -99,12 +107,12 @@ def _suffices(text: str, form: Form) -> bool:
         number = names[0] if head == "Angle" and len(names) == 1 and names[0].isdigit() else None
         if (
             ("$" in "".join(names) and not clear)
-            or (not names and re.fullmatch("[A-Z]'?", head) and head not in known)
-            or (unknown and not re.search(rf"(?<![a-z\\]){unknown}(?![a-z])", " ".join(given)))
+            or (not names and re.fullmatch("[A-Z]'?", head) and head not in named_points)
+            or (unknown and not re.search(rf"(?<![a-z\\]){unknown}(?![a-z])", " ".join(texts)))
             or (number and not re.search(rf"\bangle {number}\b", text, re.IGNORECASE))
         ):
             return False
-    return None not in asked
+    return None not in question_terms
 
 
 def _all(terms: Iterable[Term]) -> Iterable[Term]:
@@ -119,7 +127,7 @@ def in_words(term: Term | None) -> str | None:
         return None if term is None or "$" in term.head else term.head
     head = term.head
     names = term.names
-    parts = [in_words(each) for each in term.arguments]
+    parts = [in_words(argument) for argument in term.arguments]
     if len(names) in _POINTS.get(head, ()) and all(
         re.fullmatch(rf"{POINT_NAME}|\d+", name) for name in names
     ):

@@ -78,22 +78,24 @@ def question_in_words(form: Form) -> str | None:
     """What the question of a form says and asks, as sentences; None where a part of it has no words
     here.
     """
-    said: list[str] = []
-    asked: list[str] = []
+    statements: list[str] = []
+    requests: list[str] = []
     for term in terms_of(form.question):
         if term.head == "Find":
-            wanted = noun(term.arguments[0]) if term.arguments else None
-            if wanted is None:
+            goal_noun = noun(term.arguments[0]) if term.arguments else None
+            if goal_noun is None:
                 return None
-            asked.append(f"Find {wanted}.")
+            requests.append(f"Find {goal_noun}.")
             continue
         sentence = _sentence(term)
         if sentence is None:
             return None
         if sentence:
             is_word = re.match("[a-z]{2}", sentence) is not None  # and no letter of the problem
-            said.append(f"{sentence[0].upper()}{sentence[1:]}." if is_word else f"{sentence}.")
-    return " ".join(dict.fromkeys([*said, *asked])) if asked else None
+            statements.append(
+                f"{sentence[0].upper()}{sentence[1:]}." if is_word else f"{sentence}."
+            )
+    return " ".join(dict.fromkeys([*statements, *requests])) if requests else None
 
 
 def _sentence(term: Term) -> str | None:
@@ -118,13 +120,13 @@ def _sentence(term: Term) -> str | None:
         angle = noun(term.arguments[0])
         return None if angle is None else f"{angle} is a right angle"
     parts = [noun(argument) for argument in term.arguments]
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
+    part_nouns = [part for part in parts if part is not None]
+    if len(part_nouns) < len(parts):
         return None
-    if head == "IntersectAt" and len(known) > 2:
-        return f"{', '.join(known[:-2])} and {known[-2]} meet at {known[-1]}"
+    if head == "IntersectAt" and len(part_nouns) > 2:
+        return f"{', '.join(part_nouns[:-2])} and {part_nouns[-2]} meet at {part_nouns[-1]}"
     words = _FACTS.get(head)
-    return words.format(*known) if words and len(known) == 2 else None
+    return words.format(*part_nouns) if words and len(part_nouns) == 2 else None
 
 
 def _kind(term: Term) -> str | None:
@@ -141,7 +143,7 @@ def _kind(term: Term) -> str | None:
 
 
 def _equation(term: Term) -> str | None:
-    left, right = (noun(side) for side in term.arguments)
+    left, right = [noun(side) for side in term.arguments]
     if left is None or right is None or term.arguments[0].head in CORNERS:
         return "" if term.arguments[0].head in CORNERS else None
     if term.arguments[1].head in ("AltitudeOf", "HypotenuseOf", "BaseOf", "SideOf", "HeightOf"):
@@ -179,23 +181,23 @@ def noun(term: Term) -> str | None:
         inner_noun = noun(term.arguments[0])
         return inner_noun and f"{head.lower()} {inner_noun}"
     parts = [noun(argument) for argument in term.arguments]
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
+    part_nouns = [part for part in parts if part is not None]
+    if len(part_nouns) < len(parts):
         return None
-    if len(known) == 1:
+    if len(part_nouns) == 1:
         if head == "RatioOf":
-            return f"{known[0]} as a fraction"
+            return f"{part_nouns[0]} as a fraction"
         words = _MEASURES.get(head)
         trigonometric = head in ("SinOf", "CosOf", "TanOf")
         return (
-            words.format(known[0].removeprefix("angle ") if trigonometric else known[0])
+            words.format(part_nouns[0].removeprefix("angle ") if trigonometric else part_nouns[0])
             if words
             else None
         )
     if head in ("SumOf", "Add"):
-        return " + ".join(known)
+        return " + ".join(part_nouns)
     words = _TWO.get(head)
-    return words.format(*known) if words and len(known) == 2 else None
+    return words.format(*part_nouns) if words and len(part_nouns) == 2 else None
 
 
 def _leaf(text: str) -> str | None:

@@ -91,33 +91,31 @@ class Solved:
         }
 
 
-def forms_in(place: Path) -> dict[str, Form]:
+def forms_in(file: Path) -> dict[str, Form]:
     """The forms of a file: logic forms (.json, .json.gz) by their names, or the text form of one
     problem.
 
     Raises `UserError` with the problem and what is wrong with it.
     """
-    content = _content(place)
-    suffixes = place.name.lower().removesuffix(".gz")
+    content = _content(file)
+    suffixes = file.name.lower().removesuffix(".gz")
     if not suffixes.endswith(".json"):
         try:
-            return {place.stem: form_of_text(content.decode("utf-8"))}
+            return {file.stem: form_of_text(content.decode("utf-8"))}
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"input: {str(place)!r} is no text in UTF-8 ({error.reason})"
-            ) from error
+            raise UserError(f"input: {str(file)!r} is no text in UTF-8 ({error.reason})") from error
     try:
-        held = read_json(content)
+        records = read_json(content)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"input: {str(place)!r} is not JSON ({error})") from error
-    if not isinstance(held, dict) or not held:
+        raise UserError(f"input: {str(file)!r} is not JSON ({error})") from error
+    if not isinstance(records, dict) or not records:
         raise UserError(
-            f"input: {str(place)!r} has no logic forms; give an object with one for each problem"
+            f"input: {str(file)!r} has no logic forms; give an object with one for each problem"
         )
-    if "facts" in held or "line_instances" in held:
-        held = {place.parent.name if place.stem == "logic_form" else place.stem: held}
+    if "facts" in records or "line_instances" in records:
+        records = {file.parent.name if file.stem == "logic_form" else file.stem: records}
     forms = {}
-    for name, record in held.items():
+    for name, record in records.items():
         try:
             if not isinstance(record, Mapping):
                 raise TypeError(f"it is {record!r:.40}, not an object")
@@ -126,51 +124,51 @@ def forms_in(place: Path) -> dict[str, Form]:
             needed = "points, lines, circles, facts and question"
             missing = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise UserError(
-                f"input: problem {name!r} of {str(place)!r}: {missing}; a form has {needed}"
+                f"input: problem {name!r} of {str(file)!r}: {missing}; a form has {needed}"
             ) from error
     return forms
 
 
-def _content(place: Path) -> bytes:
+def _content(file: Path) -> bytes:
     try:
-        content = place.read_bytes()
-        if place.suffix.lower() == ".gz":
+        content = file.read_bytes()
+        if file.suffix.lower() == ".gz":
             content = gzip.decompress(content)
     except (OSError, EOFError) as error:
-        raise UserError(f"input: {str(place)!r} cannot be read ({error})") from error
+        raise UserError(f"input: {str(file)!r} cannot be read ({error})") from error
     if len(content) > _MAX_BYTES:
-        raise UserError(f"input: {str(place)!r} has over {_MAX_BYTES} bytes")
+        raise UserError(f"input: {str(file)!r} has over {_MAX_BYTES} bytes")
     return content
 
 
-def golds_in(place: Path) -> dict[str, str]:
+def golds_in(file: Path) -> dict[str, str]:
     """The labels of a table by the numbers of their problems, which stand in `id` or in the paths
     of its images.
 
     Raises `UserError` for a row that has neither, and for a table that cannot be read.
     """
     golds: dict[str, str] = {}
-    for parts in open_local(place, _GOLDS).parts.values():
+    for parts in open_local(file, _GOLDS).parts.values():
         for part in parts:
             for where, record in part.begin():
                 if isinstance(record, BadRecord):
                     raise UserError(
-                        f"golds: {where} of {str(place)!r}: {record.wrong}; {record.remedy}"
+                        f"golds: {where} of {str(file)!r}: {record.wrong}; {record.remedy}"
                     )
                 gold = record.get(_GOLDS.answer)
                 number = _number_of_row(record)
                 if number is None or not isinstance(gold, str | int | float):
                     lacks = "a number in its id or in a path such as test/2401/img_diagram.png"
                     lacks = lacks if number is None else "an answer that is a text or a number"
-                    raise UserError(f"golds: {where} of {str(place)!r} lacks {lacks}")
+                    raise UserError(f"golds: {where} of {str(file)!r} lacks {lacks}")
                 golds[number] = str(gold)
     return golds
 
 
 def _number_of_row(record: Mapping[str, Any]) -> str | None:
-    own = record.get("id")
-    if own is not None and str(own).strip():
-        return str(own).split("/")[-1]
+    row_id = record.get("id")
+    if row_id is not None and str(row_id).strip():
+        return str(row_id).split("/")[-1]
     paths = record.get(_GOLDS.images[0])
     match = re.search(
         r"(?:^|[/\"'])(\d+)/[^/]*$", str(paths[0] if isinstance(paths, list) else paths)
@@ -223,7 +221,7 @@ def _counts(problems: Sequence[Solved], *, labelled: bool) -> str:
     """How many problems have which status, by how; with labels, how many of the values are theirs."""
     rows = Counter((problem.verdict.status, problem.verdict.how) for problem in problems)
     lines = [f"{amount(len(problems), 'problem')}"]
-    for (status, how), count in sorted(
+    for (status, basis), count in sorted(
         rows.items(), key=lambda item: (item[0][0] != "answered", -item[1])
     ):
         name = {
@@ -232,16 +230,20 @@ def _counts(problems: Sequence[Solved], *, labelled: bool) -> str:
             "angles": "by angles alone",
             "looks": "but for what the picture shows",
         }
-        by = name.get(how, how)
+        by = name.get(basis, basis)
         line = f"  {status:<10} {by:<32} {count:>6}  {count / len(problems):6.1%}"
         if labelled:
             agree = [
                 problem.agrees
                 for problem in problems
-                if (problem.verdict.status, problem.verdict.how) == (status, how)
+                if (problem.verdict.status, problem.verdict.how) == (status, basis)
             ]
-            known = [agrees for agrees in agree if agrees is not None]
-            line += f"  {known.count(True)} as labelled, {known.count(False)} not" if known else ""
+            comparisons = [agrees for agrees in agree if agrees is not None]
+            line += (
+                f"  {comparisons.count(True)} as labelled, {comparisons.count(False)} not"
+                if comparisons
+                else ""
+            )
         lines.append(line)
     answered = [problem for problem in problems if problem.verdict.status == "answered"]
     lines.append(
@@ -346,7 +348,7 @@ def _said(problem: Solved, form: Form) -> str:
     from adora_vl.geometry.words import words_of
 
     result = problem.verdict
-    asked = next(
+    goal_words = next(
         (words_of(term.arguments[0]) for term in terms_of(form.question) if term.head == "Find"),
         "the goal",
     )
@@ -357,7 +359,7 @@ def _said(problem: Solved, form: Form) -> str:
     if result.answer is not None and result.answer != value:
         short = f"{result.answer} = {value}"
     return (
-        f"{asked} = {short}   "
+        f"{goal_words} = {short}   "
         f"{'' if result.status == 'answered' else f'{result.status}: '}{result.why}"
     )
 
@@ -373,12 +375,12 @@ def _draw(result: Verdict, arguments: argparse.Namespace) -> None:
     )  # Pillow and matplotlib are of no use for logic forms
     from data_prep.redraw import can_be_drawn, drawn
 
-    place = arguments.picture or arguments.facts.with_suffix(".png")
+    file = arguments.picture or arguments.facts.with_suffix(".png")
     points = {name: (x, -y) for name, (x, y) in result.figure.at.items()}
     form = replace(result.figure.form, points=points)
     if not can_be_drawn(form):
         print("no picture: not all points of the facts have a place")
         return
-    with written_to("picture", place):
-        replace_file(place, png_bytes(drawn(form)))
-    print(f"picture: {place}")
+    with written_to("picture", file):
+        replace_file(file, png_bytes(drawn(form)))
+    print(f"picture: {file}")

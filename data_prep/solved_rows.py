@@ -100,8 +100,8 @@ def shows_what_is_asked(form: Form) -> bool:
     drawn_points |= {
         name for (centre, _), points in form.rounds.items() for name in (centre, *points)
     }
-    asked = {name for term in terms_of(form.question) for name in points_of(term)}
-    return asked <= drawn_points
+    question_points = {name for term in terms_of(form.question) for name in points_of(term)}
+    return question_points <= drawn_points
 
 
 def _text_of(name: str, form: Form) -> Text | None:

@@ -49,30 +49,30 @@ TextTokens = Callable[[str], int]
 
 @dataclass
 class SplitFacts:
-    """The facts of one split: how often each value of each property occurs, and numbers for every
-    row.
-    """
+    """The facts of one split: how often each value of a property occurs, and figures of each row."""
 
     counts: dict[str, Counter[str]] = field(
         default_factory=lambda: {name: Counter() for name in ("rows", *PROPERTIES)}
     )
-    tokens: array[int] = field(default_factory=lambda: array("l"))  # of the images of each row
+    tokens: array[int] = field(default_factory=lambda: array("l"))  # image tokens of each row
     characters: array[int] = field(default_factory=lambda: array("l"))  # of each problem
-    # width and height of the first images
+    # Width and height of the first images, in pixels.
     sizes: list[tuple[int, int]] = field(default_factory=list)
-    # measure, row id, problem; the longest first
+    # Length, row id and text of the longest problems, the longest first.
     longest: list[tuple[int, str, str]] = field(default_factory=list)
     gallery: list[Row] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Survey:
+    """What a prepared data set holds."""
+
     folder: Path
-    manifest: dict[str, Any]  # empty if it is none of ours
+    manifest: dict[str, Any]  # empty for a folder that `data_prep` did not make
     splits: dict[str, SplitFacts]
-    model: str | None  # whose tokens of text
-    family: str = DEFAULT_FAMILY  # whose image tokens
-    example: Row | None = None  # of which the whole prompt is shown
+    model: str | None  # the model whose tokenizer measures texts
+    family: str = DEFAULT_FAMILY  # the model_type that counts image tokens
+    example: Row | None = None  # the row whose whole prompt is printed
 
 
 def survey(
@@ -99,8 +99,8 @@ def survey(
     share = min(1.0, gallery / max(1, sum(sizes.values())))
     splits = {}
     for split, size in sizes.items():
-        wanted = min(size, max(1, round(size * share))) if gallery else 0
-        picked = {index * size // wanted for index in range(wanted)}
+        gallery_rows = min(size, max(1, round(size * share))) if gallery else 0
+        picked = {index * size // gallery_rows for index in range(gallery_rows)}
         splits[split] = _facts(folder, split=split, picked=picked, measure=measure, family=family)
     return Survey(
         folder=folder,
@@ -115,6 +115,10 @@ def survey(
 def _facts(
     folder: Path, split: str, picked: set[int], measure: TextTokens, family: str
 ) -> SplitFacts:
+    """Read every row of a split once; the rows with the indices `picked` go into the gallery.
+
+    Raises `UserError` for a row that no training could use.
+    """
     facts = SplitFacts()
     vision = VISIONS[family]
     pixels = (vision.unit, vision.min_pixels, vision.max_pixels)
@@ -162,8 +166,11 @@ def _facts(
 
 
 def _tokenizer(model: str) -> TextTokens:
-    """How many tokens the tokenizer of this model makes of a text."""
-    from transformers import AutoTokenizer  # seconds, so only where it is asked for
+    """Return what counts the tokens that the tokenizer of a model makes of a text.
+
+    Raises `UserError` where the model has no tokenizer that can be loaded.
+    """
+    from transformers import AutoTokenizer  # its import takes seconds
 
     from adora_vl.utils.hub import only_here
 
@@ -183,42 +190,43 @@ _SHOWN_CHARACTERS = 100  # of a long problem
 _SHOWN_VALUES = 20  # of a property
 
 
-def describe(found: Survey) -> str:
-    """Counts of each split, image tokens, the longest prompts, what was left out, and one whole
-    prompt.
-    """
-    shown = whole_prompt(found.example) if found.example is not None else []
-    return "\n".join([counts(found), *(["", *shown] if shown else [])])
+def describe(overview: Survey) -> str:
+    """Return the counts of each split, what was left out, and one whole prompt, as text."""
+    lines = [counts(overview)]
+    if overview.example is not None:
+        lines += ["", *whole_prompt(overview.example)]
+    return "\n".join(lines)
 
 
-def counts(found: Survey) -> str:
-    """What `describe` says, without the prompt."""
-    manifest = found.manifest
-    made = (
-        f" ({manifest['source']}, input {manifest['input'] or 'drawn'})"
-        if manifest
-        else " (no manifest of ours)"
-    )
-    unit = "characters" if found.model is None else f"tokens of {found.model}"
+def counts(overview: Survey) -> str:
+    """Return what `describe` does, without the prompt."""
+    manifest = overview.manifest
+    origin = " (no manifest of ours)"
+    if manifest:
+        origin = f" ({manifest['source']}, input {manifest['input'] or 'drawn'})"
+    unit = "characters" if overview.model is None else f"tokens of {overview.model}"
     longest = [f"longest problems ({unit}, without system prompt and image)"]
-    for split, facts in found.splits.items():
+    for split, facts in overview.splits.items():
         for measure, row_id, problem in facts.longest[:3]:
-            text = (
-                problem
-                if len(problem) <= _SHOWN_CHARACTERS
-                else problem[:_SHOWN_CHARACTERS] + "..."
-            )
+            text = problem
+            if len(problem) > _SHOWN_CHARACTERS:
+                text = problem[:_SHOWN_CHARACTERS] + "..."
             longest.append(f"  {split}  {measure:>5}  {row_id}: {text}")
-    lines = [printable(f"{found.folder}{made}"), "", *_table(found), "", *map(printable, longest)]
-    return "\n".join(
-        [*lines, *(["", *left_out] if (left_out := what_was_left_out(found.manifest)) else [])]
-    )
+    lines = [
+        printable(f"{overview.folder}{origin}"),
+        "",
+        *_table(overview),
+        "",
+        *map(printable, longest),
+    ]
+    left_out = what_was_left_out(overview.manifest)
+    if left_out:
+        lines += ["", *left_out]
+    return "\n".join(lines)
 
 
 def whole_prompt(row: Row) -> list[str]:
-    """Lines: what a model is asked for this row by the default keys of a training, from the first
-    role to the last.
-    """
+    """Return the lines of the whole prompt of a row, by the default keys of a training."""
     problem = template(DEFAULT_PROMPT)(row)
     images = len(row["images"] or [])
     fault = problem_with_prompt(problem, images)
@@ -230,7 +238,7 @@ def whole_prompt(row: Row) -> list[str]:
 
 
 def what_was_left_out(manifest: Manifest) -> list[str]:
-    """Lines on leaks, what is to be said of rows, and quarantined ones; none where there are none."""
+    """Return lines on leaks, notes on rows, and quarantined rows; none where there are none."""
     quarantined = manifest.get("quarantined") or {}
     leaks = manifest.get("leaks") or {}
     lines = note_lines(manifest)
@@ -248,9 +256,12 @@ def what_was_left_out(manifest: Manifest) -> list[str]:
     return lines
 
 
-def _table(found: Survey) -> list[str]:
-    """Lines: a column for each split, a block for each property, its most frequent value first."""
-    splits = found.splits
+def _table(overview: Survey) -> list[str]:
+    """Return a table with a column for each split and a block for each property.
+
+    The most frequent value of a property comes first.
+    """
+    splits = overview.splits
     blocks = {"rows": {"rows": [str(facts.counts["rows"]["rows"]) for facts in splits.values()]}}
     for name in PROPERTIES:
         total: Counter[str] = sum((facts.counts[name] for facts in splits.values()), Counter())
@@ -269,12 +280,12 @@ def _table(found: Survey) -> list[str]:
     if any(map(any, tokens)):
         figures: dict[str, Callable[[array[int]], object]] = {
             "min": min,
-            "median": lambda held: f"{median(held):g}",
+            "median": lambda numbers: f"{median(numbers):g}",
             "p95": partial(quantile, share=0.95),
             "max": max,
         }
-        blocks[f"image tokens per row ({FAMILIES[found.family].name}'s own limits)"] = {
-            name: [str(figure(held)) if held else "-" for held in tokens]
+        blocks[f"image tokens per row ({FAMILIES[overview.family].name}'s own limits)"] = {
+            name: [str(figure(numbers)) if numbers else "-" for numbers in tokens]
             for name, figure in figures.items()
         }
     label = max(len(value) for values in blocks.values() for value in values) + 4
@@ -289,12 +300,14 @@ def _table(found: Survey) -> list[str]:
 
 
 def print_prompt(output: Path, manifest: Manifest) -> None:
+    """Print one whole prompt of a prepared data set, unless it has no row."""
     row = example_row(output, [split for split in SPLITS if split in manifest["counts"]])
     if row is not None:
         print("\n".join(whole_prompt(row)))
 
 
 def print_counts(output: Path, manifest: Manifest) -> None:
+    """Print how many rows a preparation has stored, what it left out, and why."""
     counts = manifest["counts"]
     rows = ", ".join(
         f"{split} {amount(counts[split], 'row')}" for split in SPLITS if split in counts

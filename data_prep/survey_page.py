@@ -40,8 +40,8 @@ _PLOT_STYLE: dict[Any, Any] = {
 }
 
 
-def plots(found: Survey) -> dict[str, str]:
-    """SVG of each plot, by its title. A plot without anything to show is left out."""
+def plots(overview: Survey) -> dict[str, str]:
+    """Return the SVG of each plot, by its title."""
     drawn = {}
     with matplotlib.rc_context(_PLOT_STYLE):
         for name, title in (
@@ -49,15 +49,15 @@ def plots(found: Survey) -> dict[str, str]:
             ("goal", "Goals"),
             ("shape", "Shapes"),
         ):
-            drawn[title] = _svg(partial(_bars, splits=found.splits, name=name))
-        unit = f"tokens of {FAMILIES[found.family].name}"
-        tokens = {split: list(facts.tokens) for split, facts in found.splits.items()}
-        characters = {split: list(facts.characters) for split, facts in found.splits.items()}
+            drawn[title] = _svg(partial(_bars, splits=overview.splits, name=name))
+        unit = f"tokens of {FAMILIES[overview.family].name}"
+        tokens = {split: list(facts.tokens) for split, facts in overview.splits.items()}
+        characters = {split: list(facts.characters) for split, facts in overview.splits.items()}
         drawn["Image tokens per row"] = _svg(partial(_histogram, values=tokens, unit=unit))
         drawn["Length of the problems"] = _svg(
             partial(_histogram, values=characters, unit="characters")
         )
-        drawn["Image sizes"] = _svg(partial(_scatter, splits=found.splits))
+        drawn["Image sizes"] = _svg(partial(_scatter, splits=overview.splits))
     return drawn
 
 
@@ -73,23 +73,24 @@ def _svg(draw: Callable[[Axes], None]) -> str:
 
 
 def _bars(axes: Axes, splits: dict[str, SplitFacts], name: str) -> None:
-    """Share of the rows of each split, the most frequent value on top."""
+    """Draw the share of rows with each value, for each split, the most frequent value on top."""
     total: Counter[str] = sum((facts.counts[name] for facts in splits.values()), Counter())
     values = sorted(total, key=lambda value: (-total[value], value))[:_SHOWN_VALUES]
     height = 0.8 / len(splits)
     for index, (split, facts) in enumerate(splits.items()):
         rows = max(1, facts.counts["rows"]["rows"])
-        places = [-(place + index * height) for place in range(len(values))]
+        positions = [-(rank + index * height) for rank in range(len(values))]
         shares = [100 * facts.counts[name][value] / rows for value in values]
-        axes.barh(places, shares, height, label=split, color=_COLOURS[index % len(_COLOURS)])
+        axes.barh(positions, shares, height, label=split, color=_COLOURS[index % len(_COLOURS)])
     middle = height * (len(splits) - 1) / 2
     labels = [value if len(value) <= 24 else value[:23] + "…" for value in values]
-    axes.set_yticks([-(place + middle) for place in range(len(values))], labels)
+    axes.set_yticks([-(rank + middle) for rank in range(len(values))], labels)
     axes.set_xlabel("% of the rows")
     axes.grid(axis="x", alpha=0.3)
 
 
 def _histogram(axes: Axes, values: dict[str, list[int]], unit: str) -> None:
+    """Draw the share of rows by a number that each row has, for each split."""
     present = {split: numbers for split, numbers in values.items() if numbers}
     different = {number for numbers in present.values() for number in numbers}
     low = min(different, default=0)
@@ -108,8 +109,11 @@ def _histogram(axes: Axes, values: dict[str, list[int]], unit: str) -> None:
 
 
 def _scatter(axes: Axes, splits: dict[str, SplitFacts]) -> None:
+    """Draw the widths and heights of images, a colour for each split."""
     for index, (split, facts) in enumerate(splits.items()):
-        widths, heights = ([size[i] for size in sorted(set(facts.sizes))] for i in (0, 1))
+        sizes = sorted(set(facts.sizes))
+        widths = [width for width, _ in sizes]
+        heights = [height for _, height in sizes]
         axes.scatter(
             widths, heights, s=9, alpha=0.6, label=split, color=_COLOURS[index % len(_COLOURS)]
         )
@@ -117,10 +121,10 @@ def _scatter(axes: Axes, splits: dict[str, SplitFacts]) -> None:
     axes.grid(alpha=0.3)
 
 
-_GENERATOR = "adora_vl data_prep"  # how a page of ours is told from a stranger's file
-_IMAGE_BYTES = 150_000  # of one picture; a larger one is shown smaller
+_GENERATOR = "adora_vl data_prep"  # tells a page of ours from any other file
+_IMAGE_BYTES = 150_000  # a picture with more bytes is made smaller
 _IMAGE_SIDE = 480
-_SHOWN_CHARACTERS = 1500  # of one text
+_SHOWN_CHARACTERS = 1500  # characters of a text that are shown
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; }
 * { box-sizing: border-box; }
@@ -140,12 +144,12 @@ li.right { font-weight: 700; } pre { overflow-x: auto; background: var(--soft); 
 """
 
 
-def write_page(found: Survey, path: Path) -> None:
+def write_page(overview: Survey, path: Path) -> None:
     """Write the page.
 
     Raises `UserError` where `path` is a file that is not such a page, or cannot be written.
     """
-    content = page(found)
+    content = page(overview)
     check_page(path)
     with written_to("html", path):
         replace_file(path, content)
@@ -168,23 +172,23 @@ def check_page(path: Path) -> None:
             )
 
 
-def page(found: Survey) -> str:
-    """The whole document.
+def page(overview: Survey) -> str:
+    """Return the whole document.
 
     Its policy forbids scripts and everything from elsewhere, whatever a row says.
     """
-    rows = sum(f.counts["rows"]["rows"] for f in found.splits.values())
-    title = f"{found.folder.resolve().name}: {amount(rows, 'row')}"
+    rows = sum(facts.counts["rows"]["rows"] for facts in overview.splits.values())
+    title = f"{overview.folder.resolve().name}: {amount(rows, 'row')}"
     figures = "".join(
         f"<figure><figcaption>{escape(name)}</figcaption><img alt='{escape(name, quote=True)}' "
         f"src='{_data_uri(svg.encode(), 'svg+xml')}'></figure>"
-        for name, svg in plots(found).items()
+        for name, svg in plots(overview).items()
     )
     cards = "".join(
-        _card(row, split) for split, facts in found.splits.items() for row in facts.gallery
+        _card(row, split) for split, facts in overview.splits.items() for row in facts.gallery
     )
-    prompt = "\n".join(whole_prompt(found.example) if found.example is not None else [])
-    left_out = "".join(f"<p>{escape(line)}</p>" for line in what_was_left_out(found.manifest))
+    prompt = "\n".join(whole_prompt(overview.example) if overview.example is not None else [])
+    left_out = "".join(f"<p>{escape(line)}</p>" for line in what_was_left_out(overview.manifest))
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'><meta name='generator' "
         f"content='{_GENERATOR}'><meta http-equiv='Content-Security-Policy' content=\"default-src "
@@ -194,7 +198,7 @@ def page(found: Survey) -> str:
         f"<h1>{escape(title)}</h1>{left_out}<nav><a href='#plots'>Plots</a> <a "
         "href='#counts'>Counts</a> <a href='#prompt'>Prompt</a> <a href='#rows'>Rows</a></nav>"
         f"<h2 id='plots'>Plots</h2><div class='grid'>{figures}</div><h2 "
-        f"id='counts'>Counts</h2><pre>{escape(counts(found))}</pre><h2 "
+        f"id='counts'>Counts</h2><pre>{escape(counts(overview))}</pre><h2 "
         f"id='prompt'>Prompt</h2><pre>{escape(prompt)}</pre><h2 id='rows'>Rows, spread over the "
         f"whole</h2><div class='grid'>{cards}</div></body></html>\n"
     )

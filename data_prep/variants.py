@@ -98,6 +98,7 @@ def prepare_variants(
         )
 
     def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
+        """What the manifest says of the run, and the rows of the split."""
         arguments = recorded(asdict(options))
         description = {
             "source": "variants",
@@ -180,7 +181,7 @@ def _variant(
     turn = _turn_upright(figure, at)
     turned = {name: turn * complex(x, y) for name, (x, y) in at.items()}
     drawn_form = replace(
-        form, points={name: (place.real, -place.imag) for name, place in turned.items()}
+        form, points={name: (location.real, -location.imag) for name, location in turned.items()}
     )
     if not can_be_drawn(drawn_form) or not _is_clear(drawn_form):
         return None
@@ -190,8 +191,8 @@ def _variant(
     problem, answer = with_rounding(problem, result)
     assert result.figure is not None, "it is solved by its facts"
     places = {
-        name: (round(place.real, _DIGITS), round(place.imag, _DIGITS))
-        for name, place in turned.items()
+        name: (round(location.real, _DIGITS), round(location.imag, _DIGITS))
+        for name, location in turned.items()
     }
     stored = replace(result.figure, at=places, form=drawn_form)
     return RawProblem(
@@ -218,6 +219,7 @@ def varied(figure: Figure, rng: random.Random) -> Form | None:
     chosen: dict[tuple[str, str], str] = {}
 
     def changed(text: str) -> str:
+        """An equation with another value; any other fact as it is."""
         terms = list(terms_of([text]))
         if len(terms) != 1 or terms[0].head != "Equals" or len(terms[0].arguments) != 2:
             return text
@@ -298,10 +300,10 @@ def _turn_upright(original: Figure, at: Mapping[str, tuple[float, float]]) -> co
         ends = (row[0], row[-1])
         if not set(ends) <= at.keys() or not set(ends) <= original.at.keys():
             continue
-        seen = complex(*original.at[ends[1]]) - complex(*original.at[ends[0]])
+        original_way = complex(*original.at[ends[1]]) - complex(*original.at[ends[0]])
         way = complex(*at[ends[1]]) - complex(*at[ends[0]])
         for axis in (1, 1j, -1, -1j):
-            lean = abs(math.degrees(phase(seen / axis))) if seen else 180.0
+            lean = abs(math.degrees(phase(original_way / axis))) if original_way else 180.0
             if lean < _LEVEL and way and abs(way) > best[0]:
                 best = (abs(way), axis * abs(way) / way)
     return best[1]
@@ -313,11 +315,11 @@ def _is_clear(form: Form) -> bool:
     places = {name: complex(*form.points[name]) for name in sorted(used) if name in form.points}
     if len(places) < 2:
         return False
-    wide = max(place.real for place in places.values()) - min(
-        place.real for place in places.values()
+    wide = max(location.real for location in places.values()) - min(
+        location.real for location in places.values()
     )
-    high = max(place.imag for place in places.values()) - min(
-        place.imag for place in places.values()
+    high = max(location.imag for location in places.values()) - min(
+        location.imag for location in places.values()
     )
     size = max(wide, high)
     if min(wide, high) < _LEAST_WIDE * size:
@@ -338,12 +340,12 @@ def _is_near(places: Mapping[str, complex], size: float, row: list[str]) -> bool
     way = places[row[-1]] - start
     if not way:
         return True
-    for name, place in places.items():
-        along = ((place - start) / way).real
+    for name, location in places.items():
+        along = ((location - start) / way).real
         if (
             name not in row
             and -0.02 < along < 1.02
-            and abs(((place - start) / way).imag * way) < _LEAST_BESIDE * size
+            and abs(((location - start) / way).imag * way) < _LEAST_BESIDE * size
         ):
             return True
     return False
@@ -356,7 +358,7 @@ def _marked_angles(form: Form) -> Iterator[float]:
             continue
         names = term.arguments[0].arguments[0].names
         if len(names) == 3 and set(names) <= form.points.keys():
-            first, corner, last = (complex(*form.points[name]) for name in names)
+            first, corner, last = [complex(*form.points[name]) for name in names]
             if first != corner and last != corner:
                 yield abs(math.degrees(phase((first - corner).conjugate() * (last - corner))))
 
@@ -380,14 +382,22 @@ def add_variants(commands: Any) -> None:
     add("--seed", type=whole(0, MAX_SEED), default=0, metavar="S", help="default: %(default)s")
     add("--limit", type=optional(whole(1)), metavar="N", help="only the first N variants")
     add("--for-evaluation", action="store_true", help="of the test split, for measuring alone")
-    what = "processes, default: the cores, here %(default)s"
-    add("--workers", type=whole(1, MAX_WORKERS), default=usable_cores(), metavar="N", help=what)
+    workers_help = "processes, default: the cores, here %(default)s"
+    add(
+        "--workers",
+        type=whole(1, MAX_WORKERS),
+        default=usable_cores(),
+        metavar="N",
+        help=workers_help,
+    )
     command.set_defaults(run=_variants)
 
 
 def _variants(arguments: argparse.Namespace) -> None:
     names = ("per", "seed", "limit", "for_evaluation")
     options = Variation(**{name: getattr(arguments, name) for name in names})
-    more = {name: getattr(arguments, name) for name in ("workers", "overwrite")}
-    manifest = prepare_variants(arguments.folder, output=arguments.output, options=options, **more)
+    run_options = {name: getattr(arguments, name) for name in ("workers", "overwrite")}
+    manifest = prepare_variants(
+        arguments.folder, output=arguments.output, options=options, **run_options
+    )
     print_counts(arguments.output, manifest)

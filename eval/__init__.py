@@ -1,3 +1,4 @@
-"""Evaluation: a runner with engines and resuming, one file per benchmark, and scores that say how
-they were made.
+"""The benchmarks, one file each, with their official rules, and the commands that run them.
+
+Everything that they share stands below, in `adora_vl.evals`.
 """

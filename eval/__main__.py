@@ -1,7 +1,7 @@
-"""`python -m eval BENCHMARK ...` and `adora-vl-eval BENCHMARK ...` do the same as `python -m
-eval.BENCHMARK ...`.
+"""The command `python -m eval BENCHMARK ...`, which is `adora-vl-eval BENCHMARK ...` too.
 
-They also take a benchmark of the user's own, `FILE.py:NAME`.
+It does the same as `python -m eval.BENCHMARK ...`, and also takes a benchmark of the user's own,
+`FILE.py:NAME`.
 """
 
 import ast
@@ -19,11 +19,14 @@ _USAGE = f"usage: adora-vl-eval {{{','.join((*NAMES, *_OTHERS))},FILE.py:NAME}} 
 
 
 def _of(benchmark: str) -> str:
-    """What its module says of itself in the first line, which is read without importing it."""
-    said = (
-        ast.get_docstring(ast.parse(Path(__file__).with_name(f"{benchmark}.py").read_bytes())) or ""
-    )
-    return said.partition("\n")[0].partition(": ")[2]
+    """The description of a benchmark in the first sentence of its module.
+
+    The file is parsed and not imported, since importing all of them takes long.
+    """
+    source = Path(__file__).with_name(f"{benchmark}.py").read_bytes()
+    docstring = ast.get_docstring(ast.parse(source)) or ""
+    sentence = docstring.partition("\n\n")[0].replace("\n", " ")
+    return sentence.partition(": ")[2]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,14 +36,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
-        lines = [_USAGE, "", *(f"  {each:<12}{_of(each)}" for each in NAMES)]
+        lines = [
+            _USAGE,
+            "",
+            *(f"  {benchmark_name:<12}{_of(benchmark_name)}" for benchmark_name in NAMES),
+        ]
         return exit_code_of(lambda: print("\n".join(lines)), "nothing was done")
     if name in _OTHERS:
         command: Callable[[list[str]], int] = import_module(_OTHERS[name]).main
         return command(rest)
     try:
         with imports():
-            benchmark = named(name, others=tuple(_OTHERS))
+            benchmark = named(name, extra_names=tuple(_OTHERS))
             from eval.command import main as run
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -30,15 +30,15 @@ _NEEDED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command that was read: its verb, and what the verb is told."""
+    """A command that was read: its verb, with the options of the verb."""
 
     verb: str
     ask: AskOptions | None = None
-    """What `infer` and `run` are told."""
+    """The options of `infer` and `run`."""
     score: ScoreOptions | None = None
-    """What `score` and `run` are told: an instance of the benchmark's own `score_options`."""
+    """The options of `score` and `run`: an instance of the benchmark's own `score_options`."""
     predictions: Path | None = None
-    """The file that `score` scores; `run` scores what it has asked."""
+    """The file that `score` scores; `run` scores the answers that it has asked for."""
 
 
 def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Command:
@@ -80,12 +80,12 @@ def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Command:
 
 
 def build_parser(benchmark: Benchmark) -> Parser:
-    parser = Parser(
-        prog="python -m eval" + (" FILE.py:NAME" if benchmark.file else f".{benchmark.name}")
-    )
+    """The parser of a benchmark's command, with the options that its dataclasses have."""
+    name = " FILE.py:NAME" if benchmark.file else f".{benchmark.name}"
+    parser = Parser(prog=f"python -m eval{name}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="{infer,score,run}")
-    for verb, what in VERBS.items():
-        sub = verbs.add_parser(verb, help=what)
+    for verb, help_text in VERBS.items():
+        sub = verbs.add_parser(verb, help=help_text)
         if verb == "score":
             sub.add_argument("--predictions", type=optional(path), metavar="FILE.jsonl")
             sub.add_argument(
@@ -113,7 +113,10 @@ def build_parser(benchmark: Benchmark) -> Parser:
 
 
 def _column(word: str) -> str:
-    """A word `OURS=THEIRS` as it is. Raises what argparse makes a line of that names the option."""
+    """A word `OURS=THEIRS` as it is.
+
+    Raises `ArgumentTypeError` for another, of which argparse makes a line that names the option.
+    """
     ours, sign, theirs = text(word).partition("=")
     if not (ours and sign and theirs):
         raise argparse.ArgumentTypeError(f"{word!r:.60} is not OURS=THEIRS")
@@ -130,16 +133,20 @@ def _add_inference(parser: argparse.ArgumentParser, benchmark: Benchmark) -> Non
 
 
 def _file_options(file: Path, options: Namespace, unused: set[str]) -> list[str]:
-    """The keys of the YAML file as command-line words, so that both are checked by the same code."""
+    """The keys of a YAML file as words of a command line, so that the same code checks both.
+
+    Keys in `unused` are left out; `options` has the options of the verb. Raises `UserError` for an
+    unknown key, and for a value that is a list or a mapping where one value is expected.
+    """
     content = read_mapping("config", file)
-    known = set(vars(options)) - {"verb", "config"}
+    names = set(vars(options)) - {"verb", "config"}
     words = []
     for key, value in content.items():
         if key in unused:
             continue
-        if key not in known:
+        if key not in names:
             raise UserError(
-                f"config: {str(file)!r} has the unknown key {key!r}{did_you_mean(str(key), known)}"
+                f"config: {str(file)!r} has the unknown key {key!r}{did_you_mean(str(key), names)}"
             )
         option = "--" + str(key).replace("_", "-")
         if (
@@ -152,8 +159,8 @@ def _file_options(file: Path, options: Namespace, unused: set[str]) -> list[str]
         if key == "tool_options" and isinstance(value, dict):
             value = json.dumps(value)
         if isinstance(value, list | dict):
-            wanted = "no list of names; write one" if key == "tools" else "not one value; write one"
-            raise UserError(f"config: {key}: {value!r:.60} in {str(file)!r} is {wanted}")
+            fault = "no list of names; write one" if key == "tools" else "not one value; write one"
+            raise UserError(f"config: {key}: {value!r:.60} in {str(file)!r} is {fault}")
         is_switch = isinstance(getattr(options, key), bool)
         if (value is False and str(key).startswith("no_")) or (value is None and is_switch):
             continue
@@ -165,7 +172,7 @@ def _file_options(file: Path, options: Namespace, unused: set[str]) -> list[str]
 
 
 def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run the command of a benchmark, with the words of `argv` or of the process.
 
     Returns the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C.
     """
@@ -183,7 +190,7 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
             benchmark=benchmark,
             options=command.ask,
             settings=settings,
-            asked=questions(benchmark, command.ask),
+            selection=questions(benchmark, command.ask),
             processes=processes,
         )
         if command.score is not None and processes.rank == 0:

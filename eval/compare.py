@@ -1,5 +1,6 @@
-"""`python -m eval.compare A B ...`: scores of one benchmark side by side, with tests of their
-differences.
+"""The command `python -m eval.compare A B ...`, which lays scores of one benchmark side by side.
+
+With the scores it prints tests of their differences (`adora_vl.evals.compare`).
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> Parser:
+    """The parser of the command."""
     parser = Parser(prog="python -m eval.compare", description="Scores side by side, with tests.")
     add = parser.add_argument
     add("runs", nargs="+", type=text, metavar="RUN", help="a score file, or the folder of a `run`")

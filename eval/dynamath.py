@@ -46,14 +46,16 @@ _EXAMPLE = {"solution": "[Detailed step-by-step explanation]", "short answer": "
 
 
 def prompt(row: dict[str, Any]) -> str:
+    """The official prompt for a row: its question, and the form of the answer, an object of JSON."""
     number = "Please answer in a floating-point number." if row["answer_type"] == "float" else ""
     return f"## Question\n{row['question']}{number}{_GUIDE}{json.dumps(_EXAMPLE, indent=4)}"
 
 
 def short_answer(response: str) -> tuple[str, str]:
-    """The official extraction (evaluation/opensource_json_eval.py in DynaMath/DynaMath), and how it
-    was found: the key `short answer` of the JSON in a response, whose backslashes are removed; else
-    the last line without its last sign.
+    """The answer by the official extraction, and how it was found.
+
+    It is the key `short answer` of the JSON in a response, whose backslashes are removed; else the
+    last line without its last sign (evaluation/opensource_json_eval.py in DynaMath/DynaMath).
     """
     start = response.find("{")
     end = response.rfind("}")
@@ -61,18 +63,23 @@ def short_answer(response: str) -> tuple[str, str]:
     if 0 <= start < end:
         text = response[start : end + 1].replace("\\", "")
     try:
-        held = json.loads(text, strict=False)
+        content = json.loads(text, strict=False)
     except (ValueError, RecursionError):
         return text.split("\n")[-1][:-1], "last_line"
-    return (str(held.get("short answer")), "json") if isinstance(held, dict) else ("", "no_object")
+    if not isinstance(content, dict):
+        return "", "no_object"
+    return str(content.get("short answer")), "json"
 
 
 def official_hit(answer: str, reference: str, kind: str) -> bool:
-    """A number to within a thousandth, in multiples of π too; the letter among the first three
-    signs; a text within the answer.
+    """Whether an answer is right by the official rule.
+
+    A number is met to within a thousandth, in multiples of π too, a letter by one among the first
+    three signs, and a text by an answer that contains it.
     """
     if kind == "float":
-        number, pi, _ = (answer if answer.isdigit() else answer.split(" ")[0]).partition("π")
+        word = answer if answer.isdigit() else answer.split(" ")[0]
+        number, pi, _ = word.partition("π")
         try:
             return abs(float(number) * (math.pi if pi else 1) - float(reference)) <= _TOLERANCE
         except ValueError:
@@ -83,12 +90,13 @@ def official_hit(answer: str, reference: str, kind: str) -> bool:
 
 
 def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
-    answer, how = short_answer(row["response"])
+    """The verdict on a row by the official rule, and the groups that it counts in."""
+    answer, rule = short_answer(row["response"])
     groups = {name: [row[name]] for name in ("subject", "level", "answer_type")}
     return RowGrade(
         verdict=verdict(official_hit(answer, row["answer"], row["answer_type"])),
         extracted=answer,
-        reason=how,
+        reason=rule,
         groups=groups,
     )
 
@@ -96,19 +104,21 @@ def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: ScoreOptions
 ) -> OwnFigures:
-    """The worst case: the share of problems of which every variant is right; by the accuracy it is
-    the robustness.
+    """The worst case, and the robustness.
+
+    The worst case is the share of problems of which every variant is right. Divided by the accuracy
+    it is the robustness.
     """
     variants: dict[tuple[str, int], list[bool]] = defaultdict(list)
     for item in graded:
         variants[item.pid.rpartition("/")[2], item.sample].append(item.correct)
-    each = max(map(len, by_problem(graded).values()))
-    worst = counted(sum(map(all, variants.values())), len(variants), each)
+    answers_each = max(map(len, by_problem(graded).values()))
+    worst = counted(sum(map(all, variants.values())), len(variants), answers_each)
     mean = sum(item.correct for item in graded) / len(graded)
     robustness = worst["accuracy"] / mean if worst and mean else None
-    most = max(map(len, variants.values()))
-    part = f"the worst case is over {most} of the {len(SPLITS)} variants; --split all"
-    warnings = [part] if most < len(SPLITS) else []
+    n_variants = max(map(len, variants.values()))
+    part = f"the worst case is over {n_variants} of the {len(SPLITS)} variants; --split all"
+    warnings = [part] if n_variants < len(SPLITS) else []
     return OwnFigures(
         {"variants": {"worst_case": worst, "robustness": robustness}}, warnings=warnings
     )
@@ -118,8 +128,10 @@ def load(options: HubDataOptions) -> LoadedProblems:
     """The problems of a split, or with `all` of every variant, and a hash of the data."""
     problems = list[Problem]()
     hashes = list[str]()
-    several = options.split == "all" and not Path(options.data).is_file()
-    for split in SPLITS if several else (options.split,):
+    splits: Sequence[str] = (options.split,)
+    if options.split == "all" and not Path(options.data).is_file():
+        splits = SPLITS
+    for split in splits:
         loaded = load_problems(
             options,
             needed=("id", *COLUMNS),
@@ -135,7 +147,7 @@ def load(options: HubDataOptions) -> LoadedProblems:
             for problem in loaded.problems
         ]
         hashes.append(loaded.data_hash)
-    return LoadedProblems(problems, "+".join(hashes))
+    return LoadedProblems(problems=problems, data_hash="+".join(hashes))
 
 
 BENCHMARK = Benchmark(

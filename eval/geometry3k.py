@@ -12,8 +12,9 @@ with imports():
 
 
 def _caution(score: Mapping[str, Any]) -> str | None:
-    """Why a score is not comparable with the published rows, or None: its prompts showed the
-    choices.
+    """Why a score is not comparable with the published rows: its prompts showed the choices.
+
+    None where they did not.
     """
     prompt = ((score.get("fingerprint") or {}).get("fields") or {}).get("prompt")
     if not any(f"{{{name}}}" in (prompt or "") for name in NAMES_OF_CHOICES):
@@ -23,8 +24,10 @@ def _caution(score: Mapping[str, Any]) -> str | None:
     )
 
 
-_TEST_PROBLEMS = 601  # of Geometry3K's test split
-_LEAST = 0.95  # of them, since preparing it may leave out some whose answers nobody can meet
+_TEST_PROBLEMS = 601  # the problems of Geometry3K's test split
+# The share of them that makes a whole split: preparing it may leave out some whose answers nobody
+# can meet.
+_WHOLE_SPLIT = 0.95
 
 
 def _is_the_test_split(score: Mapping[str, Any]) -> bool:
@@ -34,7 +37,7 @@ def _is_the_test_split(score: Mapping[str, Any]) -> bool:
     return (
         data_set.get("sources") == ["geometry3k"]
         and data_set.get("splits") == ["test"]
-        and data_set.get("problems", 0) >= _LEAST * _TEST_PROBLEMS
+        and data_set.get("problems", 0) >= _WHOLE_SPLIT * _TEST_PROBLEMS
         and view == "image"
     )
 

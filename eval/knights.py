@@ -16,7 +16,7 @@ def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
     family = str((row.get("metadata") or {}).get("family") or "")
     groups = {}
     number, _, word = family.partition(" ")
-    # ID, OOD: the published model was trained on at most 5 people
+    # The published model was trained on at most 5 people, which are its ID.
     if word == "people" and number.isdecimal():
         half = "2 to 5 people (ID)" if int(number) <= 5 else "6 to 8 people (OOD)"
         groups = {"people": [family], "half": [half]}

@@ -5,7 +5,6 @@ names.
 import re
 from functools import partial
 from operator import itemgetter
-from typing import Any
 
 from adora_vl.utils.cli import imports
 
@@ -27,7 +26,7 @@ with imports():
 
 COLUMNS = {"question": TEXT, "answer": TEXT, "skill": TEXTS}
 check = partial(wrong_fields, kinds=COLUMNS)
-_LETTERS = "ABCDEFGHI"  # the options stand in the picture
+_LETTERS = "ABCDEFGHI"  # letters that an option may have; the options stand in the picture
 _JOINED = r"[A-I](?:(?:\s*(?:,|&|and)\s*)+[A-I])*"
 _SEVERAL = re.compile(
     r"(?:\b(?i:answers?|choices?|options?)\b[^.\n"
@@ -36,9 +35,10 @@ _SEVERAL = re.compile(
 )
 
 
-def letters_of(value: Any) -> list[str]:
-    """The options that an answer or an extraction names, small and sorted, equal for `A, C`, `AC`
-    and `['c', 'a']`.
+def letters_of(value: object) -> list[str]:
+    """The options that an answer or an extraction names, in lower case and sorted.
+
+    They are equal for `A, C`, `AC` and `['c', 'a']`.
     """
     words = value if isinstance(value, list) else re.split(r"[\s,;&]+|\band\b", str(value or ""))
     words = [str(word).strip().strip("'\"[](). ").lower() for word in words]
@@ -48,38 +48,40 @@ def letters_of(value: Any) -> list[str]:
 
 
 def by_rules(response: str) -> Extraction:
-    """The letters in a response behind its thinking: in a box, or stated together such as `B and
-    D`; else the one by our rules.
+    """The letters in a response behind its thinking, and the rule that found them.
+
+    They stand in a box, or are stated together, such as `B and D`; else the one letter by our rules
+    counts.
     """
     response = final_part(response)
     response = answer_block(response) or response
     several = list(_SEVERAL.finditer(response.strip()))
-    for text, how in (
+    candidates = (
         (last_boxed(response) or "", "box"),
         (several[-1][1] if several else "", "stated_letters"),
-    ):
-        if re.fullmatch(
-            _JOINED, plain := re.sub(r"\\text\{([^{}]*)\}|[()\s]+$|^[(\s]+", r"\1", text)
-        ):
-            return Extraction(plain, how)
+    )
+    for text, rule in candidates:
+        plain = re.sub(r"\\text\{([^{}]*)\}|[()\s]+$|^[(\s]+", r"\1", text)
+        if re.fullmatch(_JOINED, plain):
+            return Extraction(plain, rule)
     return extract_choice(response, [""] * len(_LETTERS))
 
 
 def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
-    """Right if the letters are those of the reference answer, all of them and no other."""
+    """The verdict on a row: right if its letters are those of the reference answer, and no others."""
     read: Extraction = row["read"]
     named = letters_of(read.text)
     right = letters_of(row["answer"])
     return RowGrade(
         verdict=verdict(named == right),
         extracted=", ".join(named),
-        reason=read.how,
+        reason=read.method,
         groups={"skill": row["skill"]},
         extraction=read,
     )
 
 
-# The question as it is: its options are in the picture.
+# The question is asked as it is, since its options are in the picture.
 load = partial(
     load_problems,
     needed=("id", *COLUMNS),

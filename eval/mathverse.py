@@ -76,27 +76,23 @@ def choices_of(row: Prediction) -> list[str]:
 
     `question_for_eval` has them even so.
     """
-    question = _asked(row)
-    return (
-        lettered_options(re.split(r"Choices?:", question)[-1], _OPTION)
-        if "Choice" in question
-        else []
-    )
+    question = _question_text(row)
+    if "Choice" not in question:
+        return []
+    return lettered_options(re.split(r"Choices?:", question)[-1], _OPTION)
 
 
 def value_of(answer: str) -> str:
-    r"""The value in an answer, without a name before it or a unit behind it: `9` of `Area $=9
-    \mathrm{~cm}^{2}$`.
+    r"""The value in an answer, without a name before it or a unit behind it.
+
+    It is `9` for `Area $=9 \mathrm{~cm}^{2}$`.
     """
     spaced = re.sub(r"\\mathrm\s*\{~?\s*([A-Za-z]+)\s*\}", r" \1", answer.replace("掳", "°"))
-    shown = (
-        re.sub(r"\s+", " ", plain(spaced).replace("\\quad", " ").replace("$", ""))
-        .strip()
-        .rstrip(".")
-    )
-    value = _NAME.sub("", shown).strip()
-    found = _UNIT.fullmatch(value)
-    return (found[1] if found else value).strip()
+    unmarked = plain(spaced).replace("\\quad", " ").replace("$", "")
+    normalised = re.sub(r"\s+", " ", unmarked).strip().rstrip(".")
+    value = _NAME.sub("", normalised).strip()
+    with_unit = _UNIT.fullmatch(value)
+    return (with_unit[1] if with_unit else value).strip()
 
 
 def same_answer(answer: str, reference: str) -> tuple[bool, str]:
@@ -106,38 +102,48 @@ def same_answer(answer: str, reference: str) -> tuple[bool, str]:
     rounded to it, points and intervals are compared by their ends, equations by their difference,
     and anything else as text.
     """
-    given = value_of(answer)
-    wanted = value_of(reference)
-    if not given:
+    value = value_of(answer)
+    target = value_of(reference)
+    if not value:
         return False, "no_answer"
-    if given.replace(" ", "").lower() == wanted.replace(" ", "").lower():
+    if value.replace(" ", "").lower() == target.replace(" ", "").lower():
         return True, "same_text"
-    pair = _PAIR.fullmatch(given)
-    other = _PAIR.fullmatch(wanted)
-    if pair and other:
-        same = all(same_answer(pair[i], other[i])[0] for i in (2, 3))
-        return same and (pair[1], pair[4]) == (other[1], other[4]), "pair"
-    if given.count("=") == 1 == wanted.count("="):
-        given, wanted = ("({})-({})".format(*each.split("=")) for each in (given, wanted))
-    found = graded_answer(rf"\boxed{{{given}}}", wanted)
+    pair = _PAIR.fullmatch(value)
+    target_pair = _PAIR.fullmatch(target)
+    if pair and target_pair:
+        same = all(same_answer(pair[i], target_pair[i])[0] for i in (2, 3))
+        return same and (pair[1], pair[4]) == (target_pair[1], target_pair[4]), "pair"
+    if value.count("=") == 1 == target.count("="):
+        value = _difference_of_sides(value)
+        target = _difference_of_sides(target)
+    result = graded_answer(rf"\boxed{{{value}}}", target)
     if (
-        found.verdict != "correct"
-        and graded_answer(rf"\boxed{{{wanted}}}", given, rounding=True).reason == "rounded"
+        result.verdict != "correct"
+        and graded_answer(rf"\boxed{{{target}}}", value, rounding=True).reason == "rounded"
     ):
         return True, "rounded"
-    return found.verdict == "correct", found.reason
+    return result.verdict == "correct", result.reason
+
+
+def _difference_of_sides(equation: str) -> str:
+    """The left side of an equation minus the right one, by which equations are compared."""
+    first_side, second_side = equation.split("=")
+    return f"({first_side})-({second_side})"
 
 
 def reference_letter(row: Prediction, choices: Sequence[str]) -> str | None:
-    """The letter of the right option, which some rows name as `(C)` or by its text; None where a
-    row names several.
+    """The letter of the right option, which some rows name as `(C)` or by its text.
+
+    None where a row names several.
     """
-    found = re.fullmatch(r"\s*\(?([A-H])\)?\s*", row["answer"])
-    if found:
-        return found[1]
+    letter = re.fullmatch(r"\s*\(?([A-H])\)?\s*", row["answer"])
+    if letter:
+        return letter[1]
     texts = [value_of(choice).lower() for choice in choices]
-    wanted = value_of(row["answer"]).lower()
-    return chr(ord("A") + texts.index(wanted)) if texts.count(wanted) == 1 else None
+    text = value_of(row["answer"]).lower()
+    if texts.count(text) != 1:
+        return None
+    return chr(ord("A") + texts.index(text))
 
 
 COLUMNS = {
@@ -151,6 +157,7 @@ COLUMNS = {
 
 
 def check(row: Prediction) -> str | None:
+    """What is wrong with the fields of a row; None where nothing is."""
     return wrong_fields(row, COLUMNS) or wrong_fields({"question_for_eval": None, **row}, _MAY_HAVE)
 
 
@@ -158,22 +165,25 @@ _MAY_HAVE = {"question_for_eval": or_null(TEXT)}
 
 
 def question_of(row: Prediction) -> Question:
+    """The question of a row for an extraction, a choice where its options stand in the text."""
     choices = choices_of(row) if row["question_type"] == "multi-choice" else []
     return Question(
         kind="choice" if choices else "text",
-        text=_asked(row),
+        text=_question_text(row),
         choices=choices,
         response=row["response"],
     )
 
 
-def _asked(row: Prediction) -> str:
+def _question_text(row: Prediction) -> str:
+    """The question with its options where the data have it, else the one of the row's version."""
     return str(row.get("question_for_eval") or row["question"] or "")
 
 
 def _prepare(rows: Sequence[Prediction], options: ExtractionOptions) -> list[Prediction]:
-    """The rows, each with its `Extraction` under the key `read`, and with a judge its word under
-    the key `same`.
+    """The rows, each with its `Extraction` under the key `read`.
+
+    With a judge, its word on whether the answer is right stands under the key `same`.
     """
     judge = judge_of(options) if options.extraction == "judge" else None
     read = with_extractions(
@@ -181,21 +191,23 @@ def _prepare(rows: Sequence[Prediction], options: ExtractionOptions) -> list[Pre
     )
     if judge is None:
         return read
-    words = reports(
-        [_asks_whether_same(row) if _is_left_to_judge(row) else None for row in read],
-        judge,
-        _one_or_zero,
-    )
+    conversations = [_asks_whether_same(row) if _is_left_to_judge(row) else None for row in read]
+    words = reports(conversations, judge, _one_or_zero)
     return [{**row, "same": word} for row, word in zip(read, words, strict=True)]
 
 
 def _is_left_to_judge(row: Prediction) -> bool:
-    """Whether there is an answer that our rules cannot decide on: no letter, and not the value of
-    the reference.
+    """Whether a row has an answer that our rules cannot decide on.
+
+    It is a free answer that has not the value of the reference, or any answer to a question of
+    which the reference names no letter.
     """
-    if row["read"].text and row["question_type"] == "free-form":
-        return not same_answer(str(row["read"].text), row["answer"])[0]
-    return bool(row["read"].text) and reference_letter(row, choices_of(row)) is None
+    answer = row["read"].text
+    if not answer:
+        return False
+    if row["question_type"] == "free-form":
+        return not same_answer(str(answer), row["answer"])[0]
+    return reference_letter(row, choices_of(row)) is None
 
 
 _SAME = (
@@ -207,15 +219,17 @@ _SAME = (
 
 
 def _asks_whether_same(row: Prediction) -> list[dict[str, str]]:
-    """The conversation with the judge about an answer and its reference, as the official score has
-    one.
+    """The conversation with the judge about an answer and its reference.
+
+    The official score has such a one too.
     """
-    parts = {"question": _asked(row), "reference": row["answer"], "other": row["read"].text}
+    parts = {"question": _question_text(row), "reference": row["answer"], "other": row["read"].text}
     lines = [f"<{name}>\n{value}\n</{name}>" for name, value in parts.items()]
     return [{"role": "system", "content": _SAME}, {"role": "user", "content": "\n".join(lines)}]
 
 
 def _one_or_zero(reply: str) -> str:
+    """The report of the judge. Raises `EndpointError` if it is neither 1 nor 0."""
     word = reported(reply)
     if word not in ("0", "1"):
         raise EndpointError(f"the report is {word!r:.60}, neither 1 nor 0")
@@ -223,8 +237,9 @@ def _one_or_zero(reply: str) -> str:
 
 
 def by_rules(row: Prediction) -> Extraction:
-    """The answer in a response behind its thinking: the letter of an option; or a box, a stated
-    answer, a bare value or a number.
+    """The answer in a response behind its thinking, and the rule that found it.
+
+    It is the letter of an option, or else a box, a stated answer, a bare value or a number.
     """
     response = final_part(row["response"])
     if row["question_type"] == "multi-choice":
@@ -235,23 +250,32 @@ def by_rules(row: Prediction) -> Extraction:
     stated = list(_STATED.finditer(response))
     if stated:
         line = response[stated[-1].end() :].split("\n")[0]
-        said = re.split(r"\.(?:\s|$)", line)[0]
-        if re.search(r"\w", said):
-            return Extraction(said.strip(), "stated")
+        statement = re.split(r"\.(?:\s|$)", line)[0]
+        if re.search(r"\w", statement):
+            return Extraction(statement.strip(), "stated")
     words = re.findall(r"[A-Za-z]{2,}", re.sub(r"\\[a-z]+", "", response))
     if "\n" not in response.strip() and len(words) <= _BARE_WORDS:
         return Extraction(response.strip(), "whole")
-    return extract_number(response, _asked(row))
+    return extract_number(response, _question_text(row))
+
+
+def _letter_of(answer: str, choices: Sequence[str]) -> str:
+    """The letter that an answer is, or else that of the choice that it means."""
+    lone_letter = re.fullmatch(r"\W*([A-H])\W*", answer)
+    if lone_letter:
+        return lone_letter[1]
+    return str(extract_choice(answer, choices or [""] * _MOST_CHOICES).text)
 
 
 def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
+    """The verdict on a row: by the judge where it was asked, else by its value or its letter."""
     groups = {"version": [row["problem_version"]], "question_type": [row["question_type"]]}
     extraction = row["read"]
     groups = groups | metadata_groups(row, ("subject", "subfield"))
     answer = "" if extraction.text is None else str(extraction.text)
     same: Extraction | None = row.get("same")
     if same is not None:
-        judged = same if same.how == JUDGE_FAILED else extraction
+        judged = same if same.method == JUDGE_FAILED else extraction
         return RowGrade(
             verdict=verdict(same.text == "1"),
             extracted=answer,
@@ -269,12 +293,9 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
             extraction=extraction,
         )
     choices = choices_of(row)
-    found = re.fullmatch(r"\W*([A-H])\W*", answer)
-    wanted = reference_letter(row, choices)
-    letter = (
-        found[1] if found else str(extract_choice(answer, choices or [""] * _MOST_CHOICES).text)
-    )
-    if wanted is None:
+    right_letter = reference_letter(row, choices)
+    letter = _letter_of(answer, choices)
+    if right_letter is None:
         return RowGrade(
             verdict=verdict(False),
             extracted=letter,
@@ -283,7 +304,7 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
             extraction=extraction,
         )
     return RowGrade(
-        verdict=verdict(letter == wanted),
+        verdict=verdict(letter == right_letter),
         extracted=letter,
         reason="letter",
         groups=groups,
@@ -294,15 +315,16 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
 def _rules(options: ExtractionOptions) -> dict[str, Any]:
     ours = "in place of the official judge"
     judged = "and a judge where they do not find a free answer right"
-    found = extraction_rules(options)
-    return {"rules": f"ours, {judged if found['judge'] else ours}", **found}
+    extraction = extraction_rules(options)
+    return {"rules": f"ours, {judged if extraction['judge'] else ours}", **extraction}
 
 
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: ExtractionOptions
 ) -> OwnFigures:
-    """The overall figure, which the benchmark takes over its five versions with images; and what no
-    answer can meet.
+    """The overall figure, which the benchmark takes over its five versions with images.
+
+    A warning counts the reference answers with several letters, which no answer meets.
     """
     five = [
         item for row, item in zip(rows, graded, strict=True) if row["problem_version"] != TEXT_ONLY
@@ -333,14 +355,15 @@ class MathVerseDataOptions(HubDataOptions):
 
 
 def load(options: MathVerseDataOptions) -> LoadedProblems:
-    """The problems of a split, or with `all` of both, the five versions with images and the one
-    without; and a hash.
+    """The problems of a split, or with `all` of both, and a hash of the data.
 
-    The version without images counts its samples from 1 again, so its ids say what they are of.
+    One split has the five versions with images, the other the version without. That one counts its
+    samples from 1 again, so its ids say that they are of text only.
     """
     problems = list[Problem]()
     hashes = list[str]()
-    for split in _SPLITS if options.split == "all" else (options.split,):
+    splits = _SPLITS if options.split == "all" else (options.split,)
+    for split in splits:
         loaded = load_problems(
             options,
             needed=("sample_index", *COLUMNS, "query_wo", "query_cot"),
@@ -348,18 +371,18 @@ def load(options: MathVerseDataOptions) -> LoadedProblems:
             check=check,
             split=split,
             prompt=itemgetter(f"query_{options.query}"),
-            kept=(*COLUMNS, *_MAY_HAVE),
+            stored_columns=(*COLUMNS, *_MAY_HAVE),
             id_column="sample_index",
             config=split,
         )
-        for one in loaded.problems:
-            if one.fields["problem_version"] == TEXT_ONLY:
-                one = replace(
-                    without_images(one), fields={**one.fields, "pid": f"text_only_{one.pid}"}
-                )
-            problems.append(one)
+        for problem in loaded.problems:
+            if problem.fields["problem_version"] != TEXT_ONLY:
+                problems.append(problem)
+                continue
+            fields = {**problem.fields, "pid": f"text_only_{problem.pid}"}
+            problems.append(replace(without_images(problem), fields=fields))
         hashes.append(loaded.data_hash)
-    return LoadedProblems(problems, "+".join(hashes))
+    return LoadedProblems(problems=problems, data_hash="+".join(hashes))
 
 
 BENCHMARK = Benchmark(

@@ -3,7 +3,7 @@ score, and with ours.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -52,20 +52,20 @@ _PLACE = re.compile(r"<image(\d*)>")
 
 
 def build_query(row: dict[str, Any]) -> str:
-    """Instruction, question and options of one item; `<image>` where its picture stands.
+    """The instruction, question and options of one item, with `<image>` where its picture stands.
 
     Every row has one picture. It stands at the first number in the question, and others become the
     words `image 2`.
     """
     places = iter([PLACEHOLDER])
-    question = _PLACE.sub(lambda found: next(places, f"image {found[1]}".strip()), row["question"])
+    question = _PLACE.sub(lambda match: next(places, f"image {match[1]}".strip()), row["question"])
     options = [] if "".join(row["options"]) == _LETTERS else lettered(row["options"])
     return "\n".join([_INSTRUCTION, question, *options]) + "\n"
 
 
 RULE_SETS = ("official", "strict")
 _STATED = ("the final answer is", "the answer is", "the correct answer is", "the answer should be")
-# What the official score removes from an answer, in this order.
+# The parts that the official score removes from an answer, in this order.
 _REMOVED = (
     *("\\text", "\\mbox"),
     *(
@@ -85,12 +85,11 @@ _REMOVED = (
 
 
 def official_answer(response: str) -> str:
-    """The answer that the official score reads out of a response (evaluation/evaluate.py in
-    mathllm/MATH-V).
+    """The answer that the official score reads out of a response.
 
-    Its faults are kept. `is` anywhere before a number counts as a statement; a choice is known as
-    such only where the response ends with ` (B).` or begins with a line `(B)`; of a long answer
-    without a box all of it is the answer.
+    The faults of its code (evaluation/evaluate.py in mathllm/MATH-V) are kept. `is` anywhere before
+    a number counts as a statement; a choice is known as such only where the response ends with
+    ` (B).` or begins with a line `(B)`; of a long answer without a box all of it is the answer.
     """
     answer = response.strip()
     for letter in _LETTERS:
@@ -103,9 +102,8 @@ def official_answer(response: str) -> str:
         float(tail)
         answer = tail
     if "oxed{" not in answer:
-        for statement in (
-            form for stated in _STATED for form in (stated, stated.replace("the", "The"))
-        ):
+        statements = [form for stated in _STATED for form in (stated, stated.replace("the", "The"))]
+        for statement in statements:
             if statement in answer:
                 answer = answer.split(statement)[-1].strip().split("\n")[0].split(". ")[0]
             else:
@@ -113,15 +111,16 @@ def official_answer(response: str) -> str:
     elif answer.count("oxed{") > 1:
         answer = "\\boxed{" + answer.split("oxed{")[-1]
     answer = _without_latex(answer)
-    for left, right in ("()", "{}"):
+    for opening, closing in ("()", "{}"):
         for letter in _LETTERS.lower():
-            answer = answer.replace(left + letter + right, letter)
+            answer = answer.replace(opening + letter + closing, letter)
     return answer.rstrip(".").lstrip(":").strip()
 
 
 def _without_latex(answer: str) -> str:
-    """The answer in lower case: of its box, behind the last `=` or `\\approx`, without spaces,
-    units and dollars.
+    """An answer in lower case, without spaces, units and dollars.
+
+    Of a box the content counts, and of an equation what stands behind the last `=` or `\\approx`.
     """
     answer = answer.lower().replace("{}", "")
     boxed = re.findall(r"oxed{(.*)}", answer, flags=re.DOTALL)
@@ -148,7 +147,7 @@ def _without_latex(answer: str) -> str:
 
 
 def _respelt(answer: str) -> str:
-    """Roots with braces, the fractions beside them too, and `3/4` and `0.5` as fractions."""
+    """An answer with braces at roots and the fractions beside them, and fractions for `3/4`, `0.5`."""
     if "sqrt" in answer:
         head, *roots = answer.split("\\sqrt")
         answer = head + "".join("\\sqrt" + _braced(root, 1) for root in roots)
@@ -160,44 +159,53 @@ def _respelt(answer: str) -> str:
     above, slash, below = answer.partition("/")
     if slash and above.removeprefix("-").isdecimal() and below.removeprefix("-").isdecimal():
         plain = f"{int(above)}/{int(below)}"
-        return f"\\frac{{{int(above)}}}{{{int(below)}}}" if answer == plain else answer
+        if answer == plain:
+            return f"\\frac{{{int(above)}}}{{{int(below)}}}"
     return answer
 
 
 def _braced(part: str, arguments: int) -> str:
-    """The first characters of a part, its arguments, in braces; as it is where it begins with a
-    brace.
+    """A part whose first characters, the arguments of its command, are put in braces.
+
+    It is as before where it begins with a brace.
     """
     if not part or part.startswith("{"):
         return part
-    found = ""
+    braced = ""
     for _ in range(arguments):
         if part.startswith("{"):
             break
-        found = found + f"{{{part[0]}}}"
+        braced = braced + f"{{{part[0]}}}"
         part = part[1:]
-    return found + part
+    return braced + part
 
 
-def officially_equal(one: str, other: str) -> bool:
-    """Equal as text without capitals, as tuples, or as numbers rounded to two places."""
-    one = one.lower()
-    other = other.lower()
-    if not one.replace(" ", "") or not other.replace(" ", ""):
+def officially_equal(first: str, second: str) -> bool:
+    """Whether two answers are equal as text without capitals, as tuples, or as numbers.
+
+    Numbers are rounded to two places.
+    """
+    first = first.lower()
+    second = second.lower()
+    if not first.replace(" ", "") or not second.replace(" ", ""):
         return False
-    if one.strip() == other.strip():
+    if first.strip() == second.strip():
         return True
-    one = _tuple_of_numbers(one)
-    other = _tuple_of_numbers(other)
-    if one == other:
+    first = _tuple_of_numbers(first)
+    second = _tuple_of_numbers(second)
+    if first == second:
         return True
-    values = latex_value(one), latex_value(other)
-    return None not in values and round(values[0] or 0, 2) == round(values[1] or 0, 2)
+    first_value = latex_value(first)
+    second_value = latex_value(second)
+    if first_value is None or second_value is None:
+        return False
+    return round(first_value, 2) == round(second_value, 2)
 
 
 def _tuple_of_numbers(answer: str) -> str:
-    """`(2/4,3)` as `(0.5,3)`, where each part has a value, is infinite or is `a`; else the text as
-    it is.
+    """A tuple with the values of its parts, `(0.5,3)` for `(2/4,3)`.
+
+    The text is as before where a part has no value, is not infinite, and is not `a`.
     """
     parts = answer[1:-1].split(",")
     if len(parts) < 2 or answer[0] + answer[-1] not in ("()", "[]"):
@@ -207,8 +215,8 @@ def _tuple_of_numbers(answer: str) -> str:
     ]
     if None in values:
         return answer
-    shown = (value if isinstance(value, str) else str(round(value or 0, 2)) for value in values)
-    return answer[0] + ",".join(shown) + answer[-1]
+    texts = (value if isinstance(value, str) else str(round(value or 0, 2)) for value in values)
+    return answer[0] + ",".join(texts) + answer[-1]
 
 
 def official_hit(answer: str, reference: str, options: Sequence[str]) -> bool:
@@ -221,6 +229,7 @@ COLUMNS = {"question": TEXT, "options": TEXTS, "answer": TEXT, "level": ANY, "su
 
 
 def check(row: Prediction) -> str | None:
+    """What is wrong with the fields of a row; None where nothing is."""
     fault = wrong_fields(row, COLUMNS)
     if fault or not row["options"]:
         return fault
@@ -244,15 +253,12 @@ def _prepare(rows: Sequence[Prediction], options: MathVisionScoreOptions) -> lis
             f"extraction: {options.extraction} needs --rules strict; official has its own "
             "extraction"
         )
-    extract = (
-        (lambda row: Extraction(official_answer(row["response"]), "official"))
-        if official
-        else _by_our_rules
-    )
+    extract = _by_official_rules if official else _by_our_rules
     return with_extractions(rows, options=options, question_of=question_of, rules=extract)
 
 
 def question_of(row: Prediction) -> Question:
+    """The question of a row for an extraction."""
     return Question(
         kind="choice" if row["options"] else "text",
         text=row["question"],
@@ -261,9 +267,15 @@ def question_of(row: Prediction) -> Question:
     )
 
 
+def _by_official_rules(row: Prediction) -> Extraction:
+    """The answer that the official score reads."""
+    return Extraction(official_answer(row["response"]), "official")
+
+
 def _by_our_rules(row: Prediction) -> Extraction:
-    """Of a free-form answer without a box the number that it states, in place of the whole
-    response.
+    """The answer by our rules.
+
+    A free-form response without a box gives the number that it states, and not all of its text.
     """
     if row["options"] or last_boxed(row["response"]) is not None:
         return by_rules(question_of(row))
@@ -271,6 +283,7 @@ def _by_our_rules(row: Prediction) -> Extraction:
 
 
 def grade(row: Prediction, options: MathVisionScoreOptions) -> RowGrade:
+    """The verdict on a row by `options.rules`, and the groups that it counts in."""
     form = "multiple choice" if row["options"] else "free form"
     groups = {"level": [str(row["level"])], "subject": [row["subject"]], "form": [form]}
     read = row["read"]
@@ -279,19 +292,17 @@ def grade(row: Prediction, options: MathVisionScoreOptions) -> RowGrade:
         hit = official_hit(answer, row["answer"], row["options"])
     else:
         boxed = rf"\boxed{{{answer}}}"
-        hit = (
-            graded_as_in_training(boxed, row["answer"], choices=row["options"] or None).verdict
-            == CORRECT
-        )
+        result = graded_as_in_training(boxed, row["answer"], choices=row["options"] or None)
+        hit = result.verdict == CORRECT
     return RowGrade(
-        verdict=verdict(hit), extracted=answer, reason=read.how, groups=groups, extraction=read
+        verdict=verdict(hit), extracted=answer, reason=read.method, groups=groups, extraction=read
     )
 
 
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: MathVisionScoreOptions
 ) -> OwnFigures:
-    """How many questions number parts of a picture that they have whole."""
+    """The number of questions that number parts of a picture which they have as a whole."""
     parts = len({row["pid"] for row in rows if len(_PLACE.findall(row["question"])) > 1})
     line = (
         f"{amount(parts, 'question')} with several numbered images, which are the parts of one "
@@ -301,10 +312,9 @@ def _summary(
 
 
 def _rules(options: MathVisionScoreOptions) -> dict[str, Any]:
-    return {
-        "rules": options.rules,
-        **(extraction_rules(options) if options.rules != "official" else {}),
-    }
+    if options.rules == "official":
+        return {"rules": options.rules}
+    return {"rules": options.rules, **extraction_rules(options)}
 
 
 load = partial(
@@ -317,9 +327,16 @@ load = partial(
 )
 
 
+def _caution(score: Mapping[str, Any]) -> str | None:
+    """Why a score is not comparable with the published rows; None where it is."""
+    if score["rules"].get("rules") == "official":
+        return None
+    return "the quoted rows are by the rules `official`"
+
+
 _PUBLISHED = Published(
-    "MATH-Vision's repository (mathllm/MATH-V), its outputs by its own score",
-    {
+    source="MATH-Vision's repository (mathllm/MATH-V), its outputs by its own score",
+    rows={
         "Gemini-Pro": {"all": 17.66},
         "InternLM-XComposer2-VL": {"all": 14.54},
         "Qwen-VL-Max with CoT": {"all": 12.63},
@@ -327,11 +344,7 @@ _PUBLISHED = Published(
         "SPHINX-v2": {"all": 9.70},
         "LLaVA-v1.5-7B": {"all": 8.52},
     },
-    lambda score: (
-        None
-        if score["rules"].get("rules") == "official"
-        else "the quoted rows are by the rules `official`"
-    ),
+    caution=_caution,
 )
 BENCHMARK = Benchmark(
     name="mathvision",

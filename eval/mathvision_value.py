@@ -17,12 +17,14 @@ from collections.abc import Callable
 from fractions import Fraction
 
 Number = int | float
-_MOST_BITS = 100_000  # of an integer; the official score would be busy for hours
+# Bounds of a power in bits, and of an argument of a factorial. The official score has none and
+# would be busy for hours.
+_MOST_BITS = 100_000
 _MOST_FACTORIAL = 5_000
 
 
 class _NoValueError(Exception):
-    pass
+    """The text has no value, for which the official score raises too."""
 
 
 def _exp(exponent: Number) -> Number:
@@ -80,8 +82,9 @@ _TOKEN = re.compile(
 
 
 def latex_value(text: str) -> Number | None:
-    """The value of a text in lower case, an `int` where Python would print one; None if it has
-    none.
+    """The value of a text in lower case, or None if it has none.
+
+    It is an `int` where Python would print one.
     """
     try:
         reader = _Reader(text)
@@ -92,28 +95,33 @@ def latex_value(text: str) -> Number | None:
 
 
 class _Reader:
+    """Evaluates an expression while it reads its tokens, one method for each rule of the grammar."""
+
     def __init__(self, text: str) -> None:
         text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
         text = _SIDES.sub("", _ASSIGNS.sub("", text, count=1) if _ASSIGNS.match(text) else text)
         self.tokens = deque([*filter(None, _TOKEN.findall(text)), ""])
 
     def sum(self) -> Number:
+        """The value of products with signs of plus and minus between them."""
         value = self._product()
         while sign := self._taken("+", "-"):
             value = value + self._product() if sign == "+" else value - self._product()
         return value
 
     def _product(self, *, functions: bool = True) -> Number:
-        r"""Factors with signs between them; `functions`: one like `\sin` may follow a factor
-        without a sign.
+        r"""The value of factors with signs of times or division between them.
+
+        `functions`: whether one like `\sin` may follow a factor without a sign.
         """
         value = self._signed(functions)
         while sign := self._taken(*_TIMES, *_DIVIDED):
-            other = self._signed(functions)
-            value = value * other if sign in _TIMES else value / other
+            factor = self._signed(functions)
+            value = value * factor if sign in _TIMES else value / factor
         return value
 
     def _signed(self, functions: bool) -> Number:
+        """The value of factors without signs between them, after any number of signs."""
         if sign := self._taken("+", "-"):
             return self._signed(functions) if sign == "+" else -self._signed(functions)
         value = self._raised()
@@ -134,7 +142,7 @@ class _Reader:
         return word[-1].isalnum() or word in (*_CLOSING, "|") or word.endswith(r"\%")
 
     def _raised(self) -> Number:
-        """One factor with its exponents, `2^3^2` from the left, and factorials."""
+        """The value of one factor with its exponents, `2^3^2` from the left, and factorials."""
         value = self._base()
         while self._taken("^"):
             value = _power(value, self._exponent())
@@ -145,10 +153,11 @@ class _Reader:
         return value
 
     def _exponent(self) -> Number:
-        """What stands behind `^`: braces, a number or a constant."""
+        """The value of what stands behind `^`: braces, a number or a constant."""
         return self._group("{") if self.tokens[0] == "{" else self._atom()
 
     def _base(self) -> Number:
+        """The value of brackets, a power of e, a fraction, a binomial, a function or an atom."""
         word = self.tokens[0]
         if word in _CLOSING:
             value = self._group(word)
@@ -157,11 +166,13 @@ class _Reader:
             self._expect("^")
             return _exp(self._exponent())
         if self._taken(r"\frac", r"\binom"):
-            above, below = self._group("{"), self._group("{")
+            above = self._group("{")
+            below = self._group("{")
             return above / below if word == r"\frac" else _binomial(above, below)
         return self._function(word) if self._taken(*_FUNCTIONS) else self._atom()
 
     def _function(self, name: str) -> Number:
+        """The value of a function, whose name was read."""
         if name == r"\sqrt":
             root = self._group("[") if self.tokens[0] == "[" else None
             value = self._group("{")
@@ -179,34 +190,42 @@ class _Reader:
         return value if exponent is None else _power(value, exponent)
 
     def _argument(self) -> Number:
-        """In brackets, or the factors that follow up to the next function or sum."""
+        """The value of an argument: brackets, or the factors up to the next function or sum."""
         return self._group("(") if self.tokens[0] == "(" else self._product(functions=False)
 
     def _atom(self) -> Number:
+        """The value of a number or a constant."""
         word = self.tokens.popleft()
         if word in _CONSTANTS:
             return _CONSTANTS[word]
         if not re.fullmatch(_NUMBER, word):
             raise _NoValueError
-        exact = Fraction(word.rstrip(r"\%").replace(",", "")) / (100 if word[-1] == "%" else 1)
-        return exact.numerator if exact.denominator == 1 else exact.numerator / exact.denominator
+        exact = Fraction(word.rstrip(r"\%").replace(",", ""))
+        if word[-1] == "%":
+            exact /= 100
+        if exact.denominator == 1:
+            return exact.numerator
+        return exact.numerator / exact.denominator
 
     def _group(self, opening: str) -> Number:
+        """The value of an expression in brackets. Raises `_NoValueError` if they do not close."""
         self._expect(opening)
         value = self.sum()
         self._expect(_CLOSING[opening])
         return value
 
     def _taken(self, *tokens: str) -> str:
-        """The next token where it is one of these, which is then behind us."""
+        """The next token, removed, where it is one of these; else an empty text."""
         return self.tokens.popleft() if self.tokens[0] in tokens else ""
 
     def _expect(self, token: str) -> None:
+        """Remove the next token. Raises `_NoValueError` if it is another one."""
         if not self._taken(token):
             raise _NoValueError
 
 
 def _power(base: Number, exponent: Number) -> Number:
+    """The value of a power. Raises `_NoValueError` for one too large to print, or complex."""
     if (
         isinstance(base, int)
         and isinstance(exponent, int)
@@ -216,11 +235,12 @@ def _power(base: Number, exponent: Number) -> Number:
     value = base**exponent
     if isinstance(value, complex):
         raise _NoValueError
-    found: Number = value
-    return found
+    real: Number = value
+    return real
 
 
 def _binomial(above: Number, below: Number) -> Number:
+    """The value of a binomial of integers within bounds. Raises `_NoValueError` for any other."""
     if not (
         isinstance(above, int)
         and isinstance(below, int)

@@ -2,7 +2,7 @@
 
 import re
 from argparse import BooleanOptionalAction
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -44,8 +44,9 @@ _ASKED_FOR = {
 
 
 def build_query(row: dict[str, Any]) -> str:
-    """Hint, question with its unit, and choices of one item (`question_type` and the other fields
-    of the data).
+    """The official prompt of one item: a hint, the question with its unit, and the choices.
+
+    `row` has `question_type` and the other fields of the data.
     """
     kind = "choice" if row["question_type"] == "multi_choice" else row["answer_type"]
     if kind not in ("choice", "integer", "list"):
@@ -62,7 +63,7 @@ def build_query(row: dict[str, Any]) -> str:
 RuleSet = Literal["official", "published_2023", "vlmevalkit", "vlmevalkit_1680"]
 RULE_SETS: tuple[RuleSet, ...] = get_args(RuleSet)
 _OF_VLMEVALKIT = ("vlmevalkit", "vlmevalkit_1680")  # before and after its pull request 1680
-# What VLMEvalKit takes for no answer at all.
+# The texts that VLMEvalKit takes for no answer at all.
 _REFUSED = (
     "Failed to obtain answer via API",
     "Sorry, I can't help with images of people yet.",
@@ -88,13 +89,17 @@ class MathVistaScoreOptions(ExtractionOptions):
 
 
 class Hit(NamedTuple):
+    """Whether an extraction is right, and the text that was compared."""
+
     correct: bool
-    prediction: str | None  # the normalised extraction; None if there is none
+    prediction: str | None
+    """The normalised extraction; None if there is none."""
 
 
 def judge_extraction(row: dict[str, Any], extraction: object, rules: RuleSet) -> Hit:
-    """Normalise the extraction of a row and compare it with the reference answer, by one of the
-    rule sets.
+    """Normalise the extraction of a row and compare it with the reference answer.
+
+    `rules` is one of `RULE_SETS`.
     """
     if rules in _OF_VLMEVALKIT:
         return _vlmevalkit(row, extraction, lists=rules == "vlmevalkit_1680")
@@ -121,12 +126,11 @@ def chosen(extraction: object, choices: Sequence[str]) -> int:
 
 
 def inferred(extraction: object, choices: Sequence[str]) -> int | None:
-    """The position of the choice that VLMEvalKit reads out of an extraction
-    (vlmeval/utils/matching_util.py), or None.
+    """The position of the choice that VLMEvalKit reads out of an extraction, or None.
 
-    It is that of the one letter among the words, if it is one of the last four; else of a letter
-    behind `answer is`, else the one whose text stands in the extraction. It never is the nearest
-    one.
+    The rules are those of vlmeval/utils/matching_util.py. The position is that of the one letter
+    among the words, if it is one of the last four; else of a letter behind `answer is`, else of the
+    choice whose text stands in the extraction. It never is the nearest one.
     """
     text = str(extraction)
     if any(phrase in text for phrase in _REFUSED):
@@ -143,22 +147,29 @@ def inferred(extraction: object, choices: Sequence[str]) -> int | None:
         return letters.index(stated[1].upper())
     if len(text) > 2 * sum(map(len, choices)):
         return None
-    held = [index for index, choice in enumerate(choices) if choice.lower() in text.lower()]
-    return held[0] if len(held) == 1 else None
+    contained = [index for index, choice in enumerate(choices) if choice.lower() in text.lower()]
+    return contained[0] if len(contained) == 1 else None
 
 
-def edit_distance(one: str, other: str) -> int:
+def edit_distance(first: str, second: str) -> int:
     """Levenshtein's distance: insertions, deletions and substitutions of a character, each 1."""
-    previous = list(range(len(other) + 1))
-    for i, left in enumerate(one, start=1):
+    previous = list(range(len(second) + 1))
+    for i, first_char in enumerate(first, start=1):
         current = [i]
-        for j, right in enumerate(other, start=1):
-            current.append(min(previous[j] + 1, current[-1] + 1, previous[j - 1] + (left != right)))
+        for j, second_char in enumerate(second, start=1):
+            substitution = previous[j - 1]
+            if first_char != second_char:
+                substitution += 1
+            current.append(min(previous[j] + 1, current[-1] + 1, substitution))
         previous = current
     return previous[-1]
 
 
 def _normalised(row: dict[str, Any], extraction: Any, *, strict_int: bool) -> str | None:
+    """An extraction in the form of the reference answer, as text; None if it cannot be.
+
+    `strict_int`: `5.0` is no integer. `extraction` may be any value of JSON.
+    """
     try:
         if row["answer_type"] == "integer":
             return str(int(extraction) if strict_int else int(float(extraction)))
@@ -171,10 +182,12 @@ def _normalised(row: dict[str, Any], extraction: Any, *, strict_int: bool) -> st
 
 
 def _vlmevalkit(row: dict[str, Any], extraction: Any, *, lists: bool) -> Hit:
-    """`lists`: a list is right if it is the same text; before it never was, whatever the extraction
-    (pull 1680).
+    """Compare an extraction with the reference answer by the rules of VLMEvalKit.
+
+    `lists`: a list is right if it is the same text. Before pull request 1680 it never was, whatever
+    the extraction.
     """
-    # compares letters, so only the first of two equal choices is right
+    # VLMEvalKit compares letters, so only the first of two equal choices is right.
     if row["question_type"] == "multi_choice":
         choices = row["choices"]
         index = inferred(extraction, choices)
@@ -213,6 +226,7 @@ _MOST_PLACES = 15  # decimal places that a float holds
 
 
 def check(row: Prediction) -> str | None:
+    """What is wrong with the fields of a row; None where nothing is."""
     fault = wrong_fields(row, COLUMNS)
     if fault:
         return fault
@@ -230,6 +244,7 @@ def check(row: Prediction) -> str | None:
 
 
 def question_of(row: Prediction) -> Question:
+    """The question of a row for an extraction."""
     kind: Kind = "choice" if row["question_type"] == "multi_choice" else row["answer_type"]
     return Question(
         kind=kind, text=row["question"], choices=row["choices"] or (), response=row["response"]
@@ -237,6 +252,7 @@ def question_of(row: Prediction) -> Question:
 
 
 def grade(row: Prediction, options: MathVistaScoreOptions) -> RowGrade:
+    """The verdict on a row by `options.rules`, and the groups that it counts in."""
     extraction: Extraction = row["read"]
     hit = Hit(False, None)
     if str(extraction.text or "").strip() or not options.ignore_empty_extractions:
@@ -246,7 +262,7 @@ def grade(row: Prediction, options: MathVistaScoreOptions) -> RowGrade:
     return RowGrade(
         verdict=verdict(hit.correct),
         extracted=hit.prediction,
-        reason=extraction.how,
+        reason=extraction.method,
         groups=groups,
         extraction=extraction,
     )
@@ -264,6 +280,7 @@ def _summary(
 ) -> OwnFigures:
     """ID and OOD as ADORA's table has them (docs/evaluation.md)."""
     groups = [item.grade.groups for item in graded]
+    # How often an item counts in ID: not at all, once or twice.
     times = [
         g.get("task", []).count(_GEOMETRY_TASK) + g.get("skills", []).count(_GEOMETRY_SKILL)
         for g in groups
@@ -271,12 +288,12 @@ def _summary(
     correct = sum(n * item.correct for n, item in zip(times, graded, strict=True))
     total = sum(times)
     answers_each = max(map(len, by_problem(graded).values()))
+    id_cell = counted(correct, total, answers_each)
     # By the double count, ID of a small set can have more answers than there are; then OOD has no
     # figure.
-    ood = counted(sum(item.correct for item in graded) - correct, len(graded) - total, answers_each)
-    return OwnFigures(
-        {"id_ood": {"definition": ID_OOD, "ID": counted(correct, total, answers_each), "OOD": ood}}
-    )
+    all_correct = sum(item.correct for item in graded)
+    ood_cell = counted(all_correct - correct, len(graded) - total, answers_each)
+    return OwnFigures(figures={"id_ood": {"definition": ID_OOD, "ID": id_cell, "OOD": ood_cell}})
 
 
 def _rules(options: MathVistaScoreOptions) -> dict[str, Any]:
@@ -284,14 +301,14 @@ def _rules(options: MathVistaScoreOptions) -> dict[str, Any]:
     return {"rules": options.rules, "ignore_empty_extractions": empty, **extraction_rules(options)}
 
 
-# `query` is the official prompt where the data has it.
+# The column `query` is the official prompt where the data has it.
 load = partial(
     load_problems,
     needed=("pid", *COLUMNS),
     image_columns=("decoded_image", "image"),
     prompt=lambda row: row.get("query") or build_query(row),
     check=check,
-    kept=(
+    stored_columns=(
         "question",
         "question_type",
         "answer_type",
@@ -307,9 +324,18 @@ load = partial(
 _BY_OTHER_RULES = (
     "the quoted rows are by the rules `vlmevalkit`; score with --rules vlmevalkit to compare"
 )
+
+
+def _caution(score: Mapping[str, Any]) -> str | None:
+    """Why a score is not comparable with the published rows; None where it is."""
+    if score["rules"].get("rules") == "vlmevalkit":
+        return None
+    return _BY_OTHER_RULES
+
+
 _PUBLISHED = Published(
-    "ADORA, arXiv 2602.10019, pass@1; MathVista by VLMEvalKit's rules",
-    {
+    source="ADORA, arXiv 2602.10019, pass@1; MathVista by VLMEvalKit's rules",
+    rows={
         "Qwen2.5-VL-7B-Instruct": {"all": 67.3, "ID": 69.6, "OOD": 65.5},
         "MM-EUREKA-8B": {"all": 68.1, "ID": 73.4, "OOD": 63.8},
         "MMR1-math-v0": {"all": 70.2, "ID": 72.3, "OOD": 68.5},
@@ -317,7 +343,7 @@ _PUBLISHED = Published(
         "GRPO": {"all": 70.2, "ID": 71.6, "OOD": 69.1},
         "ADORA": {"all": 73.5, "ID": 76.1, "OOD": 71.4},
     },
-    lambda score: None if score["rules"].get("rules") == "vlmevalkit" else _BY_OTHER_RULES,
+    caution=_caution,
 )
 BENCHMARK = Benchmark(
     name="mathvista",

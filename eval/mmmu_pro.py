@@ -60,40 +60,43 @@ class MMMUProScoreOptions(ScoreOptions):
 def options_of(row: Prediction) -> list[str]:
     """The options, which the hub has as the text of a Python list.
 
-    Raises `ValueError`, `SyntaxError`.
+    Raises `ValueError` and `SyntaxError` for a text that is none, and `TypeError` for no list.
     """
-    held = row["options"]
-    return [str(option) for option in (ast.literal_eval(held) if isinstance(held, str) else held)]
+    stored = row["options"]
+    if isinstance(stored, str):
+        stored = ast.literal_eval(stored)
+    return [str(option) for option in stored]
 
 
 def official_letter(response: str, options: Sequence[str]) -> str | None:
-    """The official extraction (mmmu-pro/evaluate.py in MMMU-Benchmark/MMMU): the only letter behind
-    the last `Answer:`, else the last of the letters in brackets, before a space or before a full
-    stop, else the option whose text comes last. None where it would draw a letter.
+    """The letter by the official extraction (mmmu-pro/evaluate.py in MMMU-Benchmark/MMMU).
+
+    It is the only letter behind the last `Answer:`, else the last of the letters in brackets, before
+    a space or before a full stop, else that of the option whose text comes last. None where the
+    official code would draw a letter at random.
     """
     letters = ascii_uppercase[: len(options)]
     _, mark, tail = response.rpartition("Answer:")
-    found = [letter for letter in letters if mark and letter in tail]
-    if len(found) == 1:
-        return found[0]
+    named = [letter for letter in letters if mark and letter in tail]
+    if len(named) == 1:
+        return named[0]
     for sign in ",.!?;:'":
         response = response.strip(sign)
     response = f" {response} "
-    for form, place in (("({})", "({})"), ("{} ", " {} "), ("{}.", " {} ")):
-        found = [letter for letter in letters if form.format(letter) in response]
-        if found:
-            return max(found, key=lambda letter: response.rfind(place.format(letter)))
+    for form, position in (("({})", "({})"), ("{} ", " {} "), ("{}.", " {} ")):
+        named = [letter for letter in letters if form.format(letter) in response]
+        if named:
+            return max(named, key=lambda letter: response.rfind(position.format(letter)))
     lowered = response.lower()
     texts = dict(zip(letters, map(str.lower, options), strict=True))
-    found = (
-        [letter for letter in letters if texts[letter] in lowered]
-        if len(response.split()) > 5
-        else []
-    )
-    return max(found, key=lambda letter: lowered.rfind(texts[letter]), default=None)
+    if len(response.split()) <= 5:
+        return None
+    named = [letter for letter in letters if texts[letter] in lowered]
+    return max(named, key=lambda letter: lowered.rfind(texts[letter]), default=None)
 
 
 def check(row: Prediction) -> str | None:
+    """What is wrong with the fields of a row; None where nothing is."""
     fault = wrong_fields(row, COLUMNS)
     try:
         letters = ascii_uppercase[: 0 if fault else len(options_of(row))]
@@ -106,16 +109,17 @@ def check(row: Prediction) -> str | None:
 
 
 def grade(row: Prediction, options: MMMUProScoreOptions) -> RowGrade:
+    """The verdict on a row by `options.rules`; an answer without a letter is wrong."""
     choices = options_of(row)
     if options.rules == "official":
         letter = official_letter(row["response"], choices)
-        how = "official"
+        rule = "official"
     else:
-        letter, how = extract_choice(row["response"], choices)
+        letter, rule = extract_choice(row["response"], choices)
     return RowGrade(
         verdict=verdict(letter == row["answer"]),
         extracted=letter,
-        reason=how if letter else "drawn",
+        reason=rule if letter else "drawn",
         groups={"subject": [row["subject"]]},
     )
 

@@ -57,8 +57,8 @@ check = partial(wrong_fields, kinds=COLUMNS)
 class MMStarDataOptions(HubDataOptions):
     """Which problems are asked, with their images or without."""
 
-    # Not argparse's BooleanOptionalAction: that takes every option that starts with `--no-` for a
-    # no.
+    # The action is not argparse's BooleanOptionalAction, which takes every option that starts with
+    # `--no-` for a no.
     no_image: bool = option(
         False, help="ask without the image, for the leakage metrics", action="store_true"
     )
@@ -86,23 +86,21 @@ class MMStarScoreOptions(ScoreOptions):
 
 
 def official_hit(response: str, answer: str) -> bool:
-    """The official rule: the right letter at one of four places (MMStar-Benchmark/MMStar,
-    eval/mmstar_eval/evaluate).
+    """Whether a response is right by the official rule: the letter stands at one of four places.
 
-    It is made for answers that start with the letter. Of a chain of thought it reads the first
-    letter: `Based on` is B.
+    The rule (MMStar-Benchmark/MMStar, eval/mmstar_eval/evaluate) is made for answers that start
+    with the letter. It reads the first letter of a chain of thought: `Based on` is B.
     """
     letter = answer.lower().strip().replace("\n", " ")
     text = response.lower().strip().replace("\n", " ")
-    return text.startswith(
-        tuple(f"{before}{letter}" for before in ("", "(", "option ", "the answer is "))
-    )
+    beginnings = [f"{before}{letter}" for before in ("", "(", "option ", "the answer is ")]
+    return text.startswith(tuple(beginnings))
 
 
 def options_of(question: str) -> list[str]:
-    """The options' texts in `... Options: A: a park, B: a dam`.
+    """The texts of the options in `... Options: A: a park, B: a dam`.
 
-    Four unknown ones where the question has none.
+    They are four empty ones where the question has none.
     """
     return lettered_options(question.rpartition("Options:")[2], _OPTION) or [""] * 4
 
@@ -115,11 +113,11 @@ def grade(row: Prediction, options: MMStarScoreOptions) -> RowGrade:
         return RowGrade(
             verdict=verdict(hit), extracted=row["response"][:20], reason="official", groups=groups
         )
-    extracted, how = extract_choice(row["response"], options_of(row["question"]))
+    extracted, rule = extract_choice(row["response"], options_of(row["question"]))
     return RowGrade(
         verdict=verdict(extracted == row["answer"].strip().upper()),
         extracted=extracted,
-        reason=how,
+        reason=rule,
         groups=groups,
     )
 
@@ -130,34 +128,34 @@ def _summary(
     leakage = _leakage(rows, graded, options)
     lines = []
     if leakage is not None:
-        shown = percent(leakage["MG"], leakage["MG_bootstrap_95"])
+        figure = percent(leakage["MG"], leakage["MG_bootstrap_95"])
         lines.append(
-            f"multi-modal gain MG: {shown}, S_v {leakage['S_v']:.3f}, S_wv {leakage['S_wv']:.3f}"
+            f"multi-modal gain MG: {figure}, S_v {leakage['S_v']:.3f}, S_wv {leakage['S_wv']:.3f}"
         )
         if "ML" in leakage:
-            shown = percent(leakage["ML"], leakage["ML_bootstrap_95"])
-            lines.append(f"leakage ML: {shown}, S_t {leakage['S_t']:.3f}")
+            figure = percent(leakage["ML"], leakage["ML_bootstrap_95"])
+            lines.append(f"leakage ML: {figure}, S_t {leakage['S_t']:.3f}")
     return OwnFigures(notes={"leakage": leakage}, lines=lines)
 
 
 def _leakage(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: MMStarScoreOptions
 ) -> dict[str, Any] | None:
-    """Multi-modal gain MG = S_v - S_wv and leakage ML = max(0, S_wv - S_t) (Chen et al. 2024,
-    MMStar, section 3.3).
+    """The multi-modal gain MG = S_v - S_wv and the leakage ML = max(0, S_wv - S_t).
 
-    Shares of right answers to the same items: S_v of this run, S_wv without the image, S_t of the
-    language backbone.
+    They are differences of shares of right answers to the same items (Chen et al. 2024, MMStar,
+    section 3.3): S_v is that of this run, S_wv without the image, S_t of the language backbone.
+    None where there is no run without the image.
     """
     if options.text_only and not options.without_image:
         raise UserError("text_only: the leakage needs --without-image too (ML = S_wv - S_t)")
-    blind = _others(options.without_image, rows=rows, options=options, name="without_image")
-    text = _others(options.text_only, rows=rows, options=options, name="text_only")
+    blind = _shares_of_run(options.without_image, rows=rows, options=options, name="without_image")
+    text = _shares_of_run(options.text_only, rows=rows, options=options, name="text_only")
     if blind is None:
         return None
-    seen = _shares(graded)
-    gains = [a - b for a, b in zip(seen, blind, strict=True)]
-    leakage: dict[str, Any] = {"S_v": _mean(seen), "S_wv": _mean(blind)}
+    with_image = _shares(graded)
+    gains = [a - b for a, b in zip(with_image, blind, strict=True)]
+    leakage: dict[str, Any] = {"S_v": _mean(with_image), "S_wv": _mean(blind)}
     leakage |= {"MG": _mean(gains), "MG_bootstrap_95": bootstrap(gains)}
     if text is not None:
         leaks = [a - b for a, b in zip(blind, text, strict=True)]
@@ -167,24 +165,22 @@ def _leakage(
     return leakage
 
 
-def _others(
+def _shares_of_run(
     path: Path | None, rows: Sequence[Prediction], options: MMStarScoreOptions, name: str
 ) -> list[float] | None:
     """The shares of right answers of another run to the problems of this one, in their order."""
     if path is None:
         return None
-    other = {key(row): row for row in read_predictions(path, check, BENCHMARK.id_column)}
-    absent = [row["pid"] for row in rows if key(row) not in other]
-    if absent or len(other) != len(rows):
-        first = (
-            f"pid {absent[0]!r} is missing"
-            if absent
-            else f"it has {len(other)} rows and this run {len(rows)}"
-        )
+    row_of_key = {key(row): row for row in read_predictions(path, check, BENCHMARK.id_column)}
+    absent = [row["pid"] for row in rows if key(row) not in row_of_key]
+    if absent or len(row_of_key) != len(rows):
+        fault = f"it has {len(row_of_key)} rows and this run {len(rows)}"
+        if absent:
+            fault = f"pid {absent[0]!r} is missing"
         raise UserError(
-            f"{name}: {path} does not have the items of this run ({first}); run it on the same data"
+            f"{name}: {path} does not have the items of this run ({fault}); run it on the same data"
         )
-    _, graded = graded_rows(BENCHMARK, [other[key(row)] for row in rows], options)
+    _, graded = graded_rows(BENCHMARK, [row_of_key[key(row)] for row in rows], options)
     return _shares(graded)
 
 
@@ -197,8 +193,9 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def load(options: MMStarDataOptions) -> LoadedProblems:
-    """The problems of a split, the question as it is (its options are in it), and a hash of the
-    data.
+    """The problems of a split, and a hash of the data.
+
+    The question is asked as it is, since its options are in it.
     """
     return load_problems(
         options,
@@ -207,14 +204,14 @@ def load(options: MMStarDataOptions) -> LoadedProblems:
         prompt=itemgetter("question"),
         check=check,
         id_column="index",
-        kept=("index", *COLUMNS, "meta_info"),
+        stored_columns=("index", *COLUMNS, "meta_info"),
         blind=options.no_image,
     )
 
 
 _PUBLISHED = Published(
-    "ADORA, arXiv 2602.10019, pass@1; MathVista by VLMEvalKit's rules",
-    {
+    source="ADORA, arXiv 2602.10019, pass@1; MathVista by VLMEvalKit's rules",
+    rows={
         "Qwen2.5-VL-7B-Instruct": {"all": 63.9},
         "MM-EUREKA-8B": {"all": 64.3},
         "MMR1-math-v0": {"all": 64.9},

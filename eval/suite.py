@@ -1,4 +1,4 @@
-"""`python -m eval all`: a row of a table of benchmarks, with one start of the engine."""
+"""The command `python -m eval all`: a row of a table of benchmarks, with one start of the engine."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from adora_vl.utils.cli import imports
 with imports():
     from adora_vl.evals.asking import AskOptions, ask, check_options, check_output, questions
     from adora_vl.evals.benchmark import named
-    from adora_vl.evals.compare import ScoreFile, between_problems, read_run
+    from adora_vl.evals.compare import Difference, ScoreFile, between_problems, read_run
     from adora_vl.evals.inference.engines import build_engine
     from adora_vl.evals.inference.predictions import PREDICTIONS
     from adora_vl.evals.inference.runner import bounded, ranks
@@ -22,7 +22,7 @@ with imports():
     from adora_vl.utils.errors import UserError
     from eval.command import parse
 
-# The columns of the tables of autumn 2026, by the place of their data on the hub.
+# The columns of the tables of autumn 2026, each with the place of its data on the hub.
 SUITES = {
     "reasoning": {
         "mathvista": "AI4Math/MathVista",
@@ -34,7 +34,7 @@ SUITES = {
         "logicvista": "lscpku/LogicVista",
     }
 }
-# what papers quote; else the accuracy of all answers
+# The figures that papers quote, where it is not the accuracy of all answers.
 _FIGURE = {
     "mathverse": "five_versions",
     "wemath": "strict",
@@ -48,7 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
 
     interrupted = "what was answered is kept, and the same command goes on from there"
-    return exit_code_of(lambda: _run(*build_parser().parse_known_args(argv)), interrupted)
+
+    def command() -> None:
+        suite_options, benchmark_words = build_parser().parse_known_args(argv)
+        _run(suite_options, benchmark_words)
+
+    return exit_code_of(command, interrupted)
 
 
 def build_parser() -> Parser:
@@ -82,92 +87,107 @@ def build_parser() -> Parser:
     return parser
 
 
-def _run(given: Namespace, more: Sequence[str]) -> None:
+def _run(suite_options: Namespace, benchmark_words: Sequence[str]) -> None:
     """Ask all benchmarks, and print the row.
 
     Raises `UserError`, where it can before anything is asked.
     """
     tasks: list[tuple[Benchmark, AskOptions, ScoreOptions]] = []
-    for name, on_the_hub in SUITES[given.suite].items():
+    for name, on_the_hub in SUITES[suite_options.suite].items():
         benchmark = named(name)
-        here = given.data / name if given.data else None
-        if here is not None and not here.exists():
+        folder = suite_options.data / name if suite_options.data else None
+        if folder is not None and not folder.exists():
             raise UserError(
-                f"data: {str(given.data)!r} has no {name!r}; put it there, or leave --data out "
-                "for the hub"
+                f"data: {str(suite_options.data)!r} has no {name!r}; put it there, or leave --data "
+                "out for the hub"
             )
         words = [
             "run",
             "--data",
-            str(here or on_the_hub),
+            str(folder or on_the_hub),
             "--output",
-            str(given.output / name),
-            *more,
+            str(suite_options.output / name),
+            *benchmark_words,
         ]
         command = parse(words, benchmark)
         assert command.ask is not None
         assert command.score is not None
         tasks.append((benchmark, command.ask, command.score))
         check_output(command.ask.output)
-    others = (
-        [read_run(str(given.beside / task[0].name), str(given.beside)) for task in tasks]
-        if given.beside
-        else []
-    )
-    settings = check_options(tasks[0][1])
-    asked = [questions(benchmark, options) for benchmark, options, _ in tasks]
-    problems = [problem for each in asked for problem in each.problems]
-    told = settings.told(tasks[0][1].system_prompt)
-    # Built at the first call, for the longest text and the most images of all.
-    engine = cache(lambda: build_engine(bounded(settings, problems, told)))
+    beside_runs: list[ScoreFile] = []
+    if suite_options.beside:
+        beside_runs = [
+            read_run(str(suite_options.beside / benchmark.name), str(suite_options.beside))
+            for benchmark, _, _ in tasks
+        ]
+    # The options of the engine are the same for all benchmarks.
+    first_options = tasks[0][1]
+    settings = check_options(first_options)
+    selections = [questions(benchmark, options) for benchmark, options, _ in tasks]
+    problems = [problem for selection in selections for problem in selection.problems]
+    system_prompt = settings.with_tool_prompt(first_options.system_prompt)
+    # The engine is built at the first call, for the longest text and the most images of all.
+    engine = cache(lambda: build_engine(bounded(settings, problems, system_prompt)))
     processes = ranks()
-    for (benchmark, options, score_options), each in zip(tasks, asked, strict=True):
+    for (benchmark, options, score_options), selection in zip(tasks, selections, strict=True):
         ask(
             benchmark=benchmark,
             options=options,
             settings=settings,
-            asked=each,
+            selection=selection,
             processes=replace(processes, run=benchmark.name),
             build=lambda _: engine(),
         )
         if processes.rank == 0:
             write_score(benchmark, options.output / PREDICTIONS, score_options)
     if processes.rank == 0:
-        runs = [read_run(str(options.output), str(given.output)) for _, options, _ in tasks]
-        print("\n".join(["", *row(runs, others)]))
+        runs = [read_run(str(options.output), str(suite_options.output)) for _, options, _ in tasks]
+        print("\n".join(["", *row(runs, beside_runs)]))
 
 
-def row(runs: Sequence[ScoreFile], others: Sequence[ScoreFile] = ()) -> list[str]:
-    """The lines of the table: a column for each run, of other runs too, and their paired
-    differences.
+def row(runs: Sequence[ScoreFile], beside_runs: Sequence[ScoreFile] = ()) -> list[str]:
+    """The lines of the table, with a column for each benchmark.
+
+    Args:
+        runs: The runs of the model, one for each benchmark.
+        beside_runs: Those of another model in the same order. They get a row of their own, and a
+            row of paired differences.
     """
-    names = [run.score["benchmark"] for run in runs]
-    rows = [("", names)] + [
-        (side[0].name, [_figure(run) for run in side]) for side in (others, runs) if side
-    ]
-    if others:
-        found = [between_problems([other], [run]) for other, run in zip(others, runs, strict=True)]
-        shown = [
-            f"{100 * one.value:+.1f} [{100 * (one.low or 0):+.1f}, {100 * (one.high or 0):+.1f}]"
-            if one
-            else "-"
-            for one in found
+    rows = [("", [run.score["benchmark"] for run in runs])]
+    for side in (beside_runs, runs):
+        if side:
+            rows.append((side[0].name, [_figure(run) for run in side]))
+    if beside_runs:
+        differences = [
+            _difference(between_problems([beside], [run]))
+            for beside, run in zip(beside_runs, runs, strict=True)
         ]
-        rows.append(("difference of accuracy", shown))
-    partial = any(share_of_the_data(run.score) for run in (*runs, *others))
-    first = max(len(name) for name, _ in rows)
-    wide = max(len(cell) for _, cells in rows for cell in cells)
-    return [
-        " ".join([f"{name:<{first}}", *(f"{cell:>{wide}}" for cell in cells)])
+        rows.append(("difference of accuracy", differences))
+    name_width = max(len(name) for name, _ in rows)
+    cell_width = max(len(cell) for _, cells in rows for cell in cells)
+    lines = [
+        " ".join([f"{name:<{name_width}}", *(f"{cell:>{cell_width}}" for cell in cells)])
         for name, cells in rows
-    ] + [
-        "in %, with 95 % intervals; mathverse over its five versions, wemath its strict score"
-        + ("; (n of N): over a part of the problems" if partial else "")
-        + ("; differences by paired bootstrap over the problems" if others else "")
     ]
+    caption = "in %, with 95 % intervals; mathverse over its five versions, wemath its strict score"
+    if any(share_of_the_data(run.score) for run in (*runs, *beside_runs)):
+        caption += "; (n of N): over a part of the problems"
+    if beside_runs:
+        caption += "; differences by paired bootstrap over the problems"
+    return [*lines, caption]
+
+
+def _difference(difference: Difference | None) -> str:
+    """A difference in points with its interval, or `-` where no problem is common."""
+    if difference is None:
+        return "-"
+    low = difference.low or 0
+    high = difference.high or 0
+    return f"{100 * difference.value:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
 
 
 def _figure(run: ScoreFile) -> str:
+    """The figure of a run that papers quote, with its interval and the part of the data."""
     cell = run.cells.get(_FIGURE.get(run.score["benchmark"], "all")) or {"accuracy": float("nan")}
     text = f"{100 * cell['accuracy']:.1f}"
     if "wilson_95" in cell:

@@ -54,13 +54,16 @@ _STEPS = {"2": "two steps", "3": "three steps"}
 
 
 def prompt(row: dict[str, Any]) -> str:
+    """The official prompt for a row: its question, its options, and the form of the answer."""
     return _PROMPT.format(question=row["question"], option=row["option"])
 
 
 def official_letter(response: str) -> str | None:
-    """The official extraction: the first character behind the last `Answer`, without `<`, `>`, `:`
-    and `.`, where it is one from A to H. It is made for answers in the form of the official prompt;
-    `boxed{B}` has none.
+    """The letter by the official extraction, or None.
+
+    It is the first character behind the last `Answer`, without `<`, `>`, `:` and `.`, where that is
+    one from A to H. The rule is made for answers in the form of the official prompt; `boxed{B}` has
+    no letter.
     """
     tail = re.sub(r"[<>:.]", "", response.split("Answer")[-1].strip()).strip()
     return tail[0] if tail and tail[0] in "ABCDEFGH" else None
@@ -76,38 +79,44 @@ class WeMathScoreOptions(ScoreOptions):
 
 
 def grade(row: Prediction, options: WeMathScoreOptions) -> RowGrade:
-    """The verdict on a row by `options.rules`, by its number of steps, and for one step by its
-    concept.
+    """The verdict on a row by `options.rules`, and the groups that it counts in.
+
+    They are the number of steps, and for a single step its concept.
     """
     if options.rules == "official":
         letter = official_letter(row["response"])
-        how = "official"
+        rule = "official"
     else:
-        plain = _TEMPLATE.sub(lambda match: match[1] or match[2] or match[3] or "", row["response"])
-        letter, how = extract_choice(plain, lettered_options(row["option"], _OPTION) or [""] * 5)
+        without_template = _TEMPLATE.sub(
+            lambda match: match[1] or match[2] or match[3] or "", row["response"]
+        )
+        letter, rule = extract_choice(
+            without_template, lettered_options(row["option"], _OPTION) or [""] * 5
+        )
     steps, _, step = row["key"].partition("steps_")  # `3steps_2`; `3steps_multi` is the whole
-    groups = (
-        {"steps": [_STEPS[steps]]}
-        if step == "multi"
-        else {"steps": ["one step"], "concept": [row["knowledge concept"]]}
-    )
+    is_whole = step == "multi"
+    groups = {"steps": [_STEPS[steps] if is_whole else "one step"]}
+    if not is_whole:
+        groups["concept"] = [row["knowledge concept"]]
     return RowGrade(
-        verdict=verdict(letter == row["answer"]), extracted=letter, reason=how, groups=groups
+        verdict=verdict(letter == row["answer"]), extracted=letter, reason=rule, groups=groups
     )
 
 
-def diagnosis(steps: Sequence[bool], whole: bool, *, strict: bool) -> str:
-    """What the answers to the steps of a problem and to the whole say (Qiao et al. 2024, We-Math,
-    section 3.3).
+def diagnosis(steps: Sequence[bool], whole_right: bool, *, strict: bool) -> str:
+    """The diagnosis of the answers to the steps of a problem and to the whole.
+
+    The kinds are those of Qiao et al. 2024, We-Math, section 3.3:
 
     - IK, insufficient knowledge: the whole is wrong, and a step is.
     - IG, inadequate generalisation: the whole is wrong, and no step is.
     - CM, complete mastery: the whole is right, and every step is; loose: any step is.
     - RM, rote memorisation: the whole is right, and a step is wrong; loose: all are.
     """
-    if not whole:
+    if not whole_right:
         return "IG" if all(steps) else "IK"
-    return "CM" if (all if strict else any)(steps) else "RM"
+    mastered = all(steps) if strict else any(steps)
+    return "CM" if mastered else "RM"
 
 
 _DEFINITION = (
@@ -121,43 +130,52 @@ _DEFINITION = (
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: WeMathScoreOptions
 ) -> OwnFigures:
+    """The strict and the loose score, and the shares of each kind of diagnosis.
+
+    Only problems with an answer to every step and to the whole are diagnosed, each sample apart.
+    """
     answers: dict[tuple[str, int], dict[str, bool]] = defaultdict(dict)
     for row, item in zip(rows, graded, strict=True):
         answers[row["ID"], item.sample][row["key"]] = item.correct
-    whole = {
-        at: found for at, found in answers.items() if len(found) == 1 + int(next(iter(found))[0])
-    }
-    missing = len({ID for ID, _ in answers} - {ID for ID, _ in whole})
+    complete = {}
+    for problem, right in answers.items():
+        # The key of any step, such as `3steps_2`, says how many steps there are beside the whole.
+        n_steps = int(next(iter(right))[0])
+        if len(right) == n_steps + 1:
+            complete[problem] = right
+    missing = len({ID for ID, _ in answers} - {ID for ID, _ in complete})
     lacking = (
         f"{amount(missing, 'problem')} without an answer to every step and the whole, left out "
         "of the diagnosis"
     )
     warnings = [lacking] if missing else []
-    if not whole:
-        return OwnFigures(
-            {"score": {"strict": None, "loose": None, "definition": _DEFINITION}}, warnings=warnings
-        )
-    # the steps, and at last the whole
-    told = [[right[key] for key in sorted(right)] for right in whole.values()]
-    each = max(map(len, by_problem(graded).values()))
+    if not complete:
+        no_score: dict[str, Any] = {"strict": None, "loose": None, "definition": _DEFINITION}
+        return OwnFigures(figures={"score": no_score}, warnings=warnings)
+    # The steps of each problem, and at last the whole: `multi` sorts behind the numbers.
+    steps_and_whole = [[right[key] for key in sorted(right)] for right in complete.values()]
+    answers_each = max(map(len, by_problem(graded).values()))
     cells: dict[str, Any] = {}
     scores: dict[str, Any] = {"definition": _DEFINITION}
     lines = []
     for name in ("strict", "loose"):
-        found = [diagnosis(steps, at_once, strict=name == "strict") for *steps, at_once in told]
-        counts = Counter(found)
-        if name == "strict":  # the loose counts of these two are the same
-            cells = {kind: counted(counts[kind], len(found), each) for kind in ("IK", "IG")}
-        cells[f"CM_{name}"] = counted(counts["CM"], len(found), each)
-        cells[f"RM_{name}"] = counted(counts["RM"], counts["CM"] + counts["RM"], each)
-        credits = [{"CM": 1.0, "IG": 0.5}.get(kind, 0.0) for kind in found]
+        kinds = [
+            diagnosis(steps, whole_right, strict=name == "strict")
+            for *steps, whole_right in steps_and_whole
+        ]
+        counts = Counter(kinds)
+        if name == "strict":  # the loose counts of IK and IG are the same
+            cells = {kind: counted(counts[kind], len(kinds), answers_each) for kind in ("IK", "IG")}
+        cells[f"CM_{name}"] = counted(counts["CM"], len(kinds), answers_each)
+        cells[f"RM_{name}"] = counted(counts["RM"], counts["CM"] + counts["RM"], answers_each)
+        credits = [{"CM": 1.0, "IG": 0.5}.get(kind, 0.0) for kind in kinds]
         figure = mean_with_interval(credits)
         scores[name] = figure["value"]
         lines.append(f"We-Math's score, {name}: {percent(figure['value'], figure['interval_95'])}")
     return OwnFigures({"score": scores, "diagnosis": cells}, lines=lines, warnings=warnings)
 
 
-# Every step of a composite problem, and the whole.
+# The rows are every step of a composite problem, and the whole.
 load = partial(
     load_problems,
     needed=("question number", *COLUMNS),

@@ -1,5 +1,6 @@
-"""The fingerprint of a run, compared with a checkpoint's and between ranks: equal ones take the
-same steps.
+"""The fingerprint of a run, by which it is compared with a checkpoint and between ranks.
+
+Runs with equal fingerprints take the same steps.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
+from transformers import TrainingArguments
 
 from adora_vl.data.dataset import data_hash
 from adora_vl.models.load import model_hash
@@ -76,18 +78,18 @@ _FREE_PREFIXES = (
     "vllm_server_",
     "trackio_",
 )
-# these matter only if there is a budget
+# Keys that influence the steps only if there is a budget.
 _BUDGET_KEYS = {
     "adora_rollouts.budget",
     "adora_rollouts.staleness",
 }
-# of a run with none, before there were any
+# Keys that influence the steps only if there are tools.
 _TOOL_KEYS = {
     "tools",
     "max_tool_calling_iterations",
     "adora_tool_options",
 }
-# these matter only if the learning rate or an extension depends on the last step
+# Keys that influence the steps only if the learning rate or an extension depends on the last step.
 _LENGTH_KEYS = {
     "max_steps",
     "num_train_epochs",
@@ -102,42 +104,49 @@ def fingerprint(
     revision: str | None,
     processes: int,
     sharding: str = "none",
-    own: Mapping[str, str] | None = None,
+    code_hashes: Mapping[str, str] | None = None,
     left_out: Sequence[str] = (),
 ) -> Fingerprint:
     """Every key that influences the steps, with its value as text.
 
     `settings`: the run's dataclasses. `data`: the folders of its data sets in their order. `model`:
-    a folder or hub id. `sharding`: from `sharding_of`. `own`: the hash of each file of the user's
-    code, by what it is for. `left_out`: the ids of rows that are not trained on.
+    a folder or hub id. `sharding`: from `sharding_of`. `code_hashes`: the hash of each file of the
+    user's code, by what it is for. `left_out`: the ids of rows that are not trained on.
     """
     values: dict[str, Any] = {}
-    for each in settings:
-        for field in dataclasses.fields(each):
-            values |= dotted(field.name, masked(plain(getattr(each, field.name))))
+    for section in settings:
+        for field in dataclasses.fields(section):
+            values |= dotted(field.name, masked(plain(getattr(section, field.name))))
     rewards = values.get("adora_reward")
     if isinstance(rewards, list):
         values["adora_reward"] = [without_address(entry) for entry in rewards]
     constant = spelled(values.get("lr_scheduler_type")) == "constant"
     extended = any(key.startswith("adora_extensions.") for key in values)
-    free = _FREE_KEYS | (_LENGTH_KEYS if constant and not extended else set())
-    free |= {"adora_rollouts.ahead"} if not values.get("adora_rollouts.ahead") else set()
-    free |= {"environment_factory"} if not values.get("environment_factory") else set()
-    tooled = values.get("tools") or any(name.startswith("tool ") for name in own or ())
-    free |= set() if tooled else _TOOL_KEYS
-    free |= _BUDGET_KEYS if values.get("adora_rollouts.budget") is None else set()
-    kept = {
+    has_tools = values.get("tools") or any(name.startswith("tool ") for name in code_hashes or ())
+    free = set(_FREE_KEYS)
+    if constant and not extended:
+        free |= _LENGTH_KEYS
+    if not values.get("adora_rollouts.ahead"):
+        free.add("adora_rollouts.ahead")
+    if not values.get("environment_factory"):
+        free.add("environment_factory")
+    if not has_tools:
+        free |= _TOOL_KEYS
+    if values.get("adora_rollouts.budget") is None:
+        free |= _BUDGET_KEYS
+    compared = {
         key: json.dumps(value, default=str, sort_keys=True)
         for key, value in values.items()
         if not {key, key.partition(".")[0]} & free and not key.startswith(_FREE_PREFIXES)
     }
-    without = (
-        f"{len(left_out)} ({hashlib.sha256(json.dumps(list(left_out)).encode()).hexdigest()[:16]})"
-    )
+    rows_left_out: dict[str, str] = {}
+    if left_out:
+        digest = hashlib.sha256(json.dumps(list(left_out)).encode()).hexdigest()
+        rows_left_out["rows left out"] = f"{len(left_out)} ({digest[:16]})"
     return {
-        **kept,
-        **(own or {}),
-        **({"rows left out": without} if left_out else {}),
+        **compared,
+        **(code_hashes or {}),
+        **rows_left_out,
         "processes": str(processes),
         "sharding": sharding,
         # `Path.is_dir` raises for a text that is too long for a path, such as the columns of a
@@ -150,10 +159,8 @@ def fingerprint(
     }
 
 
-def sharding_of(config: Any) -> str:
-    """How `config`, a `TrainingArguments`, shards the model over processes: `zero1` to `zero3`, or
-    `none`.
-    """
+def sharding_of(config: TrainingArguments) -> str:
+    """How a config shards the model over processes: `zero1` to `zero3`, or `none`."""
     plugin = getattr(config, "deepspeed_plugin", None)
     return f"zero{plugin.zero_stage}" if plugin is not None and plugin.zero_stage else "none"
 
@@ -170,8 +177,10 @@ _PREFIX = ".seen-by-all-"
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank found: its machine, whether its output_dir is the first rank's, and which
-    settings differ.
+    """What one rank sees of a run.
+
+    `machine`: its host name. `shares`: whether its `output_dir` is that of the first rank.
+    `differs`: the settings that differ from those of the first rank.
     """
 
     machine: str
@@ -199,33 +208,40 @@ def check_ranks(
     *,
     patience_s: float = NFS_DELAY_S,
 ) -> None:
-    """Raise `UserError` on all ranks where one of them does not see the `token` of the first rank
-    in `output_dir`, or has another fingerprint than the `first` rank. All ranks call this together.
+    """Raise `UserError` on all ranks if they do not share a folder, or do not have the same run.
+
+    `token`: a file that the first rank has left in `output_dir`. `first`, `mine`: the fingerprints
+    of the first rank and of this one. `patience_s`: seconds to wait for the file. Collective: all
+    ranks call this together.
     """
-    seen = Seen(
-        socket.gethostname(), appears(output_dir / token, patience_s), differences(first, mine)
+    view = Seen(
+        machine=socket.gethostname(),
+        shares=appears(output_dir / token, patience_s),
+        differs=differences(first, mine),
     )
-    everyone: list[Seen] = gather_object([seen])
+    views: list[Seen] = gather_object([view])
     with contextlib.suppress(OSError):
         (output_dir / token).unlink(missing_ok=True)
-    problem = problem_among(everyone, output_dir)
+    problem = problem_among(views, output_dir)
     if problem is not None:
         raise UserError(problem)
 
 
-def problem_among(everyone: Sequence[Seen], output_dir: Path) -> str | None:
-    """What is wrong with what the ranks have found, listed in their order; None if nothing is."""
+def problem_among(views: Sequence[Seen], output_dir: Path) -> str | None:
+    """The first problem in what the ranks see, listed in their order; None if there is none."""
     remedy = (
         "all machines write into one checkpoint, so name a folder on a disk that they share, by "
         "the same path"
     )
-    for rank, seen in enumerate(everyone):
-        where = f"on {seen.machine} (rank {rank})"
-        first = f"the folder that rank 0 has on {everyone[0].machine}"
-        if not seen.shares:
+    for rank, view in enumerate(views):
+        where = f"on {view.machine} (rank {rank})"
+        first = f"the folder that rank 0 has on {views[0].machine}"
+        if not view.shares:
             return f"output_dir: {str(output_dir)!r} {where} is not {first}; {remedy}"
-        if seen.differs:
-            more = f" (and {len(seen.differs) - 1} more)" if len(seen.differs) > 1 else ""
-            same = "start every machine with the same arguments, data and model"
-            return f"{where} the run is not the one of rank 0: {seen.differs[0]}{more}; {same}"
+        if view.differs:
+            remaining = f" (and {len(view.differs) - 1} more)" if len(view.differs) > 1 else ""
+            return (
+                f"{where} the run is not the one of rank 0: {view.differs[0]}{remaining}; start "
+                "every machine with the same arguments, data and model"
+            )
     return None

@@ -18,58 +18,64 @@ LOCK = ".lock"  # in output_dir
 
 
 def lock_output_dir(output_dir: Path) -> FileLock:
-    """A lock on `output_dir` while this process lives.
+    """Lock `output_dir` while this process lives.
 
-    Raises `UserError` if another has it, or it cannot be made.
+    Raises `UserError` if another process has locked it, or if it cannot be made.
     """
     refuse_dangling("output_dir", output_dir)
-    here = repr(str(output_dir))
+    name = repr(str(output_dir))
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         lock = FileLock(output_dir / LOCK, is_singleton=True)
         lock.acquire(blocking=False)
     except Timeout as error:
         remedy = "wait for it, end it, or choose another folder"
-        raise UserError(f"output_dir: another run is writing to {here}; {remedy}") from error
+        raise UserError(f"output_dir: another run is writing to {name}; {remedy}") from error
     except OSError as error:
-        why = f"cannot be made or written to ({error.strerror})"
-        raise UserError(f"output_dir: {here} {why}; choose another folder") from error
+        raise UserError(
+            f"output_dir: {name} cannot be made or written to ({error.strerror}); choose another "
+            "folder"
+        ) from error
     return lock
 
 
 @dataclass(frozen=True)
 class StartPoint:
-    """Where the run begins (a checkpoint, or None for the first step), and what to tell the user
-    about it.
+    """Where a run begins.
+
+    `checkpoint`: its folder; None for the first step. `notes`: lines about it for the user.
+    `replaces`: whether an old run in `output_dir` is put aside when this one begins.
     """
 
     checkpoint: str | None
     notes: list[str]
-    replaces: bool = False  # whether an old run in `output_dir` is put aside when this one begins
+    replaces: bool = False
 
 
 def choose_start(
     output_dir: Path,
-    wanted: object,
+    resume_from_checkpoint: object,
     overwrite: bool,
     now: Fingerprint,
     inputs: Sequence[tuple[str, str]] = (),
     *,
     clear: bool = True,
 ) -> StartPoint:
-    """`wanted` is `resume_from_checkpoint`: a folder, `true`, `false`, or `auto` (None too), which
-    resumes if `output_dir` holds a run with the same fingerprint, and starts at the first step if
-    it holds none. `inputs`: keys and the folders that they name, which the run reads. `clear`: what
-    a killed run has left half written. Raises `UserError` for another run, and for a checkpoint
-    that is not whole. One process calls this.
+    """Choose where a run starts.
+
+    `resume_from_checkpoint`: a folder, `true`, `false`, or `auto` (None too). `auto` resumes if
+    `output_dir` holds a run with the same fingerprint, and starts at the first step if it holds
+    none. `now`: the fingerprint of this run. `inputs`: keys, each with a folder that it names and
+    the run reads. `clear`: delete what a killed run has left half written. Raises `UserError` for
+    another run, and for a checkpoint that is not whole. One process calls this.
     """
-    word = str(wanted).lower()
-    named = None if wanted is None or word in ("auto", "true", "false") else Path(str(wanted))
-    for own in (output_dir / ASIDE, output_dir / STAGING):
-        if named is not None and own.resolve() in named.resolve().parents:
-            where = f"{str(named)!r} is in {str(own)!r}"
+    word = str(resume_from_checkpoint).lower()
+    named = _named_checkpoint(resume_from_checkpoint)
+    for cleared_folder in (output_dir / ASIDE, output_dir / STAGING):
+        if named is not None and cleared_folder.resolve() in named.resolve().parents:
             raise UserError(
-                f"resume_from_checkpoint: {where}, which a run clears; move it out of there"
+                f"resume_from_checkpoint: {str(named)!r} is in {str(cleared_folder)!r}, which a "
+                "run clears; move it out of there"
             )
     if clear:
         clear_staging(output_dir)
@@ -78,48 +84,59 @@ def choose_start(
         return _start_over(output_dir, named=named, word=word, now=now)
     if named is not None:
         return _start_at(named, now)
-    (found, damaged) = newest_valid(output_dir)
-    here = repr(str(output_dir))
+    newest, damaged = newest_valid(output_dir)
+    name = repr(str(output_dir))
     skipped = [f"skipped {path}: {reason}" for path, reason in damaged]
-    if found is None:
+    if newest is None:
         if skipped:
             raise UserError(
-                f"output_dir: no checkpoint in {here} is whole; {skipped[0]}; "
+                f"output_dir: no checkpoint in {name} is whole; {skipped[0]}; "
                 f"{_or_anew(output_dir)}"
             )
         if word == "true":
             raise UserError(
-                f"resume_from_checkpoint: true, but {here} holds no checkpoint-N folder"
+                f"resume_from_checkpoint: true, but {name} holds no checkpoint-N folder"
             )
         if holds_a_run(output_dir):
-            raise UserError(f"output_dir: {here} holds a finished run; {_or_anew(output_dir)}")
+            raise UserError(f"output_dir: {name} holds a finished run; {_or_anew(output_dir)}")
         return StartPoint(None, [])
-    holds = f"{here} holds {found.name}"
+    holds = f"{name} holds {newest.name}"
     if word == "false":
         raise UserError(f"resume_from_checkpoint: false, but {holds}; {_or_anew(output_dir)}")
-    before: Fingerprint = facts_of(found).get("fingerprint", {})
+    before: Fingerprint = facts_of(newest).get("fingerprint", {})
     changed = differences(before, now)
     if changed:
-        _refuse_another_world(found, before, now)
-        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+        _refuse_another_world(newest, before, now)
+        remaining = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise UserError(
-            f"output_dir: {holds} of another run: {changed[0]}{more}; set it back, "
+            f"output_dir: {holds} of another run: {changed[0]}{remaining}; set it back, "
             f"{_or_anew(output_dir)}"
         )
-    return StartPoint(str(found), [*skipped, f"going on from {found}"])
+    return StartPoint(str(newest), [*skipped, f"going on from {newest}"])
+
+
+def _named_checkpoint(resume_from_checkpoint: object) -> Path | None:
+    """The folder that the key names; None for `auto`, `true`, `false` and None."""
+    word = str(resume_from_checkpoint).lower()
+    if resume_from_checkpoint is None or word in ("auto", "true", "false"):
+        return None
+    return Path(str(resume_from_checkpoint))
 
 
 def _or_anew(output_dir: Path) -> str:
-    """The remedies for a folder that holds a run: another folder, or a new start, with what that
-    deletes or refuses.
+    """The remedies for a folder that holds a run, which are another folder or a new start.
+
+    They name what a new start would delete, and which files of the user's it would refuse.
     """
     with written_to("output_dir", output_dir):
-        own = own_files(output_dir)
-        goes = [path.name for path in of_a_run(output_dir) if path.name not in own]
-    first = f"move away {some(own)}, which no run is known to have written, and " if own else ""
-    deletes = (
-        f", which deletes {some(goes)} once the new run has a whole checkpoint" if goes else ""
-    )
+        users_files = own_files(output_dir)
+        deleted = [path.name for path in of_a_run(output_dir) if path.name not in users_files]
+    first = ""
+    if users_files:
+        first = f"move away {some(users_files)}, which no run is known to have written, and "
+    deletes = ""
+    if deleted:
+        deletes = f", which deletes {some(deleted)} once the new run has a whole checkpoint"
     return (
         f"choose another output_dir, or {first}start anew with --overwrite_output_dir true{deletes}"
     )
@@ -129,14 +146,15 @@ def _refuse_to_replace(inputs: Sequence[tuple[str, str]], output_dir: Path) -> N
     """Raise `UserError` for a folder that the run reads and `overwrite_output_dir` would delete."""
     doomed = {output_dir.resolve(), *(path.resolve() for path in of_a_run(output_dir))}
     for key, name in inputs:
-        place = Path(name).resolve()
-        inside = [path for path in (place, *place.parents) if output_dir.resolve() in path.parents]
-        where = (
-            f"{key}: {name!r} is in {str(output_dir)!r}, whose run overwrite_output_dir: true "
-            "replaces"
-        )
-        if doomed & {place, *inside}:
-            raise UserError(f"{where}; copy it to another place, or choose another output_dir")
+        folder = Path(name).resolve()
+        inside = [
+            path for path in (folder, *folder.parents) if output_dir.resolve() in path.parents
+        ]
+        if doomed & {folder, *inside}:
+            raise UserError(
+                f"{key}: {name!r} is in {str(output_dir)!r}, whose run overwrite_output_dir: true "
+                "replaces; copy it to another place, or choose another output_dir"
+            )
 
 
 def _start_over(output_dir: Path, named: Path | None, word: str, now: Fingerprint) -> StartPoint:
@@ -144,13 +162,13 @@ def _start_over(output_dir: Path, named: Path | None, word: str, now: Fingerprin
 
     A checkpoint that the user named is used or refused, but never deleted.
     """
-    inside = word == "true" or (
+    is_replaced = word == "true" or (
         named is not None and output_dir.resolve() in named.resolve().parents
     )
-    asked = f"resume_from_checkpoint: {word if named is None else str(named)!r}"
-    if inside:
+    if is_replaced:
         raise UserError(
-            f"{asked} is of the run that overwrite_output_dir: true replaces; leave out one of "
+            f"resume_from_checkpoint: {word if named is None else str(named)!r} is of the run that "
+            "overwrite_output_dir: true replaces; leave out one of "
             "the two, or choose another output_dir"
         )
     start = StartPoint(None, []) if named is None else _start_at(named, now)
@@ -182,22 +200,21 @@ def _start_at(checkpoint: Path, now: Fingerprint) -> StartPoint:
 
 
 def _refuse_another_world(checkpoint: Path, before: Fingerprint, now: Fingerprint) -> None:
-    """Raise `UserError` if the shards were written by another number of processes or in another
-    ZeRO stage.
-    """
-    was, is_now = (
-        {key: each.get(key) for key in ("processes", "sharding")} for each in (before, now)
-    )
+    """Raise `UserError` for shards of another number of processes, or of another ZeRO stage."""
+    processes_before = before.get("processes")
+    sharding_before = before.get("sharding")
+    processes = now.get("processes")
+    sharding = now.get("sharding")
     where = f"resume_from_checkpoint: {str(checkpoint)!r} was written"
     export = f"python -m adora_vl.export {quote(str(checkpoint))} OUT"
-    if was["sharding"] not in (None, is_now["sharding"]):
+    if sharding_before not in (None, sharding):
         raise UserError(
-            f"{where} with sharding {was['sharding']} and this run has {is_now['sharding']}; "
+            f"{where} with sharding {sharding_before} and this run has {sharding}; "
             f"launch it as before, or begin anew from its weights: {export}, then "
             "--model_name_or_path OUT"
         )
-    if shards_of(checkpoint) is not None and was["processes"] not in (None, is_now["processes"]):
+    if shards_of(checkpoint) is not None and processes_before not in (None, processes):
         raise UserError(
-            f"{where} by {was['processes']} processes and this run has {is_now['processes']}; "
+            f"{where} by {processes_before} processes and this run has {processes}; "
             f"convert it: {export} --universal, then --resume_from_checkpoint OUT"
         )

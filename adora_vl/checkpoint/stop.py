@@ -15,23 +15,24 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from adora_vl.utils.files import replace_file
 from adora_vl.utils.launch import TOO_SHORT, kills_too_early, mute_lost_outputs, under_elastic
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again
-# in output_dir of a stopped run: launchers replace the exit code by their own
+# A file in the output_dir of a stopped run, because launchers replace the exit code by their own.
 STOPPED_FILE = "stopped.json"
-# the launcher repeats a signal that all processes got; within this time both count as one
+# The launcher repeats a signal that all processes got; within this time both count as one.
 REPEAT_S = 10.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def mark_stopped(output_dir: Path, step: int) -> None:
-    """For scripts that see the launcher's exit code only: the run was stopped by a signal and can
-    be started again.
+    """Write a file which says that a signal stopped the run, and that it can be started again.
+
+    It is for scripts that only see the exit code of the launcher.
     """
     facts = {
         "exit_code": EXIT_STOPPED,
@@ -59,12 +60,17 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """After an error the launcher sends SIGTERM to all ranks, which must not end the one that
+        """Remember whether the training failed.
+
+        After an error the launcher sends SIGTERM to all ranks, which must not end the rank that
         reports the error.
         """
         self._failed = kind is not None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Install the handlers of the signals."""
         for number in _SIGNALS:
             # nohup ignores SIGHUP, but torch's launcher handles it all the same and kills processes
             # that outlast it
@@ -84,14 +90,17 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
         A stopped run ignores signals from now on, so that its exit code stays: the launcher sends
         one to the others as soon as the first rank has ended.
         """
-        ends = self.stopped or self.received is not None
+        was_stopped = self.stopped or self.received is not None
         for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_IGN if ends else handler)
+            signal.signal(number, signal.SIG_IGN if was_stopped else handler)
         self._before.clear()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The ranks agree here on whether to stop, because a signal may reach them in different
-        steps.
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Save and stop if any rank has received a signal.
+
+        Collective: the ranks agree on it, because a signal may reach them in different steps.
         """
         # before anything is logged: a closed terminal is gone before its SIGHUP is passed on
         mute_lost_outputs()

@@ -21,6 +21,7 @@ _HASHING_THREADS = 8  # hashlib releases the GIL
 
 
 def step_of(checkpoint: Path) -> int:
+    """The optimizer step in the name of a checkpoint."""
     match = CHECKPOINT.fullmatch(checkpoint.name)
     assert match, f"{checkpoint} is no checkpoint folder"
     return int(match[1])
@@ -30,19 +31,21 @@ def checkpoints(output_dir: Path) -> list[Path]:
     """All `checkpoint-N` folders, whole or not, newest first."""
     if not output_dir.is_dir():
         return []
-    found = (
+    folders = (
         path for path in output_dir.iterdir() if path.is_dir() and CHECKPOINT.fullmatch(path.name)
     )
-    return sorted(found, key=step_of, reverse=True)
+    return sorted(folders, key=step_of, reverse=True)
 
 
 def publish(
     staged: Path, final: Path, facts: dict[str, Any], written: Collection[str] = ()
 ) -> None:
-    """Seal `staged` with `facts` in its manifest, and make it `final` in one rename; what stands
-    there already (one that was damaged) is moved away first. One process calls this, after all have
-    written. `written`: the files of other machines, which a shared disk may not list here yet.
-    Raises `OSError` where one of them does not appear.
+    """Seal `staged` with `facts` in its manifest, and make it `final` in one rename.
+
+    Nothing is lost in a crash. A folder that is at `final` already, one that was found damaged, is
+    moved away first. `written`: the files that other machines have put there; on a shared disk this
+    machine may list its folder as it was some seconds ago. One process calls this, after all have
+    written. Raises `OSError` where one of the files does not appear.
     """
     missing = next((name for name in written if not appears(staged / name)), None)
     if missing is not None:
@@ -83,8 +86,8 @@ def problem_of(checkpoint: Path) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != entry["bytes"]:
             return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
-    found = hashes(checkpoint, [checkpoint / name for name in expected])
-    damaged = [name for name in expected if found[name] != expected[name]]
+    actual = hashes(checkpoint, [checkpoint / name for name in expected])
+    damaged = [name for name in expected if actual[name] != expected[name]]
     return f"{damaged[0]} is damaged (its SHA-256 is another one)" if damaged else None
 
 
@@ -95,9 +98,7 @@ def facts_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def save_of_rank(folder: Path, kind: str, rank: int, content: Any) -> None:
-    """Write what one rank keeps for a resumed run into the checkpoint `folder`, which may not be
-    there yet.
-    """
+    """Write what one rank needs to resume into the checkpoint `folder`, which may not exist yet."""
     import torch  # in here, since it takes seconds
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -124,12 +125,15 @@ def newest_valid(output_dir: Path) -> tuple[Path | None, list[tuple[Path, str]]]
 
 
 def rotate(output_dir: Path, keep: int | None) -> None:
-    """Delete all finished checkpoints except the newest `keep` (None keeps all), each renamed
-    first, so that none is ever half there. Folders without the mark are neither counted nor
-    touched. Call it after the newest is published.
+    """Delete all finished checkpoints except the newest `keep` (None keeps all).
+
+    Call it after the newest is published. Folders without the mark are neither counted nor touched.
+    A folder is renamed before it is deleted, so that a checkpoint is never half there.
     """
+    if not keep:
+        return
     finished = [path for path in checkpoints(output_dir) if (path / MARK).is_file()]
-    for checkpoint in finished[keep:] if keep else []:
+    for checkpoint in finished[keep:]:
         doomed = output_dir / STAGING / f"{checkpoint.name}.deleted"
         doomed.parent.mkdir(exist_ok=True)
         checkpoint.rename(doomed)

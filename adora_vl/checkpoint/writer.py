@@ -84,28 +84,32 @@ def model_of_a_run(folder: Path) -> list[Path]:
 
 
 def own_files(folder: Path, paths: Iterable[Path] | None = None) -> list[str]:
-    """The files below `paths` (by default `of_a_run`) that no run is known to have written, by
-    their names in the folder; links too, as a run makes none. A `checkpoint-N` without a manifest
-    is named as a whole. Raises `OSError`.
+    """The files below `paths` that no run is known to have written, by their names in the folder.
+
+    `paths`: by default `of_a_run`. Links are among them, because a run makes none. A folder
+    `checkpoint-N` without a checkpoint's manifest is named as a whole. Raises `OSError` where a
+    folder cannot be listed.
     """
     notes = _notes(folder)
-    own = list[Path]()
-    for path in of_a_run(folder) if paths is None else paths:
+    unknown: list[Path] = []
+    if paths is None:
+        paths = of_a_run(folder)
+    for path in paths:
         if CHECKPOINT.fullmatch(path.name):
-            own += _own_of_checkpoint(path)
+            unknown += _own_of_checkpoint(path)
         else:
-            own += [
+            unknown += [
                 file
                 for file in _below(path)
                 if not _wrote(file, file.relative_to(folder).as_posix(), notes)
             ]
-    return [path.relative_to(folder).as_posix() for path in own]
+    return [path.relative_to(folder).as_posix() for path in unknown]
 
 
 def some(names: Sequence[str]) -> str:
     """The first few names, and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(repr(name) for name in names[:_SHOWN]) + more
+    remaining = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(repr(name) for name in names[:_SHOWN]) + remaining
 
 
 @contextmanager
@@ -119,15 +123,15 @@ def noted(output_dir: Path, writes: bool) -> Iterator[None]:
         yield
         return
     before = _model_files(output_dir)
-    known = _notes(output_dir).get("files", {})
-    _write_notes(output_dir, others=[name for name in before if name not in known])
+    noted_files = _notes(output_dir).get("files", {})
+    _write_notes(output_dir, others=[name for name in before if name not in noted_files])
     try:
         yield
     finally:
         after = _model_files(output_dir)
         changed = [output_dir / name for name, state in after.items() if before.get(name) != state]
-        kept = {name: entry for name, entry in known.items() if name in after}
-        _write_notes(output_dir, files={**kept, **hashes(output_dir, changed)})
+        remaining = {name: entry for name, entry in noted_files.items() if name in after}
+        _write_notes(output_dir, files={**remaining, **hashes(output_dir, changed)})
 
 
 def _write_notes(output_dir: Path, **notes: Any) -> None:
@@ -247,23 +251,27 @@ def holds_a_run(output_dir: Path) -> bool:
 def begun(output_dir: Path) -> bool:
     """Whether a training command has begun here, even if it came to no checkpoint."""
     return is_manifest(output_dir / "manifest.json") or any(
-        (one / MARK).is_file() for one in checkpoints(output_dir)
+        (checkpoint / MARK).is_file() for checkpoint in checkpoints(output_dir)
     )
 
 
 def refuse_own_files(output_dir: Path, overwrite: bool) -> None:
-    """Raise `UserError` for what no run is known to have written, where this one would write over
-    it or delete it: of a run that resumes the final model alone, and the place of what is put
+    """Raise `UserError` for files of the user's that this run would write over or delete.
+
+    They are files that no run is known to have written. A run that resumes writes over the final
+    model alone: it takes the rest of the folder as it is, except for the place of what is put
     aside.
     """
     with written_to("output_dir", output_dir):
         resumes = holds_a_run(output_dir) and begun(output_dir) and not overwrite
         replaced = model_of_a_run(output_dir) if resumes else None
-        own = [*own_files(output_dir, replaced), *_own_hidden(output_dir)]
+        users_files = [*own_files(output_dir, replaced), *_own_hidden(output_dir)]
     unknown = "which no run is known to have written and this one would write over or delete"
     remedy = "choose another output_dir, or move what is yours away"
-    if own:
-        raise UserError(f"output_dir: {str(output_dir)!r} holds {some(own)}, {unknown}; {remedy}")
+    if users_files:
+        raise UserError(
+            f"output_dir: {str(output_dir)!r} holds {some(users_files)}, {unknown}; {remedy}"
+        )
 
 
 def _own_hidden(output_dir: Path) -> list[str]:
@@ -273,11 +281,11 @@ def _own_hidden(output_dir: Path) -> list[str]:
     if aside.is_symlink():
         return [ASIDE]
     put_aside = sorted(aside.iterdir()) if aside.is_dir() else []
-    own = [f"{ASIDE}/{name}" for name in own_files(aside, put_aside)]
+    users_files = [f"{ASIDE}/{name}" for name in own_files(aside, put_aside)]
     unknown = (
         staging.is_dir() and any(staging.iterdir()) and not (begun(output_dir) or begun(aside))
     )
-    return [*own, STAGING] if unknown else own
+    return [*users_files, STAGING] if unknown else users_files
 
 
 def set_aside(output_dir: Path) -> str | None:

@@ -1,10 +1,12 @@
-"""Which methods compute the advantages: their options, and what they need from a run."""
+"""The methods that compute the advantages: their options, and what they need from a run."""
+
+from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,9 +18,13 @@ from adora_vl.utils.cli import plain
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 from adora_vl.utils.own_files import FromFile, from_file, is_function, is_own, own_name
 
-KEEP = "keep_settings"  # beside a method's options: the keys of TRL that it must not set
+if TYPE_CHECKING:
+    from adora_vl.config.schema import AdoraGRPOConfig
 
-# What TRL has under other keys than a method's name.
+# An entry beside a method's options: the keys of TRL that the method must not set.
+KEEP = "keep_settings"
+
+# Methods that TRL has under keys of its own.
 KEYS_OF_TRL = {
     "gspo": "importance_sampling_level: sequence, epsilon: 3e-4, epsilon_high: 4e-4, loss_type: "
     "grpo, beta: 0.0",
@@ -36,13 +42,14 @@ class OwnFunction(Method):
     function: Callable[[Groups, Tensor], Tensor]
 
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
+        """Call the user's function."""
         return self.function(groups, advantages_PG)
 
 
-def asked_methods(value: Any) -> dict[str, dict[str, Any]]:
-    """The methods in `adora_method`, in order, with the options given.
+def requested_methods(value: str | Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The methods in the value of `adora_method`, in order, with the options that are set.
 
-    Raises `UserError` for an unknown one.
+    Raises `UserError` for an unknown method, and for options that are no mapping.
     """
     if isinstance(value, str):
         names = [name.strip() for name in value.split("+")]
@@ -52,14 +59,14 @@ def asked_methods(value: Any) -> dict[str, dict[str, Any]]:
     for name, options in value.items():
         unknown = name not in METHODS and not is_own(str(name))
         keys = KEYS_OF_TRL.get(str(name).lower())
-        meant = f"use one of {', '.join(METHODS)}{did_you_mean(str(name), METHODS)}"
+        remedy = f"use one of {', '.join(METHODS)}{did_you_mean(str(name), METHODS)}"
         if unknown and keys:
             raise UserError(
                 f"adora_method: {name} is in TRL's own keys; set {keys}, and adora_method: grpo "
                 "or adora"
             )
         if unknown:
-            raise UserError(f"adora_method: unknown method {name!r}, {meant}")
+            raise UserError(f"adora_method: unknown method {name!r}, {remedy}")
         if options is not None and not isinstance(options, Mapping):
             raise UserError(
                 f"adora_method.{own_name(str(name))}: {options!r:.60} is not a mapping of its "
@@ -69,34 +76,37 @@ def asked_methods(value: Any) -> dict[str, dict[str, Any]]:
 
 
 def _from_file(name: str) -> FromFile:
+    """Load a method of the user's, a function or a subclass of `Method`, from FILE.py:NAME."""
+
     def is_method(value: object) -> bool:
         return is_function(value) or (isinstance(value, type) and issubclass(value, Method))
 
     return from_file("adora_method", name, noun="method", fits=is_method)
 
 
-def method_hashes(config: Any) -> dict[str, str]:
+def method_hashes(config: AdoraGRPOConfig) -> dict[str, str]:
     """A hash of each file that a method comes from, with its neighbours."""
-    found = [_from_file(name) for name in asked_methods(config.adora_method) if is_own(name)]
-    return {one.file: one.hash for one in found}
+    names = [name for name in requested_methods(config.adora_method) if is_own(name)]
+    loaded = [_from_file(name) for name in names]
+    return {method.file: method.hash for method in loaded}
 
 
-def settle_methods(config: Any) -> list[str]:
-    """Settle `adora_method` with all options, and the keys of TRL it sets, with a note on each.
+def settle_methods(config: AdoraGRPOConfig) -> list[str]:
+    """Fill in all options in `adora_method`, and set the keys of TRL that the methods set.
 
-    Raises `UserError`.
+    Returns a note for each key that changes. Raises `UserError`.
     """
     notes = []
     settled = {}
-    for name, given in asked_methods(config.adora_method).items():
-        keep = given.pop(KEEP, [])
-        method = _made(name, given)
+    for name, options in requested_methods(config.adora_method).items():
+        keep = options.pop(KEEP, [])
+        method = _build_method(name, options)
         keep = [keep] if isinstance(keep, str) else keep
         if not isinstance(keep, list) or not set(map(str, keep)) <= method.settings.keys():
-            able = ", ".join(method.settings) or "none"
+            settable = ", ".join(method.settings) or "none"
             raise UserError(
                 f"adora_method.{own_name(name)}.{KEEP}: {keep!r} must list keys that {name} sets: "
-                f"{able}"
+                f"{settable}"
             )
         for key, value in method.settings.items():
             before = getattr(config, key)
@@ -105,49 +115,54 @@ def settle_methods(config: Any) -> list[str]:
                 notes.append(
                     f"{name} sets {key}: {value} (was {before}; {KEEP}: [{key}] leaves it)"
                 )
-        options = given if isinstance(method, OwnFunction) else plain(method)
-        settled[name] = {**options, **({KEEP: keep} if keep else {})}
+        all_options = options if isinstance(method, OwnFunction) else plain(method)
+        settled[name] = {**all_options}
+        if keep:
+            settled[name][KEEP] = keep
     config.adora_method = settled
     return notes
 
 
-def _made(name: str, options: dict[str, Any]) -> Method:
+def _build_method(name: str, options: dict[str, Any]) -> Method:
+    """Build a method from its options. Raises `UserError` for one that it does not have."""
     key = f"adora_method.{own_name(name)}"
     kind = _from_file(name).value if is_own(name) else METHODS[name]
     if isinstance(kind, type):
-        made: Method = convert(key, options, kind)
-        return made
-    known = [*inspect.signature(kind).parameters][2:]
+        method: Method = convert(key, options, kind)
+        return method
+    # The first two parameters are the groups and the advantages.
+    parameters = [*inspect.signature(kind).parameters][2:]
     for option in options:
-        if option not in known:
+        if option not in parameters:
             raise UserError(
-                f"{key}: unknown option {option!r}, it has {', '.join(known) or 'none'}"
-                f"{did_you_mean(str(option), known)}"
+                f"{key}: unknown option {option!r}, it has {', '.join(parameters) or 'none'}"
+                f"{did_you_mean(str(option), parameters)}"
             )
     return OwnFunction(partial(kind, **options) if options else kind)
 
 
-def chosen_methods(config: Any) -> dict[str, Method]:
-    """The methods with their options, in order.
+def chosen_methods(config: AdoraGRPOConfig) -> dict[str, Method]:
+    """Build the methods with their options, in order.
 
-    Raises `UserError` for an unknown option or a wrong value.
+    Raises `UserError` for an unknown option or a wrong value, and for a method that computes
+    advantages from the rewards but does not stand first, where it would discard the others' work.
     """
-    asked = asked_methods(config.adora_method)
-    chosen = {
-        own_name(name): _made(name, {key: value for key, value in options.items() if key != KEEP})
-        for name, options in asked.items()
-    }
+    requested = requested_methods(config.adora_method)
+    chosen: dict[str, Method] = {}
+    for name, options in requested.items():
+        without_keep = {key: value for key, value in options.items() if key != KEEP}
+        chosen[own_name(name)] = _build_method(name, without_keep)
     for name, method in list(chosen.items())[1:]:
         if method.remakes:
             raise UserError(
-                f"adora_method: {'+'.join(asked)}: {name} starts from the rewards, so it must "
+                f"adora_method: {'+'.join(requested)}: {name} starts from the rewards, so it must "
                 "stand first"
             )
     return chosen
 
 
-def method_run(config: Any) -> AdvantagePipeline:
-    """The run's methods with their state."""
+def method_run(config: AdoraGRPOConfig) -> AdvantagePipeline:
+    """Build the pipeline of the run's methods, which has their state."""
     return AdvantagePipeline(
         chosen_methods(config),
         scale=str(config.scale_rewards),
@@ -157,8 +172,8 @@ def method_run(config: Any) -> AdvantagePipeline:
     )
 
 
-def check_method(config: Any) -> None:
-    """Check that the other keys fit the methods, and try those of the user's.
+def check_method(config: AdoraGRPOConfig) -> None:
+    """Check that the other keys fit the methods, and try the methods of the user's.
 
     Raises `UserError`.
     """
@@ -170,17 +185,20 @@ def check_method(config: Any) -> None:
             )
         try:
             method.check(config)
-        except ValueError as error:  # its text begins with a key, or with an option
-            of_option = str(error).partition(":")[0] in {each.name for each in fields(method)}
-            raise UserError(f"{f'adora_method.{name}.' if of_option else ''}{error}") from error
+        except ValueError as error:
+            # The text of the error begins with the name of an option, or with a key.
+            subject = str(error).partition(":")[0]
+            is_option = subject in {option.name for option in fields(method)}
+            prefix = f"adora_method.{name}." if is_option else ""
+            raise UserError(f"{prefix}{error}") from error
         if name not in METHODS:
             _try(name, method, config)
 
 
-def _try(name: str, method: Method, config: Any) -> None:
-    """Two groups as they come, one of them without signal.
+def _try(name: str, method: Method, config: AdoraGRPOConfig) -> None:
+    """Call the user's method with two groups, of which one has no signal.
 
-    Raises `UserError` where the user's method fails.
+    Raises `UserError` where it fails, or returns something else than finite advantages.
     """
     rewards_PG = torch.zeros(2, config.num_generations)
     rewards_PG[0, 0] = 1.0
@@ -192,28 +210,29 @@ def _try(name: str, method: Method, config: Any) -> None:
         surprisal_PG=lengths_PG,
     )
     run = AdvantagePipeline({name: method})
-    given_PG = group_advantages(rewards_PG)
+    advantages_PG = group_advantages(rewards_PG)
     try:
         with own_files.deadline(own_files.LOAD_TIMEOUT_S):
-            made = method.apply(groups, given_PG.clone(), run)
-            fits = (
-                isinstance(made, Tensor)
-                and made.shape == given_PG.shape
-                and bool(made.isfinite().all())
+            # the clone keeps the advantages whole if the method changes them in place
+            result = method.apply(groups, advantages_PG.clone(), run)
+            is_valid = (
+                isinstance(result, Tensor)
+                and result.shape == advantages_PG.shape
+                and bool(result.isfinite().all())
             )
     except (Exception, own_files.OverdueError) as error:
         raise UserError(
             f"adora_method: {name}, tried before the run: {in_one_line(error)}"
         ) from error
-    shape = f"finite advantages of shape {tuple(given_PG.shape)}"
-    if not fits:
+    if not is_valid:
         raise UserError(
-            f"adora_method: {name}, tried before the run: it returned {made!s:.60}, not {shape}"
+            f"adora_method: {name}, tried before the run: it returned {result!s:.60}, not finite "
+            f"advantages of shape {tuple(advantages_PG.shape)}"
         )
 
 
-def method_needs(config: Any) -> list[str]:
-    """What the methods cost beyond GRPO, one line each, for the first lines of the run."""
+def method_needs(config: AdoraGRPOConfig) -> list[str]:
+    """The lines on what the methods set and what they cost beyond GRPO, for the run's start."""
     costs = {name: method.costs(config) for name, method in chosen_methods(config).items()}
     return [
         *getattr(config, "method_notes", []),

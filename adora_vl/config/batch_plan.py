@@ -1,6 +1,4 @@
-"""The arithmetic of batches and groups, for runs and shipped configs; and whether micro-batches
-keep groups whole.
-"""
+"""The sizes of batches and groups, and whether micro-batches keep groups whole."""
 
 from __future__ import annotations
 
@@ -23,56 +21,66 @@ REGROUPABLE = frozenset({"grpo", "dr_grpo", "dapo", "sapo", "cispo", "luspo", "v
 class BatchLayout:
     """The sizes of a generation.
 
-    Rows are the rollouts of one process; batches are sequences over all of them.
+    Rows are rollouts of one process; batches are counted in sequences over all processes.
     """
 
-    rows: int  # per micro-batch: per_device_train_batch_size
-    generations: int  # rollouts per prompt (G): num_generations
-    steps: int  # micro-batches per generation: steps_per_generation
-    iterations: int  # passes over each generation: num_iterations
-    accumulated: int  # micro-batches per optimizer step: gradient_accumulation_steps
+    # rollouts per micro-batch and process: per_device_train_batch_size
+    rows: int
+    # rollouts per prompt, the size of a group: num_generations
+    generations: int
+    # micro-batches per generation: steps_per_generation
+    steps: int
+    # passes over each generation: num_iterations
+    iterations: int
+    # micro-batches per optimizer step: gradient_accumulation_steps
+    accumulated: int
+    # processes on all machines together
     processes: int = 1
 
     @classmethod
     def of(cls, config: AdoraGRPOConfig, processes: int = 1) -> BatchLayout:
-        """As the run's keys say. `GRPOConfig` has by then filled in `steps_per_generation`."""
+        """The sizes that the keys of a run say.
+
+        `config` has to be constructed already: `GRPOConfig` fills in `steps_per_generation`.
+        """
         return cls(
-            config.per_device_train_batch_size,
-            config.num_generations,
-            config.steps_per_generation,
-            config.num_iterations,
-            config.gradient_accumulation_steps,
-            processes,
+            rows=config.per_device_train_batch_size,
+            generations=config.num_generations,
+            steps=config.steps_per_generation,
+            iterations=config.num_iterations,
+            accumulated=config.gradient_accumulation_steps,
+            processes=processes,
         )
 
     @property
     def unit(self) -> int:
-        """How many rows stay together."""
+        """The number of rows that stay together: see `unit_size`."""
         return unit_size(self.rows, self.generations)
 
     @property
     def cycle(self) -> int:
-        """How many micro-batches learn from one generation."""
+        """The number of micro-batches that learn from one generation."""
         return self.steps * self.iterations
 
     @property
     def updates(self) -> int:
-        """How many optimizer steps learn from one generation; 1 where a step takes several
-        generations.
+        """The number of optimizer steps that learn from one generation, at least 1.
+
+        It is 1, too, where one step takes several generations.
         """
         return max(1, self.cycle // self.accumulated)
 
     @property
     def chunk(self) -> int:
-        """How many micro-batches of one generation belong to one optimizer step.
+        """The number of micro-batches of one generation that belong to one optimizer step.
 
-        All but the last may be empty.
+        All but the last of them may be empty. It is 1 where the steps and the generations end at
+        different micro-batches.
         """
         steps = self.steps
         accumulated = self.accumulated
-        return (
-            min(steps, accumulated) if steps % accumulated == 0 or accumulated % steps == 0 else 1
-        )
+        divides = steps % accumulated == 0 or accumulated % steps == 0
+        return min(steps, accumulated) if divides else 1
 
     @property
     def has_one_step(self) -> bool:
@@ -81,27 +89,31 @@ class BatchLayout:
 
     @property
     def global_batch(self) -> int:
-        """One micro-batch over all ranks."""
+        """The number of sequences in one micro-batch over all ranks."""
         return self.rows * self.processes
 
     @property
     def optimizer_batch(self) -> int:
+        """The number of sequences in one optimizer step over all ranks."""
         return self.global_batch * self.accumulated
 
     @property
     def generation_batch(self) -> int:
+        """The number of sequences in one generation over all ranks."""
         return self.global_batch * self.steps
 
     @property
     def prompts_per_generation(self) -> int:
+        """The number of prompts, and so of groups, in one generation."""
         return self.generation_batch // self.generations
 
     @property
     def updates_per_generation(self) -> float:
-        """As `updates`, also below 1."""
+        """The number of optimizer steps that learn from one generation; it may be below 1."""
         return self.cycle / self.accumulated
 
     def describe(self) -> str:
+        """The sizes in words, for the first lines of a run."""
         return (
             f"{amount(self.prompts_per_generation, 'prompt')} per generation "
             f"({self.generation_batch} rollouts), {self.optimizer_batch} sequences an optimizer "
@@ -112,63 +124,61 @@ class BatchLayout:
 
 
 def unit_size(rows: int, generations: int) -> int:
-    """How many rows stay together: a whole group, or its largest part that fits evenly into
-    micro-batches of `rows`.
+    """The number of rows that stay together in micro-batches of `rows`.
+
+    It is a whole group, or the largest part of one that divides both the group and the micro-batch.
     """
     return math.gcd(rows, generations)
 
 
 def batch_plan(config: AdoraGRPOConfig, processes: int) -> BatchLayout:
-    """How a run divides its sequences, by TRL's rules.
+    """Work out how a run divides its sequences, by TRL's rules.
 
-    Raises `UserError` where a generation has no whole groups, and where an optimizer step would
-    pass over one several times.
+    Raises `UserError` where a generation does not have whole groups, and where one optimizer step
+    would pass over the same generation several times.
     """
     plan = BatchLayout.of(config, processes)
-    of_groups = f"does not divide into groups of num_generations: {plan.generations}"
-    remedy = "make per_device_train_batch_size x processes x steps_per_generation a multiple of it"
-    whole = plan.generation_batch % plan.generations == 0
-    passes = plan.iterations
-    above = (
-        f"num_iterations: {passes} with gradient_accumulation_steps: {plan.accumulated} above "
-        f"steps_per_generation: {plan.steps}"
-    )
-    again = "computes the gradient of the same rollouts again before the weights have changed"
-    fewer = f"set steps_per_generation: {plan.accumulated}, or num_iterations: 1"
-    if not whole:
+    if plan.generation_batch % plan.generations != 0:
         raise UserError(
-            f"generation batch of {plan.generation_batch} sequences {of_groups}; {remedy}"
+            f"generation batch of {plan.generation_batch} sequences does not divide into groups of "
+            f"num_generations: {plan.generations}; make per_device_train_batch_size x processes x "
+            "steps_per_generation a multiple of it"
         )
-    if passes > 1 and plan.accumulated > plan.steps:
-        raise UserError(f"{above} {again}; {fewer}")
+    if plan.iterations > 1 and plan.accumulated > plan.steps:
+        raise UserError(
+            f"num_iterations: {plan.iterations} with gradient_accumulation_steps: "
+            f"{plan.accumulated} above steps_per_generation: {plan.steps} computes the gradient of "
+            "the same rollouts again before the weights have changed; set steps_per_generation: "
+            f"{plan.accumulated}, or num_iterations: 1"
+        )
     return plan
 
 
 def check_rows(plan: BatchLayout, rows: int) -> None:
-    """Raise `UserError` where the dataset does not fill one generation: TRL would train zero steps
-    in silence.
+    """Raise `UserError` for a data set of so many rows that does not fill one generation.
+
+    TRL would train zero steps on it, and say nothing.
     """
     needed = plan.prompts_per_generation
-    remedy = "lower per_device_train_batch_size or steps_per_generation"
-    few = f"dataset: {amount(rows, 'row')} cannot fill one generation of {needed} prompts"
     if rows < needed:
-        raise UserError(f"{few}; {remedy}, or raise num_generations")
+        raise UserError(
+            f"dataset: {amount(rows, 'row')} cannot fill one generation of {needed} prompts; lower "
+            "per_device_train_batch_size or steps_per_generation, or raise num_generations"
+        )
 
 
 def regroups(config: AdoraGRPOConfig) -> bool:
-    """Whether any key wants micro-batches of whole groups instead of TRL's shuffled rows."""
-    shares = (
-        config.own("share_vision") or config.own("share_prompt") or config.own("skip_zero_signal")
-    )
-    return shares or config.adora_rollouts.refill > 0
+    """Whether any key needs micro-batches of whole groups instead of TRL's shuffled rows."""
+    if config.own("share_vision") or config.own("share_prompt") or config.own("skip_zero_signal"):
+        return True
+    return config.adora_rollouts.refill > 0
 
 
 def regroup_obstacle(config: AdoraGRPOConfig) -> str:
-    """The setting, if any, that makes the loss depend on which rows share a micro-batch; otherwise
-    empty.
-    """
+    """The setting that makes the loss depend on which rows share a micro-batch; or empty."""
     if config.loss_type not in REGROUPABLE:
         return f"loss_type: {config.loss_type}"
-    if config.top_entropy_quantile < 1:  # of each micro-batch's tokens
+    # the quantile is taken over the tokens of each micro-batch
+    if config.top_entropy_quantile < 1:
         return f"top_entropy_quantile: {config.top_entropy_quantile}"
     return ""

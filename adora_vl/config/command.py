@@ -1,6 +1,8 @@
-"""What a user wrote, read once: the file, the command line laid over it, each value as its key
-takes it. Nothing slow is imported here, so a mistake is named at once; values of keys whose types
-TRL and Transformers know are read later.
+"""The reader of a training command: the config file, with the command line laid over it.
+
+Nothing slow is imported here, so a mistake is named at once. The values of our own keys are
+converted here; those of keys whose types only TRL and Transformers know are converted when their
+dataclasses are built.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from adora_vl.utils.cli import is_null, read_mapping, yaml_line, yaml_value
 from adora_vl.utils.errors import UserError, nearest
 from adora_vl.utils.own_files import look_beside
 
-# A key that the configs of another trainer have: its name, and the word of `adora_vl.migrate`.
+# A key of another trainer's configs: the trainer's name, and its word for `adora_vl.migrate`.
 OTHERS = {
     "worker": ("EasyR1", "easyr1"),
     "actor_rollout_ref": ("verl", "verl"),
     "rlhf_type": ("ms-swift", "swift"),
 }
-# What the training command takes beside the keys, for a word that is meant as one of them.
+# The options of the training command beside the keys, which a misspelt key may have meant.
 OPTIONS = (
     "config",
     "dry-run",
@@ -36,22 +38,27 @@ OPTIONS = (
     "help",
     "help-all",
 )
-# Options of ADORA by which groups are judged, also for the log alone.
-_JUDGES = frozenset(
+# The options of ADORA's criteria, by which groups are judged even if that is only logged.
+_CRITERIA = frozenset(
     {"criteria", "combine", "tau", "empty_wrong", "ties", "no_correct", "needs_correct"}
 )
 T = TypeVar("T")
 
 
 class CliWords(list[str]):
-    """The words behind a key on the command line, which become a value once it is known what the
-    key takes.
+    """The words behind a key on the command line.
+
+    They become a value once it is known what the key takes.
     """
 
 
 @dataclass(frozen=True)
 class CliArgs:
-    """A command as it was read. `values`: of each key that was given."""
+    """A command that was read.
+
+    `arguments`: its words. `file`: the config file, if it names one. `values`: the value of each
+    key that the user has set, as `CliWords` where it is not converted yet.
+    """
 
     arguments: Sequence[str]
     file: Path | None
@@ -63,45 +70,43 @@ class CliArgs:
         return set(self.values)
 
     def read(self, key: str, hint: Any) -> Any:
-        """The value of a key that was given, as `hint`. Raises `UserError`."""
+        """Convert the value of a key that was set to `hint`. Raises `UserError`."""
         value = self.values[key]
-        return convert(
-            key, _of_words(key, value, hint) if isinstance(value, CliWords) else value, hint
-        )
+        if isinstance(value, CliWords):
+            value = _join_words(key, value, hint)
+        return convert(key, value, hint)
 
     def build(self, kind: type[T]) -> T:
-        """The dataclass with the given keys.
+        """Build a dataclass of the keys that were set, with defaults for the others.
 
-        Raises `UserError`, also with the one line of TRL or Transformers.
+        Raises `UserError`, also for an error of TRL or Transformers, whose text becomes one line.
         """
-        keys: Any = kind
+        dataclass_type: Any = kind
+        hints = declared(dataclass_type)
         try:
-            return kind(
-                **{
-                    key: self.read(key, hint)
-                    for key, hint in declared(keys).items()
-                    if key in self.values
-                }
-            )
+            kwargs = {
+                key: self.read(key, hint) for key, hint in hints.items() if key in self.values
+            }
+            return kind(**kwargs)
         except UserError:
             raise
         except (ValueError, TypeError) as error:
             raise UserError(" ".join(str(error).split())) from error
 
     def but(self, **values: Any) -> CliArgs:
+        """The same command with other values for these keys."""
         return CliArgs(self.arguments, self.file, self.values | values)
 
 
-def read(arguments: Sequence[str], *, whole: bool = True) -> CliArgs:
-    """The command.
+def read(arguments: Sequence[str], *, needs_model: bool = True) -> CliArgs:
+    """Read a training command, and set the environment variables that its file asks for.
 
-    Raises `UserError` for a key that no training config has, a file that cannot be read, a value
-    that its key does not take, and without a model, unless not `whole`. Sets the environment that
-    the file asks for.
+    `needs_model`: refuse a command that names no model. Raises `UserError` for a key that no
+    training config has, a file that cannot be read, and a value that its key does not take.
     """
-    known = read_keys()
-    spoken = _by_key(arguments)
-    names = [words for key, words in spoken if key == "config"]
+    keys = read_keys()
+    words_by_key = _by_key(arguments)
+    names = [words for key, words in words_by_key if key == "config"]
     if len(names) > 1:
         raise UserError("--config: given twice; name one file, and other keys on the command line")
     refuse_stray(names[0][1:] if names else [])
@@ -111,41 +116,43 @@ def read(arguments: Sequence[str], *, whole: bool = True) -> CliArgs:
     look_beside(file)
     values = read_file(file) if file else {}
     _set_environment(values.pop("env", {}), str(file))
-    for key, words in spoken:
-        if key != "config":
-            _lay_over(values, spoken=key, words=words, known=known)
-    given = CliArgs(arguments, file, values)
+    for dotted_key, words in words_by_key:
+        if dotted_key != "config":
+            _lay_over(values, dotted_key=dotted_key, words=words, keys=keys)
+    cli_args = CliArgs(arguments, file, values)
     hints = {**RANGES, **declared(AdoraScriptArguments), **declared(AdoraKeys)}
     for key in [key for key in values if key in hints]:
-        values[key] = given.read(key, hints[key])
+        values[key] = cli_args.read(key, hints[key])
     if "output_dir" in values:
         check_output_dir(values["output_dir"])
-    if whole and "model_name_or_path" not in values:
+    if needs_model and "model_name_or_path" not in values:
         raise UserError(
             "model_name_or_path: not set; name a file with --config "
             "FILE.yaml, or a model folder, a hub id or 'tiny' (`python -m adora_vl.train --help`)"
         )
-    return given
+    return cli_args
 
 
 def recipe(name: str) -> Path:
-    """The file of that name, or else the recipe that comes with this package, as
-    `adora_3b_1gpu_lora`.
+    """The config file `name`, or the recipe of that name which the package ships.
+
+    A recipe is named without its folder, such as `adora_3b_1gpu_lora`, and a file of the user's
+    with the same name wins.
     """
     file = Path(name)
     word = Path(name).with_suffix("").name
-    # a checkout; where a wheel puts them
+    # the top of a checkout, and where a wheel installs the recipes
     homes = (
         Path(__file__).parents[2],
         Path(sys.prefix, "share", "adora_vl"),
     )
     shipped = [home / "configs" / "train" / f"{word}.yaml" for home in homes]
-    named = name in (word, f"{word}.yaml") and not file.exists()
-    return next((each for each in shipped if named and each.is_file()), file)
+    names_recipe = name in (word, f"{word}.yaml") and not file.exists()
+    return next((path for path in shipped if names_recipe and path.is_file()), file)
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The mapping in a config file, its keys checked. Raises `UserError` naming the file."""
+    """Read the mapping in a config file and check its keys. Raises `UserError` naming the file."""
     content = read_mapping("--config", path)
     for key, (trainer, command) in OTHERS.items():
         ours = f"`python -m adora_vl.migrate {command} {path}` writes one of ours"
@@ -153,155 +160,174 @@ def read_file(path: Path) -> dict[str, Any]:
             raise UserError(f"--config: {str(path)!r} is a config of {trainer}; {ours}")
     for key, value in content.items():
         if key != "env":
-            _check_key(key, value=value, where=str(path), known=read_keys())
+            _check_key(key, value=value, where=str(path), keys=read_keys())
     return content
 
 
-def check_output_dir(value: Any) -> None:
-    """Raise `UserError` for a place that nobody means: null would be a folder of Transformers'
-    choice.
+def check_output_dir(value: object) -> None:
+    """Raise `UserError` for an `output_dir` that nobody can mean.
+
+    The root of the file system is one; null is another, for which Transformers would choose a
+    folder.
     """
     if is_null(value):
         raise UserError("output_dir: null is no folder; name one for this run, such as runs/first")
-    root = (
-        isinstance(value, str)
-        and value.strip()
-        and Path(value).resolve() == Path(Path(value).resolve().anchor)
-    )
-    if root:
+    if not isinstance(value, str) or not value.strip():
+        return
+    folder = Path(value).resolve()
+    if folder == Path(folder.anchor):
         raise UserError(
             f"output_dir: {value!r} is the root of the file system; name a folder for this run"
         )
 
 
 def refuse_stray(words: Sequence[str]) -> None:
-    """Raise `UserError` for the first of these words, which belong to no key."""
-    for word in words:
-        if 1:
-            raise UserError(
-                f"command line: {word!r} belongs to no key; write --config FILE.yaml, or --key "
-                "value"
-            )
+    """Raise `UserError` if there are words that belong to no key, naming the first."""
+    if words:
+        raise UserError(
+            f"command line: {words[0]!r} belongs to no key; write --config FILE.yaml, or --key "
+            "value"
+        )
 
 
 def _by_key(arguments: Sequence[str]) -> list[tuple[str, CliWords]]:
     """The keys of a command line in their order, each with its words."""
-    found: list[tuple[str, CliWords]] = []
+    words_by_key: list[tuple[str, CliWords]] = []
     for word in arguments:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            found.append((name.replace("-", "_"), CliWords([value] if equals else [])))
-        elif found:
-            found[-1][1].append(word)
+            words = CliWords([value] if equals else [])
+            words_by_key.append((name.replace("-", "_"), words))
+        elif words_by_key:
+            _, words = words_by_key[-1]
+            words.append(word)
         else:
             refuse_stray([word])
-    return found
+    return words_by_key
 
 
 def _check_key(
-    key: str, value: Any, where: str, known: Mapping[str, Key], options: Collection[str] = ()
+    key: str,
+    value: object,
+    where: str,
+    keys: Mapping[str, Key],
+    options: Collection[str] = (),
 ) -> None:
-    """Raises `UserError` for a key that is not `known`, with the nearest one that is, or of the
-    `options`.
-    """
-    if key in known:
+    """Raise `UserError` for a key that is not among `keys`, naming the nearest key or option."""
+    if key in keys:
         return
     root, _, option = key.partition(".")
-    if option and root in known:
+    if option and root in keys:
         line = f"{root}: {{{option}: {yaml_line(value)}}}"
         raise UserError(f"{where}: {key}: dots are for the command line; write {line}")
-    near = {one.name: one.name for each in known.values() for one in (each, *each.options)}
-    # An option without its block, as `adora_factor`.
-    near |= {f"adora_{name}": f"adora_method.adora.{name}" for name in ("mode", "factor", *_JUDGES)}
+    # What may have been meant, and how it is written.
+    near = {
+        name: name for listed in keys.values() for name in (listed.name, *_option_names(listed))
+    }
+    # An option of ADORA without its block, such as `adora_factor`.
+    near |= {
+        f"adora_{name}": f"adora_method.adora.{name}" for name in ("mode", "factor", *_CRITERIA)
+    }
     near |= {option.replace("-", "_"): f"--{option}" for option in options}
     close = nearest(key, near)
-    raise UserError(
-        f"{where}: unknown key '{key}'{f'; did you mean {near[close]!r}?' if close else ''}"
-    )
+    hint = f"; did you mean {near[close]!r}?" if close else ""
+    raise UserError(f"{where}: unknown key '{key}'{hint}")
+
+
+def _option_names(key: Key) -> list[str]:
+    """The dotted names of the options of a key that is a block."""
+    return [option.name for option in key.options]
 
 
 def _lay_over(
-    values: dict[str, Any], spoken: str, words: CliWords, known: Mapping[str, Key]
+    values: dict[str, Any], dotted_key: str, words: CliWords, keys: Mapping[str, Key]
 ) -> None:
-    """Put what the command line says of a key over what the file says.
+    """Lay what the command line says of a key over what the file says, in `values`.
 
-    A dot reaches into a mapping.
+    A dot in the key reaches into a mapping, and `no_KEY` is false for a key that is true by
+    default.
     """
-    key, *names = spoken.split(".")
-    negated = key[3:] if key.startswith("no_") and key not in known else ""
-    if negated in known and known[negated].default is True:
+    key, *names = dotted_key.split(".")
+    negated = key[3:] if key.startswith("no_") and key not in keys else ""
+    if negated in keys and keys[negated].default is True:
         refuse_stray(words)
         values[negated] = False
         return
-    _check_key(key, value=words, where="command line", known=known, options=OPTIONS)
+    _check_key(key, value=words, where="command line", keys=keys, options=OPTIONS)
     if not names:
-        values[key] = _judging(words, values.get(key)) if key == "adora_method" else words
+        values[key] = _keep_criteria(words, values.get(key)) if key == "adora_method" else words
         return
-    base = values.get(key, known[key].default)
-    base = _plain(base) if isinstance(base, CliWords) else base
-    values[key] = _with(key, base, names, _plain(words))
+    base = values.get(key, keys[key].default)
+    if isinstance(base, CliWords):
+        base = _parse_words(base)
+    values[key] = _with(key, base, names, _parse_words(words))
 
 
-def _judging(words: CliWords, recipe: Any) -> Any:
-    """The methods that the command line names, with ADORA's criteria of the recipe for the log if
-    ADORA is not one.
+def _keep_criteria(words: CliWords, recipe_methods: object) -> Any:
+    """The methods that the command line names, with the criteria of the recipe's ADORA kept.
+
+    If ADORA is not among the named methods, it is added switched off, so that its criteria are
+    still logged.
     """
-    given = recipe.get("adora") if isinstance(recipe, Mapping) else None
-    kept = (
-        {name: value for name, value in given.items() if name in _JUDGES}
-        if isinstance(given, Mapping)
-        else {}
-    )
-    names = (
-        [name.strip() for name in words[0].split("+")]
-        if len(words) == 1 and "{" not in words[0]
-        else ["adora"]
-    )
-    if not kept or "adora" in names or len(set(names)) < len(names):
+    options = recipe_methods.get("adora") if isinstance(recipe_methods, Mapping) else None
+    criteria: dict[str, Any] = {}
+    if isinstance(options, Mapping):
+        criteria = {name: value for name, value in options.items() if name in _CRITERIA}
+    names = ["adora"]
+    if len(words) == 1 and "{" not in words[0]:
+        names = [name.strip() for name in words[0].split("+")]
+    if not criteria or "adora" in names or len(set(names)) < len(names):
         return words
-    return {**{name: {} for name in names}, "adora": {**kept, "mode": "off"}}
+    methods: dict[str, Any] = {name: {} for name in names}
+    return {**methods, "adora": {**criteria, "mode": "off"}}
 
 
 def _with(key: str, base: Any, names: Sequence[str], value: Any) -> Any:
-    """`base` with another value below `names`.
+    """A copy of `base` with another value below `names`.
 
-    Of a word or a list the first name has to be one of them already.
+    `base` may be a mapping, a word such as `dapo+adora`, or a list of words and mappings. A word or
+    a list has to contain the first name already.
     """
     if not names:
         return value
     name = names[0]
-    rest = names[1:]
+    inner_names = names[1:]
     if isinstance(base, str):
-        base = {each.strip(): {} for each in base.split("+")}
+        base = {word.strip(): {} for word in base.split("+")}
         _entry_of(key, list(base), name)
     if isinstance(base, list):
-        entries = [next(iter(each)) if isinstance(each, Mapping) else each for each in base]
-        at = entries.index(_entry_of(key, entries, name))
-        inside = base[at][entries[at]] if isinstance(base[at], Mapping) else {}
-        new: Any = {entries[at]: _with(key, inside, rest, value)}
-        return [*base[:at], new, *base[at + 1 :]]
-    inside = base if isinstance(base, Mapping) else {}
-    known = next((each for each in inside if str(each).rpartition(":")[2] == name), name)
-    return {**inside, known: _with(key, inside.get(known), rest, value)}
+        entries = [next(iter(item)) if isinstance(item, Mapping) else item for item in base]
+        index = entries.index(_entry_of(key, entries, name))
+        options = base[index][entries[index]] if isinstance(base[index], Mapping) else {}
+        changed: Any = {entries[index]: _with(key, options, inner_names, value)}
+        return [*base[:index], changed, *base[index + 1 :]]
+    mapping = base if isinstance(base, Mapping) else {}
+    entry = next((entry for entry in mapping if _is_named(entry, name)), name)
+    return {**mapping, entry: _with(key, mapping.get(entry), inner_names, value)}
+
+
+def _is_named(entry: object, name: str) -> bool:
+    """Whether `name` means this entry: it is its name, or that of its function in a file."""
+    return str(entry).rpartition(":")[2] == name
 
 
 def _entry_of(key: str, entries: Sequence[Any], name: str) -> Any:
-    """The entry that a name means: itself, or the function of a file."""
-    found = next((each for each in entries if str(each).rpartition(":")[2] == name), None)
-    if found is None:
-        given = ", ".join(map(str, entries))
-        raise UserError(f"{key}: {given} has no {name}; write --{key} {name} before its options")
-    return found
+    """The entry that a name means. Raises `UserError` if there is none."""
+    entry = next((entry for entry in entries if _is_named(entry, name)), None)
+    if entry is None:
+        listed = ", ".join(map(str, entries))
+        raise UserError(f"{key}: {listed} has no {name}; write --{key} {name} before its options")
+    return entry
 
 
-def _plain(words: CliWords) -> Any:
-    """Words as the file would have them."""
-    read = [yaml_value(word) for word in words]
-    return read[0] if len(read) == 1 else read or True
+def _parse_words(words: CliWords) -> Any:
+    """The value that these words would have in a file; true for no words."""
+    values = [yaml_value(word) for word in words]
+    return values[0] if len(values) == 1 else values or True
 
 
-def _of_words(key: str, words: CliWords, hint: Any) -> Any:
-    """What `convert` is given for words: all of them for a list, else the only one."""
+def _join_words(key: str, words: CliWords, hint: Any) -> Any:
+    """The words as `convert` takes them: all of them for a list, else the only one."""
     if not words and takes(hint, bool):
         return True
     if not words:
@@ -313,21 +339,16 @@ def _of_words(key: str, words: CliWords, hint: Any) -> Any:
 
 
 def _set_environment(variables: object, where: str) -> None:
-    """As TRL does with the `env` of a file."""
+    """Set the environment variables of a file's `env`, as TRL does. Raises `UserError`."""
     if not isinstance(variables, dict):
         raise UserError(
             f"{where}: env: {variables!r:.60} is not a mapping of environment variables, such as "
             "{A: 1}"
         )
     for name, value in variables.items():
-        text = f"{name}{value}"
-        if (
-            not isinstance(name, str)
-            or not name
-            or "=" in name
-            or "\0" in text
-            or isinstance(value, dict | list)
-        ):
+        is_name = isinstance(name, str) and bool(name) and "=" not in name
+        has_nul = "\0" in f"{name}{value}"
+        if not is_name or has_nul or isinstance(value, dict | list):
             raise UserError(
                 f"{where}: env: {name!r:.60}: {value!r:.60} is not a name and a text; write such "
                 "as A: 1"

@@ -1,6 +1,7 @@
-"""Every key of a training config with its default and help, and what `--help` and `--help-all`
-print of them. Those of TRL and Transformers are read from the sources of their dataclasses, since
-importing these takes seconds.
+"""Every key of a training config with its default and help, and the texts of `--help`.
+
+The keys of TRL and Transformers are parsed from the sources of their dataclasses, because importing
+these takes seconds.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import ast
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +22,7 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.versions import installed
 
 OURS = "adora_vl"
-# Where the dataclasses are defined, and those that they inherit from.
+# The files that define the dataclasses and those that they inherit from.
 _FILES = {
     "trl": ("trainer/grpo_config.py", "trainer/base_config.py", "trainer/model_config.py"),
     "transformers": ("training_args.py",),
@@ -31,9 +32,10 @@ _DATACLASSES = ("GRPOConfig", "ModelConfig")
 
 @dataclass(frozen=True)
 class Key:
-    """`default` is MISSING where the source computes it.
+    """One key of a training config.
 
-    `library` declared the key last, and so its default.
+    `default`: MISSING where the source computes it. `library`: the one that declares the key last,
+    and so decides its default.
     """
 
     name: str
@@ -43,24 +45,22 @@ class Key:
 
     @property
     def options(self) -> list[Key]:
-        """Those of a key that is a block of options, by their dotted names."""
+        """The options of a key that is a block, under their dotted names; else none."""
         block = self.default
-        return (
-            [replace(key, name=f"{self.name}.{key.name}") for key in _our_keys(block)]
-            if is_dataclass(block)
-            else []
-        )
+        if not is_dataclass(block):
+            return []
+        return [replace(key, name=f"{self.name}.{key.name}") for key in _our_keys(block)]
 
 
 @cache
 def read_keys() -> dict[str, Key]:
     """Every key by its name.
 
-    Raises `UserError` where a library keeps its class elsewhere, as in another version.
+    Raises `UserError` where a library has its classes in other files, as in another version.
     """
     try:
-        own = [*_our_keys(AdoraScriptArguments), *_our_keys(AdoraKeys)]
-        return _keys_of_libraries() | {key.name: key for key in own}
+        our_keys = [*_our_keys(AdoraScriptArguments), *_our_keys(AdoraKeys)]
+        return _keys_of_libraries() | {key.name: key for key in our_keys}
     except (OSError, KeyError) as error:
         raise UserError(
             "the installed TRL or Transformers is another version; run `pip install -e .` again"
@@ -68,6 +68,7 @@ def read_keys() -> dict[str, Key]:
 
 
 def _keys_of_libraries() -> dict[str, Key]:
+    """The keys of TRL and Transformers, parsed from their sources."""
     classes: dict[str, tuple[ast.ClassDef, str]] = {}
     for library, names in _FILES.items():
         spec = find_spec(library)
@@ -75,76 +76,85 @@ def _keys_of_libraries() -> dict[str, Key]:
         trees = [ast.parse(Path(folder, name).read_bytes()) for folder in folders for name in names]
         nodes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
         classes |= {node.name: (node, library) for node in nodes}
-    found: dict[str, Key] = {}
+    keys: dict[str, Key] = {}
     for name in _DATACLASSES:
-        found |= _keys_of_class(name, classes)
-    return found
+        keys |= _keys_of_class(name, classes)
+    return keys
 
 
 def _our_keys(dataclass: Any) -> list[Key]:
-    def default(key: Any) -> Any:
-        return key.default if key.default_factory is MISSING else key.default_factory()
-
+    """The keys of a dataclass of ours."""
     return [
-        Key(name=each.name, default=default(each), help=each.metadata["help"], library=OURS)
-        for each in fields(dataclass)
+        Key(
+            name=option.name,
+            default=_default_of(option),
+            help=option.metadata["help"],
+            library=OURS,
+        )
+        for option in fields(dataclass)
     ]
+
+
+def _default_of(option: Field[Any]) -> Any:
+    """The default of a field, from its factory where it has one."""
+    if option.default_factory is MISSING:
+        return option.default
+    return option.default_factory()
 
 
 def _keys_of_class(name: str, classes: Mapping[str, tuple[ast.ClassDef, str]]) -> dict[str, Key]:
     """The fields of a class and of those that it inherits from.
 
-    Raises `KeyError` for a class that is not there.
+    Raises `KeyError` for a class that none of the files defines.
     """
     node, library = classes[name]
-    found: dict[str, Key] = {}
+    keys: dict[str, Key] = {}
     for base in node.bases:
-        found |= _keys_of_class(ast.unparse(base), classes)
+        keys |= _keys_of_class(ast.unparse(base), classes)
     for line in node.body:
-        if (
-            isinstance(line, ast.AnnAssign)
-            and isinstance(line.target, ast.Name)
-            and not line.target.id.startswith("_")
-        ):
-            found[line.target.id] = _read_field(line.target.id, line.value, library)
-    return found
+        if not isinstance(line, ast.AnnAssign) or not isinstance(line.target, ast.Name):
+            continue
+        field_name = line.target.id
+        if not field_name.startswith("_"):
+            keys[field_name] = _read_field(field_name, line.value, library)
+    return keys
 
 
 def _read_field(name: str, value: ast.expr | None, library: str) -> Key:
-    """A field from what stands behind its `=`: a value, or `field(default=..., metadata={"help":
-    ...})`.
+    """The key that a line of a dataclass declares.
+
+    `value`: what stands behind its `=`: a value, or `field(default=..., metadata={"help": ...})`.
     """
     if not isinstance(value, ast.Call):
         return Key(name=name, default=_literal(value), help="", library=library)
-    given = {word.arg: word.value for word in value.keywords}
-    default: Any = _literal(given.get("default"))
-    factory = given.get("default_factory")
+    arguments = {keyword.arg: keyword.value for keyword in value.keywords}
+    default: Any = _literal(arguments.get("default"))
+    factory = arguments.get("default_factory")
     if isinstance(factory, ast.Lambda):
         default = _literal(factory.body)
     elif isinstance(factory, ast.Name):
         default = {"list": [], "dict": {}}.get(factory.id, MISSING)
-    metadata = given.get("metadata")
-    pairs = (
-        zip(metadata.keys, metadata.values, strict=True) if isinstance(metadata, ast.Dict) else ()
-    )
-    texts = [
-        part for key, text in pairs if key and _literal(key) == "help" for part in ast.walk(text)
-    ]
-    help_text = "".join(
-        part.value
-        for part in texts
-        if isinstance(part, ast.Constant) and isinstance(part.value, str)
-    )
-    # argparse wants % doubled
-    return Key(
-        name=name,
-        default=default,
-        help=" ".join(help_text.replace("%%", "%").split()),
-        library=library,
-    )
+    # The libraries double every % for argparse.
+    text = _help_in(arguments.get("metadata")).replace("%%", "%")
+    return Key(name=name, default=default, help=" ".join(text.split()), library=library)
+
+
+def _help_in(metadata: ast.expr | None) -> str:
+    """The text of `help` in the metadata of a field, whose parts may be joined by an expression."""
+    if not isinstance(metadata, ast.Dict):
+        return ""
+    parts: list[str] = []
+    for key, value in zip(metadata.keys, metadata.values, strict=True):
+        if key is None or _literal(key) != "help":
+            continue
+        for node in ast.walk(value):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                parts.append(node.value)
+    return "".join(parts)
 
 
 def _literal(node: ast.expr | None) -> Any:
+    """The value of an expression, MISSING where it is not a literal."""
     try:
         return MISSING if node is None else ast.literal_eval(node)
     except ValueError:
@@ -152,7 +162,7 @@ def _literal(node: ast.expr | None) -> Any:
 
 
 _WIDTH = 100
-_COLUMN = 38  # of the short list, where the words begin
+_COLUMN = 38  # where the words of the short list begin
 _HEAD = """\
 Train a vision-language model by reinforcement learning, with vLLM for the rollouts.
 
@@ -176,7 +186,8 @@ _TAIL = """\
 configs/train/annotated.yaml explains the keys that most runs touch, and docs/configuration.md all
 that this project adds.
 """
-# In few words, since most of the libraries' own are longer than a line.
+# The keys of the short list in few words, because most texts of the libraries are longer than a
+# line.
 _FIRST = {
     "model_name_or_path": "a folder, a model of the hub, or `tiny`; has to be set",
     "dataset_name": "a prepared folder, `synthetic`, `knights`, or several",
@@ -207,6 +218,7 @@ _HEADINGS = {
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:
+    """Whether a training command only asks for help or for the version."""
     return any(word in ("-h", "--help", "--help-all", "--version") for word in arguments)
 
 
@@ -232,20 +244,21 @@ def _all_keys(keys: Sequence[Key]) -> str:
     """Every key as it stands in a file with its default, and below it what it means."""
     parts: list[str] = []
     for library, heading in _HEADINGS.items():
-        parts.append("\n" * bool(parts) + f"{heading}\n{'-' * len(heading)}")
-        own = sorted((key for key in keys if key.library == library), key=lambda key: key.name)
-        for key in [each for one in own for each in (one, *one.options)]:
+        empty_line = "\n" if parts else ""
+        parts.append(f"{empty_line}{heading}\n{'-' * len(heading)}")
+        listed = sorted((key for key in keys if key.library == library), key=lambda key: key.name)
+        with_options = [key for block in listed for key in (block, *block.options)]
+        for key in with_options:
             words = textwrap.fill(key.help, _WIDTH, initial_indent="    ", subsequent_indent="    ")
             parts.append(f"{_with_default(key)}\n{words}".rstrip())
     return "\n".join(parts)
 
 
 def _with_default(key: Key) -> str:
-    """As a line of YAML."""
+    """The key with its default as a line of YAML."""
     if key.default is MISSING:
         return f"{key.name}:"
     default = {} if key.options else key.default
-    text = (
-        json.dumps(default) if isinstance(default, str) and "\n" in default else yaml_line(default)
-    )
-    return f"{key.name}: {text}"
+    if isinstance(default, str) and "\n" in default:
+        return f"{key.name}: {json.dumps(default)}"
+    return f"{key.name}: {yaml_line(default)}"

@@ -1,6 +1,7 @@
-"""The keys that this project adds to those of TRL and Transformers, each with its default, its
-help, and its range in its annotation. Nothing slow is imported here, so `--help` and a wrong value
-answer at once.
+"""The keys that this project adds to those of TRL and Transformers.
+
+Each has its default, its help, and its range as its annotation. Nothing slow is imported here, so
+`--help` and a wrong value are answered at once.
 """
 
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ StepPart = Literal[
     "spread_signal",
     "seeded_rollouts",
 ]
-_ROUNDING = 1e-3  # of shares such as 0.333
-_LARGEST_PROMPT = 1_000_000  # bytes of the file of a system prompt
+_ROUNDING = 1e-3  # how far the sum of shares such as 0.333 may be from 1
+_LARGEST_PROMPT = 1_000_000  # the most bytes of a file with a system prompt
 
 
 @dataclass
@@ -87,11 +88,12 @@ class AdoraScriptArguments:
     )
 
     def __post_init__(self) -> None:
-        """Raises `UserError`. The system prompt becomes the text that it stands for."""
+        """Check the keys, and replace the system prompt's name by its text. Raises `UserError`."""
         check_fields(self)
-        empty = "adora_columns: {} is empty; write such as {problem: question, answer: label}"
         if self.adora_columns == {}:
-            raise UserError(empty)
+            raise UserError(
+                "adora_columns: {} is empty; write such as {problem: question, answer: label}"
+            )
         _check_mixture(self.dataset_name, self.adora_mixture)
         if self.adora_prompt is not None:
             template(self.adora_prompt)
@@ -235,12 +237,15 @@ class AdoraKeys:
     vllm_server_host: Name = key("127.0.0.1", "Host of the vLLM server (server mode).")
 
     def own(self, part: StepPart) -> bool:
-        """Whether this part of a step is computed as here, and not as stock TRL does."""
+        """Whether this part of a step is computed in our way, and not as stock TRL does."""
         stock = self.adora_stock_step
-        return part not in stock if isinstance(stock, list) else not stock
+        if isinstance(stock, list):
+            return part not in stock
+        return not stock
 
 
 def _check_mixture(names: list[str], weights: list[float] | None) -> None:
+    """Raise `UserError` for data sets without names, and for shares that do not fit them."""
     double = next((name for number, name in enumerate(names) if name in names[:number]), None)
     if not names:
         raise UserError("dataset_name: [] is empty; name a data set")
@@ -248,23 +253,25 @@ def _check_mixture(names: list[str], weights: list[float] | None) -> None:
         raise UserError(f"dataset_name: {double!r} is given twice; name each data set once")
     if weights is not None and len(weights) != len(names):
         raise UserError(
-            f"adora_mixture: {weights} has {len(weights or ())} values for the {len(names)} of "
+            f"adora_mixture: {weights} has {len(weights)} values for the {len(names)} of "
             f"dataset_name: {names}"
         )
     if weights is not None and abs(sum(weights) - 1) > _ROUNDING:
         raise UserError(
-            f"adora_mixture: {weights} sum to {sum(weights or ()):g}; write shares that sum to 1, "
+            f"adora_mixture: {weights} sum to {sum(weights):g}; write shares that sum to 1, "
             "such as [0.7, 0.3]"
         )
 
 
 def _prompt_of(value: str | None) -> str | None:
-    """The text that a word stands for: one of ours, or a file.
+    """The text of a system prompt: one of ours by its name, a file's, or `value` itself.
 
-    A text of several words is the prompt itself.
+    A text of several words is the prompt itself. Raises `UserError` for a file that cannot be read.
     """
-    if value is None or value in SYSTEM_PROMPTS:
-        return value and SYSTEM_PROMPTS[value]
+    if value is None:
+        return None
+    if value in SYSTEM_PROMPTS:
+        return SYSTEM_PROMPTS[value]
     if len(value.split()) > 1 and ("\n" in value or not value.endswith(".txt")):
         return value
     try:
@@ -272,16 +279,12 @@ def _prompt_of(value: str | None) -> str | None:
         text = content.decode("utf-8-sig").strip()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
-        known = (
-            f"is not one of {', '.join(SYSTEM_PROMPTS)}, nor a UTF-8 text that can be read "
-            f"({reason})"
-        )
-        near = did_you_mean(value, SYSTEM_PROMPTS)
         raise UserError(
-            f"adora_system_prompt: {value!r} {known}, nor a text of more than one word{near}"
+            f"adora_system_prompt: {value!r} is not one of {', '.join(SYSTEM_PROMPTS)}, nor a "
+            f"UTF-8 text that can be read ({reason}), nor a text of more than one word"
+            f"{did_you_mean(value, SYSTEM_PROMPTS)}"
         ) from error
-    wrong = not text or len(content) > _LARGEST_PROMPT
-    if wrong:
+    if not text or len(content) > _LARGEST_PROMPT:
         raise UserError(
             f"adora_system_prompt: {value!r} has {len(content)} bytes; name a file with a prompt "
             "in it"

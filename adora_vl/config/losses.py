@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 # The losses that clip the ratio of new to old policy on both sides, as PPO does.
 CLIPPED = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "luspo"})
-# With one ratio for a whole answer these sum it over the tokens, so a long answer weighs more.
+# Losses that sum over tokens: with one ratio for a whole answer, a long answer would weigh more.
 _SUMS_OVER_TOKENS = frozenset({"bnpo", "dr_grpo", "dapo", "cispo"})
-_USUAL_CAP = 5.0  # ScaleRL (arXiv 2510.13786)
+_USUAL_CAP = 5.0  # CISPO's cap in ScaleRL (arXiv 2510.13786)
 
 
 def check_loss(config: AdoraGRPOConfig) -> None:
@@ -29,8 +29,10 @@ def _upper_clip(config: AdoraGRPOConfig) -> float:
 
 
 def _check_bounds(config: AdoraGRPOConfig) -> None:
-    """Of the ratio of new to old policy. TRL takes `epsilon_high` for CISPO's cap itself, so the
-    default of 0.2 would cap every ratio, and the gradient would be a fifth.
+    """Check the bounds of the ratio of new to old policy. Raises `UserError`.
+
+    TRL takes `epsilon_high` itself as CISPO's cap, and not 1 + `epsilon_high`. The default of 0.2
+    would therefore cap every ratio, and the gradient would be a fifth of what it should be.
     """
     upper = _upper_clip(config)
     value = "null" if config.epsilon_high is None else f"{config.epsilon_high:g}"
@@ -50,7 +52,10 @@ def _check_bounds(config: AdoraGRPOConfig) -> None:
 
 
 def _check_level(config: AdoraGRPOConfig) -> None:
-    """One ratio for each token, or one for a whole answer."""
+    """Check that the loss fits `importance_sampling_level`. Raises `UserError`.
+
+    The level is one ratio for each token, or one for a whole answer.
+    """
     loss = config.loss_type
     level = config.importance_sampling_level
     if loss == "luspo" and level != "sequence":
@@ -71,6 +76,7 @@ def _check_level(config: AdoraGRPOConfig) -> None:
 
 
 def _check_entropy(config: AdoraGRPOConfig) -> None:
+    """Raise `UserError` for an entropy coefficient outside of the bounds that adapt it."""
     lowest = config.entropy_coef_min
     highest = config.entropy_coef_max
     if config.use_adaptive_entropy and not lowest <= config.entropy_coef <= highest:
@@ -81,5 +87,5 @@ def _check_entropy(config: AdoraGRPOConfig) -> None:
 
 
 def has_entropy_bonus(config: AdoraGRPOConfig) -> bool:
-    """Whether the loss has the bonus, also where the adaptive coefficient is 0 now."""
+    """Whether the loss has an entropy bonus, even if its adaptive coefficient is 0 at first."""
     return bool(config.entropy_coef != 0.0 or config.use_adaptive_entropy)

@@ -10,19 +10,22 @@ from adora_vl.utils.own_files import LONGEST_S, SHORTEST_S
 
 
 def key(default: Any, help: str, *, choices: Sequence[str] | None = None) -> Any:
-    """A field of a dataclass of keys.
+    """Declare a field of a dataclass of keys.
 
-    `default`: also a function that makes one. `choices`: the words that it takes.
+    `default`: the default, or a function that returns it. `help`: the text of `--help-all`.
+    `choices`: the words that the key takes; None: whatever its annotation says.
     """
-    made: dict[str, Any] = (
-        {"default_factory": default} if callable(default) else {"default": default}
-    )
-    return field(**made, metadata={"help": help} | ({"choices": list(choices)} if choices else {}))
+    metadata: dict[str, Any] = {"help": help}
+    if choices:
+        metadata["choices"] = list(choices)
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """How a generation is filled."""
+    """The options of `adora_rollouts`: how a generation is filled."""
 
     refill: Annotated[int, Field(ge=0)] = key(
         0,
@@ -52,7 +55,7 @@ class RolloutOptions:
 
 @dataclass(frozen=True)
 class ToolOptions:
-    """The limits of what tools say."""
+    """The options of `adora_tool_options`: the limits of tool calls and their replies."""
 
     max_pixels: Annotated[int, Field(ge=28 * 28)] | None = key(
         None, "Largest picture that a tool shows, in pixels; null: as the problem's."

@@ -27,14 +27,14 @@ _CPU_RECIPE = "configs/train/smoke_cpu.yaml is a recipe for a CPU (use_cpu: true
 
 @dataclass
 class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is untyped to mypy
-    """TRL's `GRPOConfig` with our keys, all values checked when it is made."""
+    """TRL's `GRPOConfig` with our keys; every value is checked when it is constructed."""
 
     def __post_init__(self) -> None:
-        """Raises `UserError` for our checks, and `ValueError` for those of TRL."""
+        """Check the keys. Raises `UserError` for our checks, `ValueError` for those of TRL."""
         check_fields(self, GRPOConfig)
         check_device(self)
-        # The best of many evaluations on one set is a choice on that set, and Transformers'
-        # evaluation is not ours.
+        # The best of many evaluations on one set is overfitted to that set, and Transformers would
+        # choose it by an evaluation that is not ours.
         instead = (
             "keep checkpoints with save_total_limit: null and `python -m adora_vl.export "
             "OUT/checkpoint-N BEST`"
@@ -44,59 +44,73 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         if spelled(self.save_strategy) == "best":
             raise UserError(f"save_strategy: best is not supported; {instead}")
         self.method_notes = settle_methods(self)
-        given = vars(self).get("generation_batch_size"), vars(self).get("steps_per_generation")
-        groups: Any = vars(self).get("num_generations_eval")
+        # TRL works these two out of each other, and an error names those that the user has set.
+        generation_batch_size = vars(self).get("generation_batch_size")
+        steps_per_generation = vars(self).get("steps_per_generation")
+        num_generations_eval: Any = vars(self).get("num_generations_eval")
         try:
-            # whether TRL evaluates, in whole groups, is known when there are data
+            # TRL wants whole groups in an evaluation, but whether it evaluates at all is only known
+            # once there are data. A group of 1 passes its check.
             self.num_generations_eval: Any = 1
             super().__post_init__()
         except ValueError:
-            self._check_groups(*given)
+            self._check_groups(generation_batch_size, steps_per_generation)
             raise
         finally:
-            self.num_generations_eval = groups
+            self.num_generations_eval = num_generations_eval
         check_sampling_keys(self)
-        masked(vars(self))  # notes what is not to be shown from here on
+        # registers the secrets, so that no later output shows them
+        masked(vars(self))
+        self._refuse_masked()
+
+    def _refuse_masked(self) -> None:
+        """Raise `UserError` for the mask that a printed command has in the place of a secret."""
         for key in ("hub_token", "model_init_kwargs", "vllm_server_base_url"):
             value = getattr(self, key)
-            if HIDDEN in (
-                value,
-                *(value.values() if isinstance(value, dict) else ()),
-            ) or f"//{HIDDEN}@" in str(value):
-                left_out = (
-                    f"{key}: '{HIDDEN}' stands for a secret that was left out of a printed command"
+            values = [value]
+            if isinstance(value, dict):
+                values += value.values()
+            if HIDDEN in values or f"//{HIDDEN}@" in str(value):
+                raise UserError(
+                    f"{key}: '{HIDDEN}' stands for a secret that was left out of a printed "
+                    "command; write it, or log in with `hf auth login` for the hub"
                 )
-                raise UserError(f"{left_out}; write it, or log in with `hf auth login` for the hub")
 
     def _check_groups(self, batch: int | None, steps: int | None) -> None:
-        """Raise `UserError` in the keys as they were given, where TRL's words have a number made of
-        them.
+        """Raise `UserError` for a generation that does not divide into groups.
+
+        TRL's error names `generation_batch_size`, a product that the user may not have set; this
+        one names its factors. `batch`, `steps`: `generation_batch_size` and `steps_per_generation`
+        as the user has set them, before TRL fills them in.
         """
-        made = self.generation_batch_size
+        rollouts = self.generation_batch_size
         rows = self.per_device_train_batch_size
-        each = self.num_generations
-        if batch is not None or made is None or made % each == 0:
+        group_size = self.num_generations
+        if batch is not None or rollouts is None or rollouts % group_size == 0:
             return
         key = "steps_per_generation" if steps else "gradient_accumulation_steps"
-        processes = made // (rows * self.steps_per_generation)
-        product = (
-            f"{rows} x {key}: {steps or self.gradient_accumulation_steps} x {processes} process"
+        processes = rollouts // (rows * self.steps_per_generation)
+        plural = "" if processes == 1 else "es"
+        raise UserError(
+            f"per_device_train_batch_size: {rows} x "
+            f"{key}: {steps or self.gradient_accumulation_steps} x {processes} process{plural} = "
+            f"{rollouts} rollouts, which do not divide into groups of num_generations: "
+            f"{group_size}; make the product a multiple of it"
         )
-        product += f"{'' if processes == 1 else 'es'} = {made} rollouts"
-        whole = (
-            f"which do not divide into groups of num_generations: {each}; make the product a "
-            "multiple of it"
-        )
-        raise UserError(f"per_device_train_batch_size: {product}, {whole}")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Every checkpoint has a pickle of the config (training_args.bin), and is made to be handed
-        on.
+        """The state to pickle, without secrets.
+
+        Every checkpoint has a pickle of the config (training_args.bin), and checkpoints are passed
+        on to others.
         """
         return dict(masked(vars(self), hidden=None))
 
     def to_dict(self) -> dict[str, Any]:
-        """Stock Transformers shows this to trackers, with secrets below the first level."""
+        """The keys and values with secrets masked, which Transformers sends to trackers.
+
+        Transformers itself masks only the first level.
+        """
         return dict(masked(plain(super().to_dict())))
 
     def __repr__(self) -> str:
@@ -106,15 +120,23 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
 
     @property
     def seed_of_rows(self) -> int:
-        """By which rows are shuffled and mixed: `data_seed`, or else `seed`."""
+        """The seed by which rows are shuffled and mixed: `data_seed`, or else `seed`."""
         seed = self.seed if self.data_seed is None else self.data_seed
         return int(seed)
 
     @property
     def truncated_at(self) -> int | None:
-        """Tokens from which on a completion counts as truncated; None: where nothing has ended it."""
-        at = self.adora_truncated
-        return None if isinstance(at, str) else self.max_completion_length - 2 if at is None else at
+        """The length in tokens at which a completion counts as truncated.
+
+        None with `adora_truncated: eos`: then one counts as truncated if it has no end token.
+        """
+        limit = self.adora_truncated
+        if isinstance(limit, str):
+            return None
+        if limit is None:
+            # as the reference implementation of ADORA does: 4094 of 4096
+            return int(self.max_completion_length) - 2
+        return limit
 
 
 class NoGPUError(UserError):
@@ -125,13 +147,16 @@ class NoGPUError(UserError):
         self.key = key
 
 
-def check_device(config: Any) -> None:
-    """Raises `NoGPUError` or `UserError` for settings that Transformers refuses without naming a
-    key or a remedy.
+def check_device(config: AdoraGRPOConfig) -> None:
+    """Check that this machine computes in the precision of the config.
+
+    Transformers refuses it, too, but names neither key nor remedy. Raises `NoGPUError` where there
+    is no GPU, and `UserError` for a GPU without bfloat16.
     """
     if config.use_cpu:
         return
-    bf16 = bool(config.bf16) if config.bf16 is not None else not config.fp16  # as TRL fills it in
+    # TRL's default for bf16 is the opposite of fp16
+    bf16 = bool(config.bf16) if config.bf16 is not None else not config.fp16
     if bf16 and not is_torch_bf16_gpu_available() and not is_torch_xla_available():
         if is_torch_cuda_available():
             raise UserError(
@@ -147,11 +172,14 @@ DATACLASSES = (AdoraScriptArguments, AdoraGRPOConfig, ModelConfig)
 Parsed = tuple[AdoraScriptArguments, AdoraGRPOConfig, ModelConfig]
 
 
-def build(given: CliArgs) -> Parsed:
-    """The three dataclasses of a training command. Raises `UserError`."""
-    return given.build(AdoraScriptArguments), given.build(AdoraGRPOConfig), given.build(ModelConfig)
+def build(cli_args: CliArgs) -> Parsed:
+    """Build the three dataclasses of a training command. Raises `UserError`."""
+    script = cli_args.build(AdoraScriptArguments)
+    config = cli_args.build(AdoraGRPOConfig)
+    model = cli_args.build(ModelConfig)
+    return script, config, model
 
 
 def parse(arguments: Sequence[str]) -> Parsed:
-    """As `build`, from the words of a command, which need name no model."""
-    return build(read(arguments, whole=False))
+    """Read the words of a command, which need not name a model, and `build` its dataclasses."""
+    return build(read(arguments, needs_model=False))

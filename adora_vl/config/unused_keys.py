@@ -1,8 +1,8 @@
-"""Keys of TRL and Transformers that would do nothing in a run here, or nothing right.
+"""Keys of TRL and Transformers that would do nothing in a run, or something wrong.
 
-Those that a user sets in order to train otherwise are refused; the others are named in a line
-before the run. A key counts as set where its value is not its default, so that commands and Python
-are told the same.
+A key that a user sets in order to train differently is refused; others are named in a line before
+the run. A key counts as set if its value is not its default, so that commands and Python code get
+the same lines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 class RunSettings:
     """What decides whether a key is read.
 
-    `adapted`: whether an adapter is trained. `trl_evaluates`: on a data set that Python gave.
+    `adapted`: whether an adapter is trained. `trl_evaluates`: whether TRL evaluates during
+    training, on a data set from Python.
     """
 
     config: AdoraGRPOConfig
@@ -37,9 +38,9 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class UnusedKeys:
-    """Keys that are read for one reason alone.
+    """Keys that are read under one condition.
 
-    `reason`: as the end of "KEY does nothing ...". `are_read`: whether a run reads them.
+    `reason`: the end of the line "KEY does nothing ...". `are_read`: whether a run reads them.
     """
 
     keys: tuple[str, ...]
@@ -81,7 +82,7 @@ def _keeps_padding(settings: RunSettings) -> bool:
 
 
 def _reads_epsilon(settings: RunSettings) -> bool:
-    """CISPO takes it for its cap where `epsilon_high` is not set."""
+    """Whether `epsilon` is read: CISPO takes it as its cap where `epsilon_high` is not set."""
     config = settings.config
     is_cap = config.loss_type == "cispo" and config.epsilon_high is None
     return config.loss_type in CLIPPED or is_cap
@@ -291,7 +292,7 @@ GROUPS = (
 
 
 def unused_keys(settings: RunSettings) -> list[str]:
-    """A line for each reason for which keys that were set do nothing in this run."""
+    """The lines about keys that were set but do nothing in this run, one for each reason."""
     were_set = {*_changed(settings.config), *_changed(settings.model)}
     lines: list[str] = []
     for group in GROUPS:
@@ -319,10 +320,10 @@ def _changed(keys: Any) -> list[str]:
 
 
 def refuse_unused(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> None:
-    """Raise `UserError` for a key that is set in order to train otherwise, and would not, or that
-    would break the groups, the batches or the checkpoints of a run.
+    """Raise `UserError` for a key that would not do what it is set for, or would break a run.
 
-    `trl_evaluates`: on a data set that Python gave.
+    Some would change nothing in the training; others break its groups, batches or checkpoints.
+    `trl_evaluates`: whether TRL evaluates during training, on a data set from Python.
     """
     order = config.train_sampling_strategy
     schedule = spelled(config.lr_scheduler_type)
@@ -366,8 +367,9 @@ def refuse_unused(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> No
 
 
 def _refuse_loaders(config: AdoraGRPOConfig) -> None:
-    """Raise `UserError` for keys of the data loader that would give ranks parts of groups, or that
-    torch refuses once the weights are loaded.
+    """Raise `UserError` for keys of the data loader that would tear groups apart.
+
+    Keys that torch would refuse only after the weights are loaded are refused here too.
     """
     accelerator = config.accelerator_config
     workers = config.dataloader_num_workers

@@ -1,10 +1,10 @@
-"""What a user wrote for a key becomes a value of the key's type, or one line: `key: VALUE is not
-WHAT IT SHOULD BE`.
+"""The conversion of what a user wrote to the type of its key.
 
-A key takes what its annotation says. The ranges of our keys stand beside their fields; `RANGES` has
-those of the keys of TRL and Transformers that configs/train/annotated.yaml explains, or that our
-own code computes with. What the value of any other key of theirs means is left to their own checks.
-NaN and infinity are refused everywhere.
+A value that does not fit is refused in one line: `key: VALUE is not WHAT IT SHOULD BE`. A key takes
+what its annotation says. The ranges of our keys stand beside their fields; `RANGES` has those of the
+keys of TRL and Transformers that configs/train/annotated.yaml explains, or that our own code
+computes with. The value of any other key of theirs is left to their own checks. NaN and infinity
+are refused everywhere.
 """
 
 import json
@@ -38,8 +38,8 @@ _Positive = Annotated[float, Field(gt=0)]
 _NotNegative = Annotated[float, Field(ge=0)]
 _literal: Any = Literal  # mypy takes a Literal only of names that are written out
 
-# Narrower than their own annotations, or wider where TRL and Transformers take more than they
-# declare.
+# The types of keys of TRL and Transformers: narrower than their own annotations, or wider where
+# they take more than they declare.
 RANGES: dict[str, Any] = {
     **dict.fromkeys(("model_name_or_path", "output_dir"), Name | None),
     **dict.fromkeys(
@@ -140,24 +140,22 @@ _KINDS = {
     dict: "a mapping",
     NoneType: "null",
 }
-_MANY = 12  # as many names still fit into one line
-_SHOWN = 80
+_MANY = 12  # the most names that an error line lists
+_SHOWN = 80  # the most characters of a value in an error line
 
 
 def convert(key: str, value: Any, hint: Any) -> Any:
-    """Convert a value from the command line or a YAML file to `hint`, what `key` takes.
+    """Convert a value from the command line or a YAML file to the type of its key.
 
-    Raises `UserError`. A dataclass is a block of options; one with a `shorthand` may be given as
-    the value of that field alone.
+    `hint`: the annotation that says what `key` takes. A dataclass is a block of options; one with
+    a `shorthand` may be written as the value of that field alone. Raises `UserError`.
     """
     kinds = {_kind(arm) for arm in _arms(hint)}
     names = _names(hint)
-    word = (
-        value[0]
-        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str)
-        else value
-    )
-    # which many write for null
+    word = value
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
+        word = value[0]
+    # Many write none for null, but for some keys it is a word of its own.
     may_be_none = NoneType in kinds and "none" not in names and key not in _NONE_IS_A_WORD
     if is_null(word) or (may_be_none and isinstance(word, str) and word.strip().lower() == "none"):
         if NoneType not in kinds:
@@ -172,26 +170,28 @@ def convert(key: str, value: Any, hint: Any) -> Any:
         return truth(word)
     if list in kinds and not (str in kinds and isinstance(value, str)):
         return [convert(key, entry, _entry(hint)) for entry in _entries(key, value)]
-    read = _read(key, value.value if isinstance(value, Enum) else value, kinds, names)
+    plain_value = value.value if isinstance(value, Enum) else value
+    parsed = _parse(key, plain_value, kinds, names)
     try:
-        found = _adapter(hint).validate_python(read, strict=True)
+        converted = _adapter(hint).validate_python(parsed, strict=True)
     except ValidationError:
         _refuse(key, value, hint)
-    check_finite(key, found)
-    return found
+    check_finite(key, converted)
+    return converted
 
 
-def check_fields(config: Any, theirs: type | None = None) -> None:
-    """Check the values of a dataclass, and convert ours, which is the same twice.
+def check_fields(config: Any, library_class: Any = None) -> None:
+    """Check the values of a dataclass, and convert those of our own keys in place.
 
-    `theirs`: the dataclass of a library, whose keys have to be finite, and in their range if
-    `RANGES` has one. Raises `UserError`.
+    `library_class`: the dataclass of a library that it inherits from. The library's keys are not
+    converted; they have to be finite, and in their range where `RANGES` has one. A second call
+    changes nothing. Raises `UserError`.
     """
-    left = {key.name for key in fields(theirs)} if theirs else set()
+    library_keys = {key.name for key in fields(library_class)} if library_class else set()
     kind: Any = type(config)
     for key, hint in declared(kind).items():
         value = getattr(config, key)
-        if key not in left:
+        if key not in library_keys:
             setattr(config, key, convert(key, value, hint))
         elif _range_of(key):
             convert(key, value, hint)
@@ -200,6 +200,7 @@ def check_fields(config: Any, theirs: type | None = None) -> None:
 
 
 def _options(key: str, value: Any, kind: Any) -> Any:
+    """Build a block of options, the dataclass `kind`. Raises `UserError`."""
     hints = _hints(kind)
     short = getattr(kind, "shorthand", None)
     if isinstance(value, kind):
@@ -212,29 +213,33 @@ def _options(key: str, value: Any, kind: Any) -> Any:
         raise UserError(
             f"{key}: {_in_words(value)} is not a mapping of options, which are {', '.join(hints)}"
         )
-    for name in (name for name in value if name not in hints):
-        known = f"{', '.join(hints) or 'none'}{did_you_mean(str(name), hints)}"
-        raise UserError(f"{key}: unknown option {name!r}, it has {known}")
-    needed = [
-        each.name
-        for each in fields(kind)
-        if each.default is MISSING and each.default_factory is MISSING
+    for name in value:
+        if name not in hints:
+            listed = f"{', '.join(hints) or 'none'}{did_you_mean(str(name), hints)}"
+            raise UserError(f"{key}: unknown option {name!r}, it has {listed}")
+    required = [
+        option.name
+        for option in fields(kind)
+        if option.default is MISSING and option.default_factory is MISSING
     ]
-    if lacking := [name for name in needed if name not in value]:
-        raise UserError(f"{key}: {_in_words(value)} lacks {', '.join(lacking)}")
-    alone = short is not None and list(value) == [short]
-    found = {
-        name: convert(key if alone else f"{key}.{name}", each, hints[name])
-        for name, each in value.items()
+    missing = [name for name in required if name not in value]
+    if missing:
+        raise UserError(f"{key}: {_in_words(value)} lacks {', '.join(missing)}")
+    # An error in the shorthand names the key alone, since the user may not have written the option.
+    is_shorthand = short is not None and list(value) == [short]
+    kwargs = {
+        name: convert(key if is_shorthand else f"{key}.{name}", option, hints[name])
+        for name, option in value.items()
     }
     try:
-        return kind(**found)
-    except ValueError as error:  # which names the option first
+        return kind(**kwargs)
+    except ValueError as error:
+        # The text of such an error begins with the name of the option.
         raise UserError(f"{key}.{error}") from error
 
 
 def _tuple(key: str, value: Any, hint: Any) -> Any:
-    """A list of a certain length, or of any where the annotation ends in dots."""
+    """Convert a list of a fixed length, or of any length where the annotation ends in dots."""
     inner = get_args(next(arm for arm in _arms(hint) if _kind(arm) is tuple))
     entries = _entries(key, value)
     if inner[-1] is not ... and len(entries) != len(inner):
@@ -244,6 +249,7 @@ def _tuple(key: str, value: Any, hint: Any) -> Any:
 
 @cache
 def _hints(dataclass: Any) -> dict[str, Any]:
+    """The annotations of a dataclass, with `choices` of a field's metadata as a `Literal`."""
     hints = get_type_hints(dataclass, include_extras=True)
     return {
         key.name: _with_names(hints[key.name], key.metadata.get("choices"))
@@ -253,16 +259,19 @@ def _hints(dataclass: Any) -> dict[str, Any]:
 
 @cache
 def declared(dataclass: Any) -> dict[str, Any]:
-    """What every key of a dataclass takes, as an annotation."""
-    taken = {key.name for key in fields(dataclass) if key.init}
-    return {key: _range_of(key) or hint for key, hint in _hints(dataclass).items() if key in taken}
+    """The annotation of every key of a dataclass that its constructor takes."""
+    parameters = {key.name for key in fields(dataclass) if key.init}
+    return {
+        key: _range_of(key) or hint for key, hint in _hints(dataclass).items() if key in parameters
+    }
 
 
 @cache
 def _range_of(key: str) -> Any:
-    """The entry of a key in `RANGES`, or None.
+    """The type of a key in `RANGES`, or None.
 
-    Only `report_to` imports Transformers, which takes seconds.
+    That of `report_to` depends on Transformers, whose import takes seconds, so it is built here
+    at its first use.
     """
     if key == "report_to":
         from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -274,31 +283,37 @@ def _range_of(key: str) -> Any:
 
 @cache
 def _adapter(hint: Any) -> TypeAdapter[Any]:
+    """Pydantic's validator for an annotation."""
     return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
 
 
-def check_finite(key: str, value: Any) -> None:
-    """Raises `UserError` for NaN and infinity, also inside a mapping or list: JSON and YAML can
-    contain both.
+def check_finite(key: str, value: object) -> None:
+    """Raise `UserError` for NaN and infinity, also inside a mapping or list.
+
+    JSON and YAML can contain both.
     """
-    if isinstance(value, Mapping | list):
-        for name, inside in value.items() if isinstance(value, Mapping) else enumerate(value):
-            check_finite(f"{key}: {name}", inside)
-    elif isinstance(value, float | int) and not abs(value) <= sys.float_info.max:  # NaN too
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            check_finite(f"{key}: {name}", item)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            check_finite(f"{key}: {index}", item)
+    # written so that NaN, which compares with nothing, is refused too
+    elif isinstance(value, float | int) and not abs(value) <= sys.float_info.max:
         raise UserError(f"{key}: {_in_words(value)} is not a finite number")
 
 
 def _with_names(hint: Any, choices: Any = None) -> Any:
-    """`hint` as a `Literal` where the field lists its choices, or where it is an `Enum` (such as
-    `Kind | str`).
-    """
-    kinds = [arm for arm in _arms(hint) if isinstance(arm, type) and issubclass(arm, Enum)]
-    names = tuple(choices or (one.value for kind in kinds for one in kind))
+    """`hint` as a `Literal`, where the field lists `choices` or is an `Enum` (`Kind | str`)."""
+    enums = [arm for arm in _arms(hint) if isinstance(arm, type) and issubclass(arm, Enum)]
+    names = tuple(choices or (member.value for enum in enums for member in enum))
     if not names:
         return hint
     if get_origin(hint) is tuple:
         return tuple[_literal[names], ...]
-    return _literal[names] | None if NoneType in _arms(hint) else _literal[names]
+    if NoneType in _arms(hint):
+        return _literal[names] | None
+    return _literal[names]
 
 
 def _arms(hint: Any) -> tuple[Any, ...]:
@@ -307,7 +322,7 @@ def _arms(hint: Any) -> tuple[Any, ...]:
 
 
 def takes(hint: Any, kind: type) -> bool:
-    """Whether a key takes values of this kind."""
+    """Whether a key with this annotation takes values of this kind."""
     return any(_kind(arm) is kind for arm in _arms(hint))
 
 
@@ -318,28 +333,32 @@ def _kind(arm: Any) -> Any:
 
 
 def _names(hint: Any) -> list[str]:
-    """The words of its `Literal`."""
+    """The words of the `Literal` in an annotation."""
     names = [name for arm in _arms(hint) if get_origin(arm) is Literal for name in get_args(arm)]
     return [name for name in names if isinstance(name, str)]
 
 
 def _entry(hint: Any) -> Any:
+    """The annotation of the entries of a list."""
     return _with_names(next(get_args(arm)[0] for arm in _arms(hint) if _kind(arm) is list))
 
 
-def _read(key: str, value: Any, kinds: set[Any], names: list[str]) -> Any:
-    """`value` as the kind that was meant: on the command line, and for some words in YAML, it is a
-    text.
+def _parse(key: str, value: Any, kinds: set[Any], names: list[str]) -> Any:
+    """Parse a value that is a text into the kind that was meant.
+
+    Every value on the command line is a text, and so are some words in YAML. `kinds`: what the key
+    takes. `names`: the words of its `Literal`.
     """
-    if bool in kinds and (word := truth(value)) is not None:
-        return word
+    if bool in kinds and truth(value) is not None:
+        return truth(value)
+    # YAML reads a bare `off` or `no` as false.
     if names and str(value).lower() == "false":
         return next((name for name in _OFF if name in names), value)
     if kinds & {int, float} and isinstance(value, int | float | str):
         return _number(value, whole=float not in kinds)
-    if dict in kinds and not (
-        key in _OR_WORD and isinstance(value, str) and not value.lstrip().startswith("{")
-    ):
+    may_be_word = key in _OR_WORD and isinstance(value, str)
+    is_word = may_be_word and not value.lstrip().startswith("{")
+    if dict in kinds and not is_word:
         return _mapping(key, value, or_text=str in kinds and key not in _OR_WORD)
     if str in kinds and not isinstance(value, dict | list | bool):
         return str(value)
@@ -347,14 +366,14 @@ def _read(key: str, value: Any, kinds: set[Any], names: list[str]) -> Any:
 
 
 def _number(value: int | float | str, *, whole: bool) -> Any:
-    """The number in a text: YAML reads 1e3 as a text, for instance.
+    """The number in a text, such as 1e3, which YAML reads as a text.
 
-    A text that is no number stays a text.
+    A text that is no number stays a text. `whole`: make 3.0 the integer 3.
     """
     number: Any = value
-    for read in (int, float):
+    for parse in (int, float):
         try:
-            number = read(value) if isinstance(value, str) else value
+            number = parse(value) if isinstance(value, str) else value
             break
         except ValueError:
             continue
@@ -362,10 +381,11 @@ def _number(value: int | float | str, *, whole: bool) -> Any:
 
 
 def _entries(key: str, value: Any) -> list[Any]:
+    """The entries of a list that may be written as `a b`, `a,b` or `[a, b]`. Raises `UserError`."""
     words = value if isinstance(value, list | tuple) else [value]
     try:
         if key in _OR_WORD:
-            return [each for word in words for each in _or_mapping(key, word)]
+            return [entry for word in words for entry in _or_mapping(key, word)]
         entries = split_list(words) if all(isinstance(word, str) for word in words) else list(words)
     except ValueError as error:
         raise UserError(f"{key}: {_in_words(value)} {error}; write a,b or [a,b]") from None
@@ -375,31 +395,33 @@ def _entries(key: str, value: Any) -> list[Any]:
 
 
 def _or_mapping(key: str, word: Any) -> list[Any]:
-    """The entries that a word stands for, some of which may be mappings with one name each."""
+    """The entries that a word stands for: words, or mappings with one name each."""
+    value = word
     if isinstance(word, str):
         start = word.lstrip()[:1]
-        read = (
-            _mapping(key, word, or_text=False)
-            if start == "{"
-            else yaml_value(word)
-            if start == "["
-            else word
-        )
-        word = split_list([read]) if isinstance(read, str) else read
-    if isinstance(word, Mapping):
-        return [{name: inside} for name, inside in word.items()]
-    found = word if isinstance(word, list) else [word]
-    return [
-        each
-        for one in found
-        for each in (_or_mapping(key, one) if isinstance(one, Mapping) else [one])
-    ]
+        if start == "{":
+            value = _mapping(key, word, or_text=False)
+        elif start == "[":
+            value = yaml_value(word)
+        if isinstance(value, str):
+            value = split_list([value])
+    if isinstance(value, Mapping):
+        return [{name: options} for name, options in value.items()]
+    entries: list[Any] = []
+    items = value if isinstance(value, list) else [value]
+    for item in items:
+        if isinstance(item, Mapping):
+            entries += _or_mapping(key, item)
+        else:
+            entries.append(item)
+    return entries
 
 
 def _mapping(key: str, value: Any, *, or_text: bool) -> Any:
-    """A mapping, also of JSON, of `{a: 1}`, or in a JSON file.
+    """Read a mapping from JSON, from YAML's `{a: 1}`, or from the path of a JSON file.
 
-    `or_text`: a text is checked and stays one, of JSON.
+    `or_text`: the key takes texts too, so a text is checked and stays a text, of JSON. Raises
+    `UserError`.
     """
     if isinstance(value, Mapping):
         return value
@@ -413,14 +435,15 @@ def _mapping(key: str, value: Any, *, or_text: bool) -> Any:
         content = None if file else flow_mapping(text)
         value = value if content is None else json.dumps(content)
     if not isinstance(content, dict):
-        other = "a JSON file with a mapping in it, nor " if file else ""
+        file_or = "a JSON file with a mapping in it, nor " if file else ""
         mapping = "a mapping, such as '{a: 1}' on the command line"
-        raise UserError(f"{key}: {_in_words(value)} is not {other}{mapping}")
+        raise UserError(f"{key}: {_in_words(value)} is not {file_or}{mapping}")
     check_finite(key, content)
     return value if or_text else content
 
 
 def _refuse(key: str, value: Any, hint: Any) -> NoReturn:
+    """Raise the `UserError` for a value that is not what its key takes."""
     expected = " or ".join(map(_described, _arms(hint)))
     raise UserError(
         f"{key}: {_in_words(value)} is not {expected}{did_you_mean(str(value), _names(hint))}"
@@ -428,7 +451,7 @@ def _refuse(key: str, value: Any, hint: Any) -> NoReturn:
 
 
 def _described(arm: Any) -> str:
-    """What a member of a union takes, in words, such as `a number above 0 and at most 1`."""
+    """The member of a union in words, such as `a number above 0 and at most 1`."""
     if get_origin(arm) is Literal:
         names = [str(name) for name in get_args(arm)]
         if len(names) > _MANY:
@@ -437,18 +460,19 @@ def _described(arm: Any) -> str:
     if get_origin(arm) is Annotated:
         kind, limits = get_args(arm)
         bounds = [
-            f"{word} {getattr(each, name)}"
-            for each in limits.metadata
+            f"{word} {getattr(bound, name)}"
+            for bound in limits.metadata
             for name, word in _BOUNDS
-            if hasattr(each, name)
+            if hasattr(bound, name)
         ]
         return limits.description or f"{_KINDS[kind]} {' and '.join(bounds)}"
     return _KINDS.get(_kind(arm), "an object that only Python can give")
 
 
 def _in_words(value: Any) -> str:
-    """The value as a person writes it, in one line: null for None, numbers without quotes, other
-    text with them.
+    """The value as a person writes it, in one line.
+
+    None is null, numbers stand without quotes, and other texts with them.
     """
     is_number = isinstance(value, str) and not isinstance(_number(value, whole=False), str)
     return shown(value.strip(), _SHOWN).strip("'") if is_number else shown(value, _SHOWN)

@@ -1,5 +1,6 @@
-"""The reference answer of a record and its options, as people write them: a letter, an index, a
-text, a number.
+"""The reference answer of a record and its options, in the spellings that tables have.
+
+An answer may be a letter, an index, a text or a number, a whole solution, or a conversation.
 """
 
 import ast
@@ -24,14 +25,15 @@ from adora_vl.utils.cli import GivenTwiceError, read_json, shown
 
 _LETTER = re.compile(r"\(?([A-Z])[).]?")
 _SMALL_LETTER = re.compile(r"\(?([a-h])[).]?")
-# before an option: `A. 3`, `(A) 3`
+# A letter before an option: `A. 3`, `(A) 3`.
 _LETTERED = re.compile(r"\(?([A-Z])(?:[).:、]|\s[-–])\s*(?=\S)")
 _ANSWER_BLOCK = re.compile(
     r"(?:\s*<think>.*</think>)?\s*<answer>((?:(?!</?answer>).)*)</answer>\s*", re.DOTALL
 )
-_AFTER_SOLUTION = re.compile(r"(?:.*\n\s*)?####\s*(\S.*)", re.DOTALL)  # as GSM8K has them
+_AFTER_SOLUTION = re.compile(r"(?:.*\n\s*)?####\s*(\S.*)", re.DOTALL)  # solutions of GSM8K end so
 _INDEX = re.compile(r"[0-9]{1,2}")
 Record = Mapping[str, Any]
+# Makes the error that refuses a row, out of its kind, what is wrong, and what to do.
 Refuse = Callable[[str, str, str], RowError]
 
 
@@ -41,16 +43,18 @@ MISSING = type("Missing", (), {"__repr__": lambda self: "missing"})()
 def answer_of(
     record: Record, columns: Columns, refuse: Refuse, truths: bool = False
 ) -> tuple[str, bool]:
-    """The reference answer: also that of a whole solution, or of a conversation's last turn; and
-    whether it was taken from behind words such as `The answer is`.
+    """Return the reference answer, and whether words such as `The answer is` stood before it.
 
-    `truths`: the column has truth values. Raises `RowError`.
+    The value may be the answer alone, a whole solution (`<answer>`, `\\boxed{}`, `####`), or a
+    conversation whose last turn has it. `truths` says that the column has truth values.
+
+    Raises `RowError` where the value is no text and no finite number.
     """
     column = columns.answer
     value = record.get(column, MISSING)
     value = listed(value, isinstance(value, str) and value.lstrip().startswith("[{"))
-    found = number_or_text(answer_of_chat(value) if isinstance(value, list) else value, truths)
-    if found is None or not found.strip():
+    text = number_or_text(answer_of_chat(value) if isinstance(value, list) else value, truths)
+    if text is None or not text.strip():
         remedy = "make it a text or a finite number in"
         if isinstance(value, date | time):
             remedy = (
@@ -58,22 +62,22 @@ def answer_of(
                 "again, in"
             )
         raise refuse("field_type", f"{column!r} is {shown(value)}", remedy)
-    block = _ANSWER_BLOCK.fullmatch(found)
-    found = block[1] if block else found
-    found = final_part(found) or found  # a draft in a block of thinking is no answer
-    boxes = boxes_in_a_row(found, answer_tags=False)
-    after = _AFTER_SOLUTION.fullmatch(found)
+    block = _ANSWER_BLOCK.fullmatch(text)
+    text = block[1] if block else text
+    text = final_part(text) or text  # a draft inside a block of thinking is no answer
+    boxes = boxes_in_a_row(text, answer_tags=False)
+    after = _AFTER_SOLUTION.fullmatch(text)
     stated = None
     if boxes and all(boxes):
-        found = ", ".join(boxes)
+        text = ", ".join(boxes)
     elif after:
-        found = after[1].strip()
+        text = after[1].strip()
     elif not columns.text_answers:
-        stated = stated_answer(found)
-        found = (stated or found).strip()
+        stated = stated_answer(text)
+        text = (stated or text).strip()
     if columns.decimal_comma and isinstance(value, str):
-        found = with_points(found, refuse)
-    return found, stated is not None
+        text = with_points(text, refuse)
+    return text, stated is not None
 
 
 _COMMA = re.compile(r"(?<![\d,.])(\d{1,3}(?:\.\d{3})+|\d+)(?:,|\{,\})(\d+)(?![\d,.])")
@@ -83,11 +87,11 @@ _BRACKETS = re.compile(r"[(\[][^()\[\]]*[)\]]|\\\{[^{}]*\\\}")
 
 
 def with_points(text: str, refuse: Refuse) -> str:
-    """An answer with decimal commas as one with points: `1.234,5` is 1234.5, and `(2,5; 3)` is
-    (2.5, 3).
+    """Write an answer with decimal commas in points: `1.234,5` is 1234.5, `(2,5; 3)` is (2.5, 3).
 
-    In brackets without a `;` or `|` commas stand between entries: `(2,3)`. Raises `RowError` for
-    `1.234`, which may be either.
+    Commas in brackets without a `;` or `|` stand between entries, as in `(2,3)`, and stay.
+
+    Raises `RowError` for `1.234`, which may be 1234 or 1.234.
     """
     either = _EITHER.search(text)
     if either:
@@ -97,24 +101,26 @@ def with_points(text: str, refuse: Refuse) -> str:
             f"with decimal commas the number {shown(either[0])} may be two",
             remedy,
         )
-    kept: list[str] = []
+    # Brackets whose commas stay are replaced by a NUL while the rest is rewritten.
+    brackets: list[str] = []
 
-    def put_by(match: re.Match[str]) -> str:
+    def put_aside(match: re.Match[str]) -> str:
         if re.search(r"(?<!\\);|\|", match[0]):
             return match[0]
-        kept.append(match[0])
+        brackets.append(match[0])
         return "\0"
 
-    made = _BRACKETS.sub(put_by, text.replace("\0", " "))
-    made = _COMMA.sub(lambda match: f"{match[1].replace('.', '')}.{match[2]}", made)
-    made = _GROUPED.sub(lambda match: match[0].replace(".", ""), made)
-    made = re.sub(r"\s*(?<!\\);\s*|(?<=\d)\s*\|\s*(?=[-\d])", ", ", made)
-    return re.sub("\0", lambda _: kept.pop(0), made)
+    pointed = _BRACKETS.sub(put_aside, text.replace("\0", " "))
+    pointed = _COMMA.sub(lambda match: f"{match[1].replace('.', '')}.{match[2]}", pointed)
+    pointed = _GROUPED.sub(lambda match: match[0].replace(".", ""), pointed)
+    pointed = re.sub(r"\s*(?<!\\);\s*|(?<=\d)\s*\|\s*(?=[-\d])", ", ", pointed)
+    return re.sub("\0", lambda _: brackets.pop(0), pointed)
 
 
-def number_or_text(value: Any, truths: bool = False) -> str | None:
-    """A text or a finite number as people write it, with `truths` also a truth value; None for
-    anything else.
+def number_or_text(value: object, truths: bool = False) -> str | None:
+    """Return a text, or a finite number in the usual spelling; None for anything else.
+
+    A truth value is returned as `True` or `False` if `truths`, else as None.
     """
     if isinstance(value, str):
         return value if storable(value) else None
@@ -132,50 +138,62 @@ def number_or_text(value: Any, truths: bool = False) -> str | None:
 
 
 def _shortest(value: float) -> str:
-    """The digits of a float: 0.1 also for 0.10000000149011612, which a column of float32 has for it."""
+    """Return the fewest digits that give a float back.
+
+    A column of float32 holds 0.1 as 0.10000000149011612. A number of many digits that is exactly a
+    single-precision float is therefore taken for one, and 0.1 is returned.
+    """
     digits = repr(value)
     if len(digits) < _DIGITS_OF_A_DOUBLE or abs(value) > _LARGEST_SINGLE or _single(value) != value:
         return digits
-    return next(
-        text for places in range(1, 18) if _single(float(text := f"{value:.{places}g}")) == value
-    )
+    spellings = (f"{value:.{precision}g}" for precision in range(1, 18))
+    return next(spelling for spelling in spellings if _single(float(spelling)) == value)
 
 
 def _single(value: float) -> float:
-    """The nearest float of 32 bits."""
-    found: float = struct.unpack("f", struct.pack("f", value))[0]
-    return found
+    """Round to the nearest float of 32 bits."""
+    nearest: float = struct.unpack("f", struct.pack("f", value))[0]
+    return nearest
 
 
-_DIGITS_OF_A_DOUBLE = 14  # characters that a number of single precision has by accident alone
+# A decimal number of at least so many characters is a single-precision float only by accident.
+_DIGITS_OF_A_DOUBLE = 14
 _LARGEST_SINGLE = 3e38
 _LONGEST_LIST = 100_000  # characters of a list in Python's spelling
 
 
 def listed(value: Any, texts_only: bool) -> Any:
-    """A cell of a text table that is a list in JSON, or as Python spells one, as that list; else
-    the cell as it is.
+    """Return the list that a cell of a text table spells, else the cell as it is.
+
+    A list may be written in JSON, or in Python's spelling, as pandas writes one. Only if
+    `texts_only` can a text be a list at all.
     """
-    if texts_only and isinstance(value, str) and value.lstrip().startswith("["):
+    if not texts_only or not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        items = read_json(value)
+    except GivenTwiceError as error:
+        return [error]  # what no list may hold, so the row is refused with these words
+    except (ValueError, RecursionError):
+        if len(value) >= _LONGEST_LIST:
+            return value
         try:
-            found = read_json(value)
-        except GivenTwiceError as error:
-            return [error]  # what no list may hold, so the row is refused with these words
-        except (ValueError, RecursionError):
-            try:  # pandas writes a list so
-                found = ast.literal_eval(value.strip()) if len(value) < _LONGEST_LIST else value
-            except (ValueError, SyntaxError, MemoryError, RecursionError):
-                return value
-        return found if isinstance(found, list) else value
-    return value
+            items = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return value
+    return items if isinstance(items, list) else value
 
 
 def choices_of(
     record: Record, columns: Columns, texts_only: bool, refuse: Refuse
 ) -> tuple[list[str] | None, bool]:
-    """The options without letters, None for an open question; and whether one names an image.
+    """Return the options without letters, and whether one of them names an image.
 
-    Raises `RowError`.
+    The options are None for an open question. `texts_only` says that the table has texts alone, so
+    that a list is spelt out in its cell.
+
+    Raises `RowError` for a value that is no list of texts and numbers, and for an option with the
+    mark of an image that has no number.
     """
     names = columns.choices
     if len(names) > 1:  # one option a column; the last ones may be empty
@@ -188,29 +206,20 @@ def choices_of(
     if value is None or value in ([], ()) or (isinstance(value, str) and not value.strip()):
         return None, False
     name = ", ".join(names)
-    found = [number_or_text(item) for item in value] if isinstance(value, list | tuple) else [None]
-    if any(item is None or not item.strip() for item in found):
+    texts = [number_or_text(item) for item in value] if isinstance(value, list | tuple) else [None]
+    if any(text is None or not text.strip() for text in texts):
         raise refuse(
             "field_type",
             f"{name!r} is {shown(value)}",
             "make it a list of texts or numbers, or null, in",
         )
-    options = [item.strip() for item in found if item is not None]
-    letters = [_LETTERED.match(option) for option in options]
-    if all(
-        match and match[1] == letter
-        for match, letter in zip(letters, ascii_uppercase, strict=False)
-    ):
-        options = [
-            option[match.end() :] for option, match in zip(options, letters, strict=True) if match
-        ]
+    options = _without_letters([text.strip() for text in texts if text is not None])
     if columns.decimal_comma:
-        texts = [isinstance(given, str) for given in value]
         options = [
-            with_points(item, refuse) if text else item
-            for item, text in zip(options, texts, strict=True)
+            with_points(option, refuse) if isinstance(item, str) else option
+            for option, item in zip(options, value, strict=True)
         ]
-    worded = [in_words(item) for item in options]
+    worded = [in_words(option) for option in options]
     if None in worded:
         remedy = "number its images as the problem does, in"
         raise refuse(
@@ -218,13 +227,28 @@ def choices_of(
             f"{name!r} is {shown(value)}, an option with the mark of an image",
             remedy,
         )
-    return [item for item in worded if item is not None], worded != options
+    return [option for option in worded if option is not None], worded != options
+
+
+def _without_letters(options: list[str]) -> list[str]:
+    """Take the letters off the options where they are A, B, C, ... in order; else leave all."""
+    matches = [_LETTERED.match(option) for option in options]
+    in_order = all(
+        match and match[1] == letter
+        for match, letter in zip(matches, ascii_uppercase, strict=False)
+    )
+    if not in_order:
+        return options
+    return [option[match.end() :] for option, match in zip(options, matches, strict=True) if match]
 
 
 def letter_of(answer: str, choices: Sequence[str], answer_is: str, refuse: Refuse) -> str:
-    """The letter of the right option, named by letter, text or index.
+    """Return the letter of the right option, which an answer names by letter, text or index.
 
-    Raises `RowError`, also where it may be two.
+    `answer_is` is a value of `ANSWER_IS`, or empty where the user did not say what a whole number
+    is. A number that is an option's text and could be another option's index is then refused.
+
+    Raises `RowError` for an answer that names no option, or that may name two.
     """
     letters = ascii_uppercase[: len(choices)]
     if len(choices) > len(ascii_uppercase):
@@ -235,47 +259,29 @@ def letter_of(answer: str, choices: Sequence[str], answer_is: str, refuse: Refus
         )
     index = int(answer) if _INDEX.fullmatch(answer) else None
     if index is not None and answer_is.startswith("index"):
-        index -= answer_is != "index"
+        if answer_is != "index":  # `index-from-1`
+            index -= 1
         if 0 <= index < len(choices):
             return letters[index]
         wrong = f"the answer {answer} is the index of none of {len(choices)} options"
         raise refuse("letter_without_choice", wrong, "correct it in")
-    small = _SMALL_LETTER.fullmatch(answer)
-    if small and answer not in choices:
-        answer = small[1].upper()
-    match = _LETTER.fullmatch(answer)
-    by_letter = match[1] if match and match[1] in letters else None
-    by_text = [letter for letter, choice in zip(letters, choices, strict=True) if choice == answer]
-    # a prepared folder has the canonical form of the right option
-    if not by_text and not by_letter:
-        by_text = [
-            letters[i]
-            for i, choice in enumerate(choices)
-            if canonical_gold(choice) == canonical_gold(answer)
-        ]
-    labelled = _LETTERED.match(answer)  # `B. 4`
-    if labelled and labelled[1] in letters:
-        own = choices[letters.index(labelled[1])]
-        beside = answer[labelled.end() :].strip()
-        if own == beside or canonical_gold(own) == canonical_gold(beside):
-            by_letter = labelled[1]
-    found = {*by_text, *([by_letter] if by_letter else [])}
-    indexed = (
-        []
-        if index is None or answer_is
-        else [letters[at] for at in (index, index - 1) if 0 <= at < len(choices)]
-    )
-    if by_text and not found.issuperset(indexed):
+    answer = _in_capitals(answer, choices)
+    by_text, candidates = _named_letters(answer, choices, letters)
+    # The letters that a whole number may mean as an index, from 0 and from 1.
+    indexed = []
+    if index is not None and not answer_is:
+        indexed = [letters[at] for at in (index, index - 1) if 0 <= at < len(choices)]
+    if by_text and not candidates.issuperset(indexed):
         wrong = (
             f"the answer {answer} is the option {by_text[0]} and may be the index of "
             f"{' or '.join(indexed)}"
         )
         raise refuse("ambiguous_answer", wrong, f"say --answer-is {', '.join(ANSWER_IS)}, for")
-    if len(found) == 1:
-        return found.pop()
-    if found:
+    if len(candidates) == 1:
+        return candidates.pop()
+    if candidates:
         wrong = (
-            f"the answer {shown(answer)} may be {' or '.join(sorted(found))} of "
+            f"the answer {shown(answer)} may be {' or '.join(sorted(candidates))} of "
             f"{shown(list(choices))}"
         )
         raise refuse("ambiguous_answer", wrong, "make the options differ in")
@@ -291,7 +297,46 @@ def letter_of(answer: str, choices: Sequence[str], answer_is: str, refuse: Refus
     raise refuse("letter_without_choice", wrong, f"write one of {', '.join(letters)} in")
 
 
+def _in_capitals(answer: str, choices: Sequence[str]) -> str:
+    """Write an answer such as `b` or `(b)` as the letter `B`, unless it is itself an option."""
+    small = _SMALL_LETTER.fullmatch(answer)
+    if small and answer not in choices:
+        return small[1].upper()
+    return answer
+
+
+def _named_letters(answer: str, choices: Sequence[str], letters: str) -> tuple[list[str], set[str]]:
+    """Return the letters of the options whose text an answer is, and all letters that it names.
+
+    An answer names an option by its text, by its letter, or by both as in `B. 4`.
+    """
+    match = _LETTER.fullmatch(answer)
+    by_letter = match[1] if match and match[1] in letters else None
+    by_text = [letter for letter, choice in zip(letters, choices, strict=True) if choice == answer]
+    # A prepared folder has the canonical form of the right option, which may be spelt otherwise.
+    if not by_text and not by_letter:
+        by_text = [
+            letter
+            for letter, choice in zip(letters, choices, strict=True)
+            if canonical_gold(choice) == canonical_gold(answer)
+        ]
+    labelled = _LETTERED.match(answer)  # `B. 4`
+    if labelled and labelled[1] in letters:
+        choice = choices[letters.index(labelled[1])]
+        text = answer[labelled.end() :].strip()
+        if choice == text or canonical_gold(choice) == canonical_gold(text):
+            by_letter = labelled[1]
+    candidates = set(by_text)
+    if by_letter:
+        candidates.add(by_letter)
+    return by_text, candidates
+
+
 def gold_of(letter: str, choices: Sequence[str]) -> str:
-    """The option's text where it can be graded, since a model may answer with it; else its letter."""
+    """Return the gold answer for the option of this letter.
+
+    It is the option's text where that can be graded, since a model may answer with it; else the
+    letter.
+    """
     text = choices[ascii_uppercase.index(letter)]
     return letter if verify_gold(text, choices) is not None or reads_as_letter(text) else text

@@ -1,6 +1,4 @@
-"""Rows of other trainers: the problem inside a conversation, and the instruction that they append
-to each problem.
-"""
+"""Reads rows of other trainers, whose problem is a conversation, or ends with an instruction."""
 
 import re
 from collections.abc import Mapping
@@ -8,7 +6,7 @@ from typing import Any
 
 from adora_vl.data.prompts import PLACEHOLDER
 
-_ROLES = {"human": "user", "gpt": "assistant"}  # in the form of ShareGPT
+_ROLES = {"human": "user", "gpt": "assistant"}  # the roles of ShareGPT in OpenAI's words
 _PICTURES = ("image", "image_url")
 _SENTENCE_ENDS = re.compile(r"(?<=[.?!:])\s+|\n+")
 _SAYS_HOW = re.compile(
@@ -23,36 +21,40 @@ _SAYS_WHERE = re.compile(
 
 
 def text_of_chat(value: Any) -> str | None:
-    """The one question of a conversation, with `<image>` for each image part in it.
+    """Return the one question of a conversation, with `<image>` for each image part in it.
 
-    None where there are several, or none, or it is no conversation. What a system message or an
-    answer says is no part of the problem.
+    None is returned where there are several questions, or none, or no conversation at all. System
+    messages and answers are no part of the problem.
     """
-    asked = _turns(value, "user")
-    return _text_of_content(asked[0]) if len(asked) == 1 else None
+    questions = _contents(value, "user")
+    return _text_of_content(questions[0]) if len(questions) == 1 else None
 
 
 def pictures_of_chat(value: Any) -> list[Any]:
-    """What the image parts of the one question hold: a path, an address, `{"bytes": ...}`; None for
-    a part that is only a mark. Empty where all of them are, since the pictures then stand in a
-    column of their own.
+    """Return what the image parts of the one question hold: a path, an address, `{"bytes": ...}`.
+
+    A part that only marks the place of an image gives None. Where all parts are such marks the list
+    is empty, since the pictures then stand in a column of their own.
     """
-    asked = _turns(value, "user")
-    parts = asked[0] if len(asked) == 1 and isinstance(asked[0], list) else []
-    found = [
+    questions = _contents(value, "user")
+    parts = questions[0] if len(questions) == 1 and isinstance(questions[0], list) else []
+    pictures = [
         picture_of(part)
         for part in parts
         if isinstance(part, Mapping) and part.get("type") in _PICTURES
     ]
-    return found if any(picture is not None for picture in found) else []
+    return pictures if any(picture is not None for picture in pictures) else []
 
 
 def answer_of_chat(value: Any) -> str | None:
-    """What the assistant answers to the one question of a conversation; None where it does not, or
-    several times.
+    """Return the assistant's answer to the one question of a conversation.
+
+    None is returned where there are several questions or answers, or none.
     """
-    said = _turns(value, "assistant") if len(_turns(value, "user")) == 1 else []
-    return _text_of_content(said[0]) if len(said) == 1 else None
+    if len(_contents(value, "user")) != 1:
+        return None
+    answers = _contents(value, "assistant")
+    return _text_of_content(answers[0]) if len(answers) == 1 else None
 
 
 _IMG = re.compile(
@@ -61,7 +63,7 @@ _IMG = re.compile(
 
 
 def pictures_of_text(text: str) -> tuple[str, list[Any]]:
-    """A text with `<image>` for each `<img>PATH</img>`, as Qwen-VL has them, and the paths."""
+    """Replace each `<img>PATH</img>` (the form of Qwen-VL) by `<image>`, and return the paths too."""
     if "<img" not in text.lower():
         return text, []
     return _IMG.sub(PLACEHOLDER, text), [
@@ -69,31 +71,41 @@ def pictures_of_text(text: str) -> tuple[str, list[Any]]:
     ]
 
 
-def _turns(value: Any, of: str) -> list[Any]:
-    """The contents of the messages of one role; none where it is no conversation."""
+def _contents(value: object, wanted_role: str) -> list[Any]:
+    """Return the contents of the messages of one role; none where the value is no conversation."""
     if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
         return []
-    found = []
+    contents = []
     for message in value:
         role = message.get("role", message.get("from"))
-        if (_ROLES.get(role, role) if isinstance(role, str) else role) == of:
-            found.append(message.get("content", message.get("value")))
-    return found
+        if isinstance(role, str):
+            role = _ROLES.get(role, role)
+        if role == wanted_role:
+            contents.append(message.get("content", message.get("value")))
+    return contents
 
 
 def picture_of(part: Mapping[str, Any]) -> Any:
-    """`{"image_url": {"url": X}}`, `{"image_url": X}`, `{"image": X}` and `{"url": X}` hold X."""
+    """Return the picture X that an image part holds, or None.
+
+    The part is `{"image_url": {"url": X}}`, or has X under `image_url`, `image`, `url` or `path`.
+    """
     for key in ("image_url", "image", "url", "path"):
         value = part.get(key)
         value = value["url"] if isinstance(value, Mapping) and "url" in value else value
-        if value and not (
-            isinstance(value, Mapping) and all(inner is None for inner in value.values())
-        ):
+        is_empty_struct = isinstance(value, Mapping) and all(
+            inner is None for inner in value.values()
+        )
+        if value and not is_empty_struct:
             return value
     return None
 
 
-def _text_of_content(content: Any) -> str | None:
+def _text_of_content(content: object) -> str | None:
+    """Return the text of a message's content, with `<image>` for each image part.
+
+    None is returned for a content that is neither a text nor a list of such parts.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
@@ -110,20 +122,19 @@ def _text_of_content(content: Any) -> str | None:
 
 
 def without_instruction(problem: str) -> tuple[str, str]:
-    """The problem, and the instruction behind it on how to answer, `First output the thinking
-    process in <think>...`.
+    """Split a problem from the instruction at its end (`First output the thinking process in ...`).
 
-    An instruction is the last sentences that all speak of how to answer, one of them of tags, a box
-    or steps; it is empty where there is none, or nothing before it.
+    The instruction is the last sentences that all speak of how to answer, at least one of them of
+    tags, a box or steps. It is empty where there is none, or where nothing stands before it.
     """
     ends = [match.span() for match in _SENTENCE_ENDS.finditer(problem)]
     starts = [0, *(end for _, end in ends)]
     stops = [*(start for start, _ in ends), len(problem)]
-    first = len(starts)
-    while first and (
-        not (last := problem[starts[first - 1] : stops[first - 1]]).strip()
-        or _SAYS_HOW.search(last)
-    ):
+    first = len(starts)  # the index of the instruction's first sentence
+    while first:
+        sentence = problem[starts[first - 1] : stops[first - 1]]
+        if sentence.strip() and not _SAYS_HOW.search(sentence):
+            break
         first -= 1
     if first in (0, len(starts)):
         return problem, ""

@@ -1,7 +1,7 @@
-"""Which columns of a stranger's table are the problem, the answer, the images: `problem=question
-answer=label`.
+"""Which columns of a user's table hold the problem, the answer and the images.
 
-`PRESETS` knows them of published data sets, and of the rows of other trainers.
+A user writes `problem=question answer=label`: our name, and the name of the table's column.
+`PRESETS` has these names for published data sets, and for the rows that other trainers read.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from datasets import Features
 
 OURS = ("problem", "answer", "images", "choices", "id")
-# Of how columns are read, beside their names.
+# These options say how the columns are read; they stand beside the names of the columns.
 OPTIONS = ("decimal_comma", "answer_is", "image_dir", "text_answers", "keep_options_in_text")
 _SWITCHES = ("decimal_comma", "text_answers", "keep_options_in_text")
-# one of the options, or its place, counted from 0 or from 1
+# What a whole number beside choices is: one of the options, or its index, from 0 or from 1.
 ANSWER_IS = (
     "value",
     "index",
@@ -30,8 +30,8 @@ ANSWER_IS = (
 )
 _NEEDED = ("problem", "answer")
 _LISTED = ("images", "choices")  # may be spread over several columns
-# Names that a column of the user's own cannot have: those of the schema, those that TRL gives to a
-# reward function, and the one by which a template lists the choices.
+# An extra column cannot have these names: the schema has some of them, TRL passes others to a
+# reward function, and a template lists the choices under `multiple_choice`.
 _TAKEN = (
     *COLUMNS,
     "image",
@@ -48,68 +48,81 @@ _TAKEN = (
     "self",
     "multiple_choice",
 )
-_SHOWN = 20  # names in a message
-_COMPARED = 1000  # names that a wrong one is compared with
+_SHOWN = 20  # column names that an error message lists
+_COMPARED = 1000  # column names among which the nearest to a wrong name is looked for
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Their names in the table.
+    """The names that the columns have in a table, and how their values are read.
 
-    A dot leads into an object, and `a|b` is whichever of the two there is.
+    A dot in a name leads into an object (`reward_model.ground_truth`), and `a|b` is the column `a`
+    or the column `b`, whichever a table has.
     """
 
     problem: str
     answer: str
-    images: tuple[str, ...] = ()  # one column that holds all, or several that hold one each
-    choices: tuple[str, ...] = ()  # as images
+    # One column that holds all images of a row, or several columns that hold one image each.
+    images: tuple[str, ...] = ()
+    # One column that holds all options of a row, or several columns that hold one option each.
+    choices: tuple[str, ...] = ()
     id: str | None = None
-    extras: tuple[
-        tuple[str, str], ...
-    ] = ()  # the user's own, our name to theirs: texts for prompts and rewards
+    # Extra columns of the user, as pairs of our name and the table's name. Their values are texts,
+    # which prompts and reward functions can use.
+    extras: tuple[tuple[str, str], ...] = ()
     optional: tuple[str, ...] = ()  # columns that a table may lack
     pictured: bool = False  # a row without an image is broken
     decimal_comma: bool = False  # `52,5` in an answer or option is a number
-    answer_is: str = ""  # of `ANSWER_IS`: what a whole number beside choices is
+    answer_is: str = ""  # what a whole number beside choices is, a value of `ANSWER_IS`
     image_dir: str = ""  # where the paths of images begin, in place of the table's folder
     text_answers: bool = False  # a sentence is a reference answer too
     keep_options_in_text: bool = False  # options in the problem's text do not become choices
 
     @property
-    def wanted(self) -> list[str]:
-        own = (theirs for _, theirs in self.extras)
-        one = () if self.id is None else (self.id,)
-        return list(
-            dict.fromkeys((self.problem, self.answer, *self.images, *self.choices, *one, *own))
-        )
+    def table_names(self) -> list[str]:
+        """All names of table columns, each once, as the user wrote them (dots and `|` included)."""
+        names = [self.problem, self.answer, *self.images, *self.choices]
+        if self.id is not None:
+            names.append(self.id)
+        names += [table_name for _, table_name in self.extras]
+        return list(dict.fromkeys(names))
 
-    def held_by(self, present: Iterable[str]) -> list[str]:
-        """The columns of a table that have to be read for these."""
-        known = set(present)
+    def to_read(self, present: Iterable[str]) -> list[str]:
+        """The columns among `present`, those of a table, that have to be read from it."""
+        existing = set(present)
         return list(
-            dict.fromkeys(place for name in self.wanted for place, _ in _places(name, known))
+            dict.fromkeys(
+                column for name in self.table_names for column, _ in _candidates(name, existing)
+            )
         )
 
     @property
     def features(self) -> Features:
-        """The schema of the rows: ours, and the extras behind it."""
+        """The schema of the prepared rows: our columns, and the extra columns behind them."""
         from datasets import Features, Value
 
         return Features({**schema(), **{name: Value("string") for name, _ in self.extras}})
 
     def described(self) -> dict[str, Any]:
-        """As it stands in the manifest, and as `columns_from` reads it."""
-        found: dict[str, Any] = {"problem": self.problem, "answer": self.answer}
-        for name, theirs in (("images", self.images), ("choices", self.choices)):
-            if theirs:
-                found[name] = theirs[0] if len(theirs) == 1 else list(theirs)
-        found |= {name: value for name in OPTIONS if (value := getattr(self, name))}
-        return {**found, **({} if self.id is None else {"id": self.id}), **dict(self.extras)}
+        """Return the mapping that the manifest stores and that `columns_from` reads."""
+        mapping: dict[str, Any] = {"problem": self.problem, "answer": self.answer}
+        for name, table_names in (("images", self.images), ("choices", self.choices)):
+            if table_names:
+                mapping[name] = table_names[0] if len(table_names) == 1 else list(table_names)
+        for name in OPTIONS:
+            value = getattr(self, name)
+            if value:
+                mapping[name] = value
+        if self.id is not None:
+            mapping["id"] = self.id
+        return {**mapping, **dict(self.extras)}
 
 
 @dataclass(frozen=True)
 class Preset:
-    id: str | None  # of a data set on the hub, None for a form of rows
+    """The columns of a published data set, or of the rows that another trainer reads."""
+
+    id: str | None  # the data set on the hub; None for the rows of another trainer
     columns: Columns
 
 
@@ -147,41 +160,30 @@ PRESETS = {
 
 
 def columns_from(mapping: Mapping[str, Any], key: str) -> Columns:
-    """Read a mapping from our names to the table's columns; `key` begins the messages.
+    """Read a mapping from our names to the table's columns, with the options beside them.
 
-    Raises `UserError`.
+    Every name that is neither ours nor an option becomes an extra column. `key` is the option or
+    key that the user wrote the mapping under, with which error messages begin.
+
+    Raises `UserError` for a missing problem or answer, a wrong value of an option, a value that
+    names no column or too many, and a name that an extra column cannot have.
     """
     for name in _NEEDED:
         if name not in mapping:
-            close = did_you_mean(name, [str(given) for given in mapping if given not in OURS])
+            close = did_you_mean(
+                name, [str(other_name) for other_name in mapping if other_name not in OURS]
+            )
             raise UserError(
                 f"{key}: {name} is missing{close}; write {name}=COLUMN, the table's column that "
                 "has it"
             )
-    found: dict[str, tuple[str, ...]] = {}
-    given = {name: mapping[name] for name in OPTIONS if name in mapping}
-    switches = [(name, (True, False)) for name in _SWITCHES]
-    for name, values in (*switches, ("answer_is", ANSWER_IS)):
-        if given.get(name, values[0]) not in values:
-            raise UserError(
-                f"{key}: {name} is {given[name]!r:.60}; write one of "
-                f"{', '.join(map(str, values)).lower()}"
-            )
-    for name, theirs in mapping.items():
-        if name in given:
-            continue
-        words = list(theirs) if isinstance(theirs, list | tuple) else str(theirs).split(",")
-        if not all(isinstance(word, str) and word.strip() for word in words) or isinstance(
-            theirs, Mapping
-        ):
-            raise UserError(f"{key}: {name}={theirs!r:.60} is not the name of a column; write one")
-        if len(words) > 1 and name not in _LISTED:
-            raise UserError(
-                f"{key}: {name}={theirs!r:.60} names {len(words)} columns; only images and "
-                "choices may"
-            )
-        found[str(name)] = tuple(word.strip() for word in words)
-    extras = tuple((name, theirs[0]) for name, theirs in found.items() if name not in OURS)
+    options = _options_from(mapping, key)
+    table_names = {
+        str(name): _table_names(name, value, key)
+        for name, value in mapping.items()
+        if name not in options
+    }
+    extras = tuple((name, columns[0]) for name, columns in table_names.items() if name not in OURS)
     for name, _ in extras:
         if not name.isidentifier() or name in _TAKEN:
             raise UserError(
@@ -190,35 +192,73 @@ def columns_from(mapping: Mapping[str, Any], key: str) -> Columns:
                 "words that are not taken"
             )
     return Columns(
-        problem=found["problem"][0],
-        answer=found["answer"][0],
-        images=found.get("images", ()),
-        choices=found.get("choices", ()),
-        id=found["id"][0] if "id" in found else None,
+        problem=table_names["problem"][0],
+        answer=table_names["answer"][0],
+        images=table_names.get("images", ()),
+        choices=table_names.get("choices", ()),
+        id=table_names["id"][0] if "id" in table_names else None,
         extras=extras,
-        **given,
+        **options,
     )
 
 
+def _options_from(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The options among the entries of a mapping of columns.
+
+    Raises `UserError` for a value that an option cannot have.
+    """
+    options = {name: mapping[name] for name in OPTIONS if name in mapping}
+    switches = [(name, (True, False)) for name in _SWITCHES]
+    for name, values in (*switches, ("answer_is", ANSWER_IS)):
+        if options.get(name, values[0]) not in values:
+            raise UserError(
+                f"{key}: {name} is {options[name]!r:.60}; write one of "
+                f"{', '.join(map(str, values)).lower()}"
+            )
+    return options
+
+
+def _table_names(name: str, value: object, key: str) -> tuple[str, ...]:
+    """The names of the table's columns in one entry of a mapping: a text, `a,b`, or a list.
+
+    Raises `UserError` for anything else, and for several columns where only one may be named.
+    """
+    words = list(value) if isinstance(value, list | tuple) else str(value).split(",")
+    if not all(isinstance(word, str) and word.strip() for word in words) or isinstance(
+        value, Mapping
+    ):
+        raise UserError(f"{key}: {name}={value!r:.60} is not the name of a column; write one")
+    if len(words) > 1 and name not in _LISTED:
+        raise UserError(
+            f"{key}: {name}={value!r:.60} names {len(words)} columns; only images and choices may"
+        )
+    return tuple(word.strip() for word in words)
+
+
 def columns_of_words(words: Sequence[str]) -> Columns:
-    """The same from the command line: `problem=question answer=label`. Raises `UserError`."""
+    """Read the columns from words of the command line: `problem=question answer=label`.
+
+    Raises `UserError` for a word without `=`, a name that is given twice, and as `columns_from`.
+    """
     mapping: dict[str, str] = {}
     for word in words:
-        name, sign, theirs = word.partition("=")
+        name, sign, column = word.partition("=")
         if not sign or not name:
             raise UserError(f"--columns: {word!r:.60} is not NAME=COLUMN, such as problem=question")
         if name in mapping:
             raise UserError(
-                f"--columns: {name} is given twice, {mapping[name]!r:.60} and {theirs!r:.60}; "
+                f"--columns: {name} is given twice, {mapping[name]!r:.60} and {column!r:.60}; "
                 "give one"
             )
-        mapping[name] = theirs
+        mapping[name] = column
     return columns_from(mapping, "--columns")
 
 
-def _places(name: str, present: Container[str]) -> Iterator[tuple[str, str]]:
-    """The columns that may have a value, and the path inside: of `a|b` both, of `a.b` itself, or
-    `a` with `b`.
+def _candidates(name: str, present: Container[str]) -> Iterator[tuple[str, str]]:
+    """Yield the columns that may hold the value of `name`, and the path inside each.
+
+    The name `a|b` leads to both columns. The name `a.b` leads to a column of that very name, or
+    else to the key `b` in the objects of column `a`. Columns that are not `present` are left out.
     """
     for part in (name, *name.split("|")):
         ends = (len(part), *(at for at, sign in enumerate(part) if sign == "."))
@@ -230,46 +270,55 @@ def _places(name: str, present: Container[str]) -> Iterator[tuple[str, str]]:
 ClassNames = Mapping[str, Sequence[str]]
 
 
-def picked(
+def pick_columns(
     record: Mapping[str, Any], columns: Columns, names: ClassNames | None = None
 ) -> dict[str, Any]:
-    """The wanted columns that a record has, also those inside of others.
+    """Return the values of a record by the names in `columns`, also those inside of objects.
 
-    `names`: of `class_names`.
+    `names` has the names of classes by column, as `class_names` returns them; numbers in such a
+    column become names. A name that leads to no value is absent.
     """
-    found = {}
-    for name in columns.wanted:
-        for place, path in _places(name, record):
-            held = _inside(record[place], path)
-            if held:
-                found[name] = _named(held[0], names[name]) if names and name in names else held[0]
+    picked = {}
+    for name in columns.table_names:
+        for column, path in _candidates(name, record):
+            values = _inside(record[column], path)
+            if values:
+                value = values[0]
+                if names and name in names:
+                    value = _class_name(value, names[name])
+                picked[name] = value
                 break
-    return found
+    return picked
 
 
 def class_names(columns: Columns, features: Mapping[str, Any]) -> dict[str, Sequence[str]]:
-    """The names of the wanted columns that hold their numbers: `ClassLabel` in the features of
-    `datasets`.
+    """Return the class names of each column that stores classes as numbers.
+
+    Such a column is a `ClassLabel`, or a list of them, in the features of `datasets`.
     """
-    found = {}
-    for name in columns.wanted if features else ():
-        for place, path in _places(name, features):
-            kind: Any = features[place]
-            for inside in path.split("."):
-                kind = getattr(kind, "feature", kind)
-                kind = kind.get(inside, kind) if isinstance(kind, Mapping) else kind
-            kind = getattr(kind, "feature", kind)
-            if getattr(kind, "names", None):
-                found[name] = kind.names
-    return found
+    if not features:
+        return {}
+    names = {}
+    for name in columns.table_names:
+        for column, path in _candidates(name, features):
+            feature: Any = features[column]
+            for key in path.split("."):
+                feature = getattr(feature, "feature", feature)  # the feature of a list's items
+                feature = feature.get(key, feature) if isinstance(feature, Mapping) else feature
+            feature = getattr(feature, "feature", feature)
+            if getattr(feature, "names", None):
+                names[name] = feature.names
+    return names
 
 
-def _named(value: Any, names: Sequence[str]) -> Any:
-    """The name for a number, for each of a list, or for one in digits, as in CSV; None for -1,
-    which is no class.
+def _class_name(value: object, names: Sequence[str]) -> object:
+    """Return the class name for a number, a number in digits (as in CSV), or each item of a list.
+
+    The number -1, with which `datasets` marks a missing class, gives None. Any other value is
+    returned as it is.
     """
     if isinstance(value, list):
-        return [_named(item, names) for item in value]
+        return [_class_name(item, names) for item in value]
     number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
     if isinstance(number, bool) or not isinstance(number, int) or value in names:
         return value
@@ -277,10 +326,14 @@ def _named(value: Any, names: Sequence[str]) -> Any:
 
 
 def _inside(value: Any, path: str) -> list[Any]:
-    """What stands in an object under names with dots between them, as a list; an empty one where it
-    has no such.
+    """Return a list of the one value that stands in an object under `path`, names with dots.
+
+    An object may be a text of JSON, and a name may be the index of a list. The list is empty where
+    nothing stands there; a list tells that from the value None.
     """
-    for name in path.split(".") if path else ():
+    if not path:
+        return [value]
+    for name in path.split("."):
         if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
             try:
                 value = read_json(value)
@@ -300,18 +353,22 @@ def _inside(value: Any, path: str) -> list[Any]:
 
 
 def require_columns(columns: Columns, present: Iterable[str], where: str) -> None:
-    """Raise `UserError` for a named column that the table `where` lacks."""
-    there = list(present)
-    known = set(there)
+    """Raise `UserError` for a named column that a table lacks.
+
+    `present` has the names of the table's columns, and `where` is the table in words.
+    """
+    names = list(present)
+    existing = set(names)
     absent = [
         name
-        for name in columns.wanted
-        if not any(_places(name, known)) and name not in columns.optional
+        for name in columns.table_names
+        if not any(_candidates(name, existing)) and name not in columns.optional
     ]
-    lacking = [f"{name!r:.60}{did_you_mean(name, islice(there, _COMPARED))}" for name in absent]
+    lacking = [f"{name!r:.60}{did_you_mean(name, islice(names, _COMPARED))}" for name in absent]
     if lacking:
-        more = f", ... ({len(there)} columns)" if len(there) > _SHOWN else ""
-        listed = ", ".join(f"{column:.40}" for column in there[:_SHOWN]) or "none"
+        ellipsis = f", ... ({len(names)} columns)" if len(names) > _SHOWN else ""
+        listed = ", ".join(f"{column:.40}" for column in names[:_SHOWN]) or "none"
         raise UserError(
-            f"columns: {where} has no column {', and none '.join(lacking)}; it has {listed}{more}"
+            f"columns: {where} has no column {', and none '.join(lacking)}; it has "
+            f"{listed}{ellipsis}"
         )

@@ -1,5 +1,7 @@
-"""Turns a stranger's data set into a prepared folder: `python -m data_prep convert`, or
-`adora_columns` in a config.
+"""Turns a user's data set into a prepared folder.
+
+`python -m data_prep convert` does so by command, and the key `adora_columns` of a config at the
+start of a training.
 """
 
 import hashlib
@@ -19,7 +21,7 @@ from adora_vl.conversion.columns import Columns, columns_from
 from adora_vl.conversion.hub import commit_of, open_hub
 from adora_vl.conversion.pictures import named_files
 from adora_vl.conversion.pipeline import Cleaning, SplitReads, prepare, recorded
-from adora_vl.conversion.records import asked_in, pictures_beside
+from adora_vl.conversion.records import pictures_beside, question_in
 from adora_vl.conversion.tables import DrawnTests, Opened, TablePart, open_local
 from adora_vl.data.dataset import Manifest, read_manifest
 from adora_vl.utils.errors import UserError
@@ -31,15 +33,15 @@ _NAME = re.compile(r"[\w.-]{1,80}")
 
 @dataclass(frozen=True)
 class Conversion(Cleaning):
-    """The options that decide which rows there are: of the `limit` the first ones."""
+    """The options that decide which rows there are; `limit` takes the first rows of a split."""
 
-    name: str | None = None  # with which the ids of rows begin
-    test_share: float = 0.0  # of the rows of train that become the split test, drawn by `seed`
+    name: str | None = None  # the data set's name, with which the ids of rows begin
+    test_share: float = 0.0  # the share of train that becomes the split test, drawn by `seed`
     seed: int = 0
-    subset: str | None = None  # of the hub, as `splits`
-    splits: Mapping[str, str] = field(default_factory=dict)
-    split_name: str | None = None  # of a single table, in place of what its name says
-    # take off what the problems of another trainer say on how to answer
+    subset: str | None = None  # the configuration of a data set of the hub
+    splits: Mapping[str, str] = field(default_factory=dict)  # our splits to those of the hub
+    split_name: str | None = None  # the split of a single table, in place of what its name says
+    # Take off the instruction on how to answer that problems of other trainers end with.
     drop_instruction: bool = False
 
 
@@ -55,44 +57,65 @@ def convert(
 ) -> Manifest:
     """Convert the table, folder or hub id `location` into the prepared folder `output`.
 
+    `revision` is the branch, tag or commit of a data set of the hub.
+
     Returns the manifest.
 
-    `revision`: of the hub. Raises `UserError`, and then nothing was written but, where too many
-    rows were refused, `OUTPUT.quarantine`.
+    Raises `UserError`, and then nothing was written but, where too many rows were refused,
+    `OUTPUT.quarantine`.
     """
-    wanted = options or Conversion()
-    if wanted.name is not None and not _NAME.fullmatch(wanted.name):
+    conversion = options or Conversion()
+    if conversion.name is not None and not _NAME.fullmatch(conversion.name):
         raise UserError(
-            f"name: {wanted.name!r:.60} is not one word of letters, digits, _ . and -; choose "
+            f"name: {conversion.name!r:.60} is not one word of letters, digits, _ . and -; choose "
             "another"
         )
 
     def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
-        opened = open_own(location, columns=columns, revision=revision, options=wanted)
-        name = wanted.name or _name_of(location)
-        own = {"name": name, "splits": dict(wanted.splits), "columns": columns.described()}
+        opened = open_source(location, columns=columns, revision=revision, options=conversion)
+        name = conversion.name or _name_of(location)
         description: dict[str, Any] = {
             "source": f"own/{opened.kind}",
             "input": location,
             "revision": opened.revision,
         }
-        description["arguments"] = {**recorded(asdict(wanted)), **own}
-        drawn = DrawnTests(wanted.test_share, wanted.seed, columns) if wanted.test_share else None
+        description["arguments"] = {
+            **recorded(asdict(conversion)),
+            "name": name,
+            "splits": dict(conversion.splits),
+            "columns": columns.described(),
+        }
+        tests = None
+        if conversion.test_share:
+            tests = DrawnTests(conversion.test_share, conversion.seed, columns)
         rows = partial(
-            tables.reads, opened, name=name, columns=columns, tests=drawn, limit=wanted.limit
+            tables.reads,
+            opened,
+            name=name,
+            columns=columns,
+            tests=tests,
+            limit=conversion.limit,
+            drop_instruction=conversion.drop_instruction,
         )
-        rows = partial(rows, drop_instruction=wanted.drop_instruction)
-        totals = {} if wanted.test_share else opened.totals
-        splits = tables.splits_of(opened, wanted.test_share)
+        totals = {} if conversion.test_share else opened.totals
+        splits = tables.splits_of(opened, conversion.test_share)
         return description, {
             split: SplitReads(partial(rows, split), totals.get(split)) for split in splits
         }
 
-    return prepare(output, wanted, begin, columns.features, workers=workers, overwrite=overwrite)
+    return prepare(
+        output, conversion, begin, columns.features, workers=workers, overwrite=overwrite
+    )
 
 
-def open_own(location: str, columns: Columns, revision: str | None, options: Conversion) -> Opened:
-    """The data set at a path, else of the hub. Raises `UserError`."""
+def open_source(
+    location: str, columns: Columns, revision: str | None, options: Conversion
+) -> Opened:
+    """Open the data set at a path, or else that of the hub with this id.
+
+    Raises `UserError` as `open_local` and `open_hub`, and for options that belong to the other of
+    the two.
+    """
     path = Path(location)
     is_hub = (
         not path.exists()
@@ -131,29 +154,33 @@ def open_own(location: str, columns: Columns, revision: str | None, options: Con
 
 
 def ensure_converted(location: str, mapping: Mapping[str, Any], cache: Path) -> Path:
-    """The prepared folder, in `cache`, of what a training config names with its columns: made where
-    it is missing, and again where a file that it was made from has changed. Several processes may
-    call this at once. Raises `UserError`.
+    """Return the prepared folder in `cache` of the data set that a config names with its columns.
+
+    It is made where it is missing, and made again where a file that it was made from has changed.
+    Several processes may call this at once; a lock lets one of them work.
+
+    Raises `UserError` as `convert`.
     """
     columns = columns_from(mapping, "adora_columns")
-    place = Path(location)
-    where = str(place.resolve()) if place.exists() else location
+    path = Path(location)
+    where = str(path.resolve()) if path.exists() else location
     key = hashlib.sha256(
         json.dumps([where, columns.described()], sort_keys=True).encode()
     ).hexdigest()[:16]
     folder = cache / f"own-{key}"
-    seen = cache / f"own-{key}.files.json"
+    hashes_file = cache / f"own-{key}.files.json"
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / f".own-{key}.lock"):
         try:
             manifest = read_manifest(folder)
             if manifest is None or not _unchanged(
-                manifest, seen=seen, location=location, columns=columns
+                manifest, hashes_file=hashes_file, location=location, columns=columns
             ):
-                # before it is read: what changes now is seen next time
-                held = _held(source_files(location, columns))
+                # The files are hashed before they are read, so that a change during the reading is
+                # seen the next time.
+                hashes = _hashes(source_files(location, columns))
                 convert(location, folder, columns, overwrite=True)
-                replace_file(seen, json.dumps(held))
+                replace_file(hashes_file, json.dumps(hashes))
         except UserError as error:
             raise UserError(
                 f"dataset_name: {location!r} with adora_columns: {error}; `python -m data_prep "
@@ -162,58 +189,60 @@ def ensure_converted(location: str, mapping: Mapping[str, Any], cache: Path) -> 
     return folder
 
 
-def _unchanged(manifest: Manifest, seen: Path, location: str, columns: Columns) -> bool:
-    """Whether the files, or the hub's commit, are those of the folder; without a network it serves
-    as it is.
+def _unchanged(manifest: Manifest, hashes_file: Path, location: str, columns: Columns) -> bool:
+    """Whether a prepared folder was made from the files, or the hub's commit, that there are now.
+
+    Without a network nobody knows, and the folder is used as it is.
     """
     if not Path(location).exists():
         name, _, revision = location.partition("@")
         try:
             return bool(commit_of(name, revision or None) == manifest["revision"])
-        except Exception:  # the hub's library raises its own, the network's and the file system's
+        except Exception:  # errors of the hub's library, of the network and of the file system
             return True
     try:
-        before = json.loads(seen.read_text(encoding="utf-8"))
+        hashes = json.loads(hashes_file.read_text(encoding="utf-8"))
         tables = [str(part.file) for part in _parts(location, columns)]
-        return bool(set(tables) <= before.keys() and _held(before) == before)
+        return bool(set(tables) <= hashes.keys() and _hashes(hashes) == hashes)
     except (OSError, ValueError, AttributeError):
         return False
 
 
 def _parts(location: str, columns: Columns) -> list[TablePart]:
+    """Return the tables of all splits of the data set at a path."""
     return [part for parts in open_local(Path(location), columns).parts.values() for part in parts]
 
 
 def source_files(location: str, columns: Columns) -> list[str]:
-    """The tables of a data set and the pictures that they name; none for the hub's."""
+    """Return the paths of a data set's tables and of the pictures that they name.
+
+    There are none for a data set of the hub.
+    """
     if not Path(location).exists():
         return []
-    found: list[str] = []
+    paths: list[str] = []
     for part in _parts(location, columns):
-        found.append(str(part.file))
+        paths.append(str(part.file))
         for _, record in part.begin():
             if isinstance(record, Mapping):
-                held = (
-                    pictures_beside(record, columns, texts_only=part.texts_only)
-                    + asked_in(record, columns)[1]
-                )
-                found += (str(path) for value in held for path in named_files(value, part.files))
-    return list(dict.fromkeys(found))
+                pictures = pictures_beside(record, columns, texts_only=part.texts_only)
+                pictures += question_in(record, columns)[1]
+                for picture in pictures:
+                    paths += [str(path) for path in named_files(picture, part.files)]
+    return list(dict.fromkeys(paths))
 
 
-def _held(paths: Iterable[str]) -> dict[str, str]:
-    """The `content_hash` of each file; empty for one that is gone."""
-    found = dict.fromkeys(paths, "")
-    for path in found:
+def _hashes(paths: Iterable[str]) -> dict[str, str]:
+    """Return the `content_hash` of each file by its path; an empty text for one that is gone."""
+    hashes = dict.fromkeys(paths, "")
+    for path in hashes:
         with suppress(OSError):
-            found[path] = content_hash([Path(path)])
-    return found
+            hashes[path] = content_hash([Path(path)])
+    return hashes
 
 
 def _name_of(location: str) -> str:
-    """A file's or folder's name, or that of a hub's data set, with what an id should not have left
-    out.
-    """
+    """Return the name of a file, a folder or a data set of the hub, in letters that an id may have."""
     last = Path(location.partition("@")[0] if not Path(location).exists() else location).resolve()
     stem = last.stem if last.suffix else last.name
     return re.sub(r"[^\w.-]+", "-", stem)[:80].strip("-") or "own"

@@ -1,5 +1,7 @@
-"""Rows of a split that ask the same of the same pictures: repeats are counted, and contradictions
-left out.
+"""Finds rows of a split that ask the same question of the same pictures.
+
+Rows that repeat another one, answer and all, are counted. Rows whose answers contradict each other
+are left out.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answered:
+    """The answer of a row, and where the row stands."""
+
     row_id: str
     gold: str
-    origin: str  # where it stands in its source
+    origin: str  # where the row stands in its source
 
 
-_MANY = 8  # rows that share a picture: more than the versions of one problem
+_MANY = 8  # rows that share one picture; versions of one problem are fewer
 _TABLES = """
 PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;
 CREATE TABLE ids (id BLOB PRIMARY KEY) WITHOUT ROWID;
@@ -40,15 +44,15 @@ CREATE TABLE pictures (picture BLOB PRIMARY KEY, count INTEGER, id TEXT) WITHOUT
 """
 
 
-def _of_the_disk(error: sqlite3.OperationalError) -> OSError:
-    # SQLite calls a disk on which its file cannot grow an I/O error.
+def _no_room(error: sqlite3.OperationalError) -> OSError:
+    """Return the error of a full disk, which SQLite reports as an I/O error of its own."""
     return OSError(errno.ENOSPC, f"no room for what was seen of the rows ({error})")
 
 
 class SeenRows:
-    """What was seen of all rows, on the disk, so that the memory does not grow with them.
+    """The hashes and answers of all rows so far, in a file, so that memory does not grow with them.
 
-    Closed by `with`.
+    It is used by `with`, whose end removes the file.
     """
 
     def __init__(self, file: Path) -> None:
@@ -60,31 +64,35 @@ class SeenRows:
         try:
             self._base.executescript(_TABLES + "BEGIN")
         except sqlite3.OperationalError as error:
-            raise _of_the_disk(error) from error
+            raise _no_room(error) from error
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Raises `OSError` for what the disk refused, as any other writing does."""
+        """Close, and raise `OSError` for what the disk refused, as any other writing does."""
         self.close()
         if isinstance(error, sqlite3.OperationalError):
-            raise _of_the_disk(error) from error
+            raise _no_room(error) from error
 
     def close(self) -> None:
-        """Forget everything, so that no file of it is left."""
+        """Forget everything, and remove the file."""
         self._base.close()
         self._file.unlink(missing_ok=True)
 
     def is_new(self, row_id: str) -> bool:
+        """Remember an id, and return whether no row before had it."""
         key = hashlib.sha256(row_id.encode()).digest()[:12]
         return self._base.execute("INSERT OR IGNORE INTO ids VALUES (?)", (key,)).rowcount == 1
 
-    def add(self, split: str, asked: bytes, pictures: Sequence[bytes], row: Answered) -> bool:
-        """Remember a row. Returns whether it repeats one of its split before it, answer and all."""
+    def add(self, split: str, question: bytes, pictures: Sequence[bytes], row: Answered) -> bool:
+        """Remember a row, and return whether it repeats one of its split before, answer and all.
+
+        `question` and `pictures` are the hashes of a `Fingerprint`.
+        """
         self._number += 1
         before = self._base.execute(
-            "SELECT gold FROM asked WHERE split = ? AND asked = ?", (split, asked)
+            "SELECT gold FROM asked WHERE split = ? AND asked = ?", (split, question)
         ).fetchall()
-        values = (split, asked, self._number, row.row_id, row.gold, row.origin)
+        values = (split, question, self._number, row.row_id, row.gold, row.origin)
         self._base.execute("INSERT INTO asked VALUES (?, ?, ?, ?, ?, ?)", values)
         for picture in set(pictures):
             counted = (
@@ -94,66 +102,73 @@ class SeenRows:
         return any(_agree(gold, row.gold) for (gold,) in before)
 
     def contradicting(self, split: str) -> Pairs:
-        """Each row of a question that has several answers, with a row that disagrees with it."""
+        """Return each row that another row of its split contradicts, by id, with that other row."""
         several = (
             "SELECT asked FROM asked WHERE split = ? GROUP BY asked HAVING COUNT(*) > 1 AND "
             "MIN(gold) < MAX(gold)"
         )
-        found = {}
-        for (asked,) in self._base.execute(several, (split,)):
+        pairs = {}
+        for (question,) in self._base.execute(several, (split,)):
             where = (
                 "SELECT id, gold, origin FROM asked WHERE split = ? AND asked = ? ORDER BY number"
             )
-            rows = [Answered(*row) for row in self._base.execute(where, (split, asked))]
+            rows = [Answered(*row) for row in self._base.execute(where, (split, question))]
             for row in rows:
-                other = next((one for one in rows if not _agree(one.gold, row.gold)), None)
-                if other is not None:
-                    found[row.row_id] = (row, other)
-        return found
+                rival = next((rival for rival in rows if not _agree(rival.gold, row.gold)), None)
+                if rival is not None:
+                    pairs[row.row_id] = (row, rival)
+        return pairs
 
     def shared_pictures(self) -> tuple[int, str]:
-        """How many rows have a picture that many share, and the first of them."""
+        """Return how many rows have a picture that many rows share, and the id of one of them."""
         counted = "SELECT COALESCE(SUM(count), 0), MIN(id) FROM pictures WHERE count >= ?"
         rows, example = self._base.execute(counted, (_MANY,)).fetchone()
         return rows, example
 
 
-def _agree(one: str, other: str) -> bool:
-    return one == other or grade(rf"\boxed{{{one}}}", other).verdict == "correct"
+def _agree(answer: str, gold: str) -> bool:
+    """Whether an answer would be graded as correct against `gold`."""
+    return answer == gold or grade(rf"\boxed{{{answer}}}", gold).verdict == "correct"
 
 
-Pairs = dict[str, tuple[Answered, Answered]]  # by the id of the first
+# A row and one that contradicts it, by the id of the first.
+Pairs = dict[str, tuple[Answered, Answered]]
 
 
 def leave_out(
     folder: Path, split: str, features: Features, contradicting: Pairs, quarantine: Quarantine
 ) -> int:
-    """Write a split of `folder` once more without these rows, which go into the quarantine.
+    """Write a split of `folder` once more without the contradicting rows, and return its size.
 
-    Returns how many are left.
-
-    They are known only when the last row was read, and by then the first is written: rows are never
-    all in memory.
+    These rows go into the quarantine. A contradiction is known only when the last row was read, and
+    by then the first rows are written, since rows are never all in memory.
     """
     again = folder / "again"
 
-    def kept() -> Iterator[Row]:
+    def remaining_rows() -> Iterator[Row]:
         for row in stored_rows(folder, split):
             if row["id"] not in contradicting:
                 yield row
                 continue
-            own, other = contradicting[row["id"]]
-            where = f"{other.origin} ({other.row_id})"
-            answers = f"{shown(other.gold)} and not {shown(own.gold)}"
+            refused, rival = contradicting[row["id"]]
+            where = f"{rival.origin} ({rival.row_id})"
+            answers = f"{shown(rival.gold)} and not {shown(refused.gold)}"
             wrong = f"its question and pictures are those of {where}, where the answer is {answers}"
             originals = [image["bytes"] for image in row["images"]]
             record = {name: row[name] for name in ("problem", "answer", "answer_raw", "choices")}
-            fault = ("contradiction", wrong, f"correct one of them, or remove {own.origin}")
-            quarantine.add(split, RowError(own.row_id, *fault, originals=originals, record=record))
+            fault = RowError(
+                row_id=refused.row_id,
+                kind="contradiction",
+                wrong=wrong,
+                remedy=f"correct one of them, or remove {refused.origin}",
+                originals=originals,
+                record=record,
+            )
+            quarantine.add(split, fault)
 
-    count = write_split(kept(), folder=again, split=split, features=features)
-    for before in (folder / "data").glob(f"{split}-*.parquet"):
-        before.unlink()
+    count = write_split(remaining_rows(), folder=again, split=split, features=features)
+    for old_file in (folder / "data").glob(f"{split}-*.parquet"):
+        old_file.unlink()
     for path in (again / "data").iterdir():
         path.replace(folder / "data" / path.name)
     shutil.rmtree(again)

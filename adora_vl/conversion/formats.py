@@ -1,6 +1,11 @@
-"""The formats of a table, as records with their places: JSON, CSV, Excel, Parquet, folders of
-`save_to_disk`.
+"""The formats of a table, each read as records with their positions in the file.
+
+The formats are JSON, CSV, Excel, Parquet, Arrow, shards of webdataset, and the folders that
+`save_to_disk` of `datasets` writes. Rows are read one at a time or in small batches, so that a table
+may be larger than the memory.
 """
+
+from __future__ import annotations
 
 import codecs
 import csv
@@ -14,39 +19,42 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from adora_vl.conversion.columns import Columns, class_names, picked, require_columns
+from adora_vl.conversion.columns import Columns, class_names, pick_columns, require_columns
 from adora_vl.conversion.records import BadRecord
 from adora_vl.conversion.webdataset import samples
 from adora_vl.data.images import named_content
 from adora_vl.utils.cli import GivenTwiceError, each_once, read_json
 from adora_vl.utils.errors import UserError, in_one_line
 
+if TYPE_CHECKING:
+    from openpyxl.worksheet._read_only import ReadOnlyWorksheet
+
 Records = Iterator[tuple[str, dict[str, Any] | BadRecord]]
-# its columns, how it is read, what begins to read it
+# The names of a table's columns, a note on how it is read, and what begins to read its records.
 Table = tuple[list[str], str, Callable[[], Records]]
-# of a data set that `save_to_disk` wrote
 EXCEL = (".xlsx", ".xlsm")
-SAVED = "state.json"
-TEXT_TABLES = (".csv", ".tsv", *EXCEL)  # a cell is one value, so a list is written as JSON
+SAVED = "state.json"  # stands in each folder that `save_to_disk` wrote
+TEXT_TABLES = (".csv", ".tsv", *EXCEL)  # a cell is one value, so that a list is written as JSON
 WEBDATASET = ".tar"
 ENDINGS = (".jsonl", ".ndjson", ".json", *TEXT_TABLES, ".parquet", ".arrow", WEBDATASET)
 _ARROW = (".parquet", ".arrow", SAVED)
 _BATCH_ROWS = 64  # in memory at a time
 _FIRST = 100  # JSON records that are looked through for a column
 _PIECE = 2**16  # characters of a list that are read at once
-_LONGEST_CELL = 2**31 - 1  # of CSV; Python's own limit is less than a picture in Base64
+_LONGEST_CELL = 2**31 - 1  # Python's limit for a cell of CSV is less than a picture in Base64
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs"}
-_KEEP_ONE = "keep the right value in"  # of a key that is given twice
+_KEEP_ONE = "keep the right value in"  # the remedy for a key that an object has twice
 
 
 def format_of(path: Path) -> str:
-    """The ending of a file, or `state.json` for a data set of `save_to_disk`, whose folder has a
-    file of that name.
+    """Return the ending of a file in small letters, such as `.csv`.
+
+    It is `state.json` for the file of that name in a folder that `save_to_disk` wrote.
     """
     saved = path.name == SAVED and all(
         file.is_file() for file in (path, path.with_name("dataset_info.json"))
@@ -55,42 +63,48 @@ def format_of(path: Path) -> str:
 
 
 def open_table(path: Path, columns: Columns) -> tuple[str, Callable[[], Records]]:
-    """What is to be said of how a file is read, and what begins to read its wanted columns.
+    """Return a note on how a file is read, and what begins to read the records of its columns.
 
-    Raises `UserError`.
+    The note is empty where nothing had to be guessed.
+
+    Raises `UserError` for a file that cannot be read, for one that is something else than its name
+    says, and for a column that it lacks or has twice.
     """
     features: Mapping[str, Any] = {}
     with _readable(path):
         with path.open("rb") as file:
-            known = named_content(file.read(512))
-        if known and format_of(path) not in EXCEL:
-            raise UserError(f"input: {str(path)!r} is {known[1]}")
+            content = named_content(file.read(512))
+        if content and format_of(path) not in EXCEL:
+            raise UserError(f"input: {str(path)!r} is {content[1]}")
         if format_of(path) in _ARROW:
-            (present, said, begin), features = _arrow(path, columns)
+            (present, format_note, begin), features = _arrow(path, columns)
         else:
             readers = {**dict.fromkeys(EXCEL, _workbook), ".csv": _csv, ".tsv": _csv}
-            text = {**readers, WEBDATASET: _shard}.get(format_of(path), _json)
-            present, said, begin = text(path, columns)
-        double = next((name for name in columns.wanted if present.count(name) > 1), None)
+            open_format = {**readers, WEBDATASET: _shard}.get(format_of(path), _json)
+            present, format_note, begin = open_format(path, columns)
+        double = next((name for name in columns.table_names if present.count(name) > 1), None)
         if double is not None:
             raise UserError(
                 f"columns: {path.name!r} has {present.count(double)} columns {double!r}; rename "
                 "all but one"
             )
-        if present:  # else it is empty, which is said when its rows are counted
+        if present:  # else the table is empty, which is reported when its rows are counted
             require_columns(columns, present, repr(path.name))
         names = class_names(columns, {**_described(path), **features})
 
     def records() -> Records:
         with _readable(path):
-            for place, record in begin():
-                yield place, picked(record, columns, names) if isinstance(record, dict) else record
+            for position, record in begin():
+                if isinstance(record, dict):
+                    record = pick_columns(record, columns, names)
+                yield position, record
 
-    return said, records
+    return format_note, records
 
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
+    """Turn the errors of reading a file into a `UserError` that names the file."""
     try:
         yield
     except (OSError, UnicodeError, csv.Error, pa.ArrowException, tarfile.TarError) as error:
@@ -103,11 +117,12 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _described(path: Path) -> Mapping[str, Any]:
-    """The features of the data set as its card, or `dataset_infos.json`, beside or above the table
-    has them.
+    """Return the features of a data set out of its card or its `dataset_infos.json`.
+
+    These stand beside the table, or in the folder above; {} is returned where there are none.
     """
     for folder in (path.parent, path.parent.parent):
-        with suppress(Exception):  # any README may be there
+        with suppress(Exception):  # the folder may have a README of any kind
             card = folder / "README.md"
             if (folder / "dataset_infos.json").is_file() or "class_label" in card.read_text(
                 encoding="utf-8"
@@ -120,19 +135,19 @@ def _described(path: Path) -> Mapping[str, Any]:
 
 
 def row_count(path: Path) -> int:
+    """Return how many rows a Parquet file has, by its metadata."""
     with _readable(path):
         return int(pq.read_metadata(path).num_rows)
 
 
 def _stored(path: Path) -> Any:
+    """Open an Arrow file, or the folder of `save_to_disk` that `path` stands in, as a `Dataset`."""
     from datasets import Dataset, load_from_disk
 
     try:
-        return (
-            load_from_disk(str(path.parent))
-            if format_of(path) == SAVED
-            else Dataset.from_file(str(path))
-        )
+        if format_of(path) == SAVED:
+            return load_from_disk(str(path.parent))
+        return Dataset.from_file(str(path))
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"input: {str(path)!r} cannot be read ({in_one_line(error):.200}); save it again"
@@ -140,20 +155,21 @@ def _stored(path: Path) -> Any:
 
 
 def _arrow(path: Path, columns: Columns) -> tuple[Table, Mapping[str, Any]]:
+    """Open a table of Parquet or Arrow, and return its features beside it."""
     schema = pq.read_schema(path) if format_of(path) == ".parquet" else _stored(path).data.schema
     features: Mapping[str, Any] = {}
     if b"huggingface" in (schema.metadata or {}):
         from datasets import Features
 
         features = Features.from_arrow_schema(schema)
-    held = columns.held_by(schema.names)
+    names = columns.to_read(schema.names)
 
     def batches() -> Iterator[Any]:
         if format_of(path) != ".parquet":
-            yield from _stored(path).select_columns(held).with_format("arrow").iter(_BATCH_ROWS)
+            yield from _stored(path).select_columns(names).with_format("arrow").iter(_BATCH_ROWS)
             return
         with pq.ParquetFile(path, pre_buffer=False) as file:
-            yield from file.iter_batches(_BATCH_ROWS, columns=held)
+            yield from file.iter_batches(_BATCH_ROWS, columns=names)
 
     def records() -> Records:
         return ((f"row {number}", record) for number, record in enumerate(_rows_of(batches()), 1))
@@ -162,7 +178,7 @@ def _arrow(path: Path, columns: Columns) -> tuple[Table, Mapping[str, Any]]:
 
 
 def _rows_of(batches: Iterable[Any]) -> Iterator[dict[str, Any] | BadRecord]:
-    """The rows of a batch; one by one where they cannot be read as a whole."""
+    """Yield the rows of batches, one by one where a batch cannot be converted as a whole."""
     for batch in batches:
         try:
             rows: Iterable[dict[str, Any] | BadRecord] = batch.to_pylist()
@@ -175,37 +191,40 @@ def _rows_of(batches: Iterable[Any]) -> Iterator[dict[str, Any] | BadRecord]:
 
 
 def _csv(path: Path, columns: Columns) -> Table:
-    """CSV in the encoding and with the sign between cells that the file has, as Excel writes them
-    by its language.
+    """Open a table of CSV, whose encoding and delimiter are guessed.
 
-    For its encoding a file is read once more than its rows are: its last letter may be the first
-    that is not UTF-8.
+    Excel writes both by the language it runs in. The encoding costs another reading of the file,
+    since its last letter may be the first that is not UTF-8. The delimiter is the one with which
+    the header has the most of the columns that are to be read.
     """
     encoding = _encoding(path)
     with path.open(encoding=encoding, newline="") as file:
         first = file.readline()
-        # of Excel
-        marked = (
-            first[4:5] if first.lower().startswith("sep=") and first[4:5] in _DELIMITERS else ""
-        )
+        # Excel may name the delimiter in a line of its own, `sep=;`, before the header.
+        marked = ""
+        if first.lower().startswith("sep=") and first[4:5] in _DELIMITERS:
+            marked = first[4:5]
         start = (file.readline() if marked else first) + "".join(islice(file, _FIRST))
     usual = "\t" if path.suffix.lower() == ".tsv" else ","
     headers = {
         sign: _header(start, sign) for sign in ([marked] if marked else [usual, *_DELIMITERS])
     }
-    found = {sign: (len(columns.held_by(names)), len(names)) for sign, names in headers.items()}
-    delimiter = max(found, key=lambda sign: found[sign])
-    other = [f"with {_DELIMITERS[delimiter]} between the cells"] if delimiter != usual else []
-    other += [
-        {"cp1252": "in the encoding of Windows (cp1252)", "utf-16": "in UTF-16"}.get(encoding, "")
-    ]
-    said = " ".join(filter(None, other))
-    names = headers[delimiter]
+    scores = {sign: (len(columns.to_read(names)), len(names)) for sign, names in headers.items()}
+    delimiter = max(scores, key=lambda sign: scores[sign])
+    guesses = []
+    if delimiter != usual:
+        guesses.append(f"with {_DELIMITERS[delimiter]} between the cells")
+    if encoding == "cp1252":
+        guesses.append("in the encoding of Windows (cp1252)")
+    elif encoding == "utf-16":
+        guesses.append("in UTF-16")
+    format_note = f"{path.name}, {' '.join(guesses)}" if guesses else ""
     begin = partial(_csv_rows, path, encoding, delimiter, bool(marked), columns)
-    return names, said and f"{path.name}, {said}", begin
+    return headers[delimiter], format_note, begin
 
 
 def _header(start: str, delimiter: str) -> list[str]:
+    """Return the names of the columns at the start of a CSV file, as this delimiter cuts them."""
     with suppress(csv.Error):  # a quote that only another sign closes
         return [
             name.strip() for name in next(_reader(io.StringIO(start, newline=""), delimiter), [])
@@ -214,8 +233,11 @@ def _header(start: str, delimiter: str) -> list[str]:
 
 
 def _encoding(path: Path) -> str:
-    """The encoding of a text: as its mark says, else UTF-8 where all of it is, else that of
-    Windows.
+    """Return the encoding of a text file.
+
+    It is UTF-16 where a byte order mark says so, UTF-8 where the whole file is, else that of Windows.
+
+    Raises `UserError` for a file that is none of them.
     """
     with path.open("rb") as file:
         if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
@@ -234,43 +256,45 @@ def _encoding(path: Path) -> str:
 
 
 def _csv_rows(path: Path, encoding: str, delimiter: str, marked: bool, columns: Columns) -> Records:
+    """Yield the rows of a CSV file; `marked`: a line before the header names the delimiter."""
     with path.open(encoding=encoding, newline="") as file:
-        before = 1 if marked and file.readline() else 0
+        skipped = 1 if marked and file.readline() else 0
         rows = _reader(file, delimiter)
-        skipped = before
         header = [name.strip() for name in next(rows, [])]
-        held = {name: header.index(name) for name in columns.held_by(header)}
-        before = rows.line_num + skipped
+        indices = {name: header.index(name) for name in columns.to_read(header)}
+        lines_read = rows.line_num + skipped
         for row in rows:
-            # a cell in quotes may have several lines
-            place = f"line {before + 1}"
-            before = rows.line_num + skipped
+            # A row begins behind the last line that was read; a cell in quotes may have several.
+            position = f"line {lines_read + 1}"
+            lines_read = rows.line_num + skipped
             if not any(row):
                 continue  # an empty line
             if len(row) != len(header):
                 wrong = f"the line has {len(row)} cells and the header {len(header)}"
                 sign = {",": "comma", ";": "semicolon"}.get(delimiter, "tab")
                 remedy = f"quote cells that have a {sign} or a line break in"
-                yield (
-                    place,
-                    BadRecord(
-                        kind="not_a_row",
-                        wrong=wrong,
-                        remedy=remedy,
-                        original=delimiter.join(row).encode("utf-8", "replace"),
-                    ),
+                bad_row = BadRecord(
+                    kind="not_a_row",
+                    wrong=wrong,
+                    remedy=remedy,
+                    original=delimiter.join(row).encode("utf-8", "replace"),
                 )
+                yield position, bad_row
                 continue
-            yield place, {name: row[at] for name, at in held.items()}
+            yield position, {name: row[index] for name, index in indices.items()}
 
 
-def _reader(file: Any, delimiter: str) -> Any:
+def _reader(file: TextIO, delimiter: str) -> Any:
+    """Return the reader of `csv` for a file, with room for a picture in a cell."""
     csv.field_size_limit(min(_LONGEST_CELL, sys.maxsize))
     return csv.reader(file, delimiter=delimiter, strict=True)
 
 
 def _workbook(path: Path, columns: Columns) -> Table:
-    """The sheet of an Excel workbook whose first row has the wanted columns."""
+    """Open the sheet of an Excel workbook whose first row has the most of the columns.
+
+    Raises `UserError` for a workbook that cannot be read, or where openpyxl is missing.
+    """
     try:
         import openpyxl
     except ImportError as error:
@@ -281,7 +305,7 @@ def _workbook(path: Path, columns: Columns) -> Table:
     try:
         sheets = openpyxl.load_workbook(path, read_only=True, data_only=True).worksheets
         headers = [next(_cells(sheet), (0, []))[1] for sheet in sheets]
-    except Exception as error:  # zipfile, the XML parser and openpyxl raise their own
+    except Exception as error:  # zipfile, the XML parser and openpyxl raise errors of their own
         raise UserError(
             f"input: {str(path)!r} is no workbook that can be read ({in_one_line(error):.200})"
         ) from error
@@ -292,13 +316,15 @@ def _workbook(path: Path, columns: Columns) -> Table:
     ]
     if not filled:
         return [], "", lambda: iter(())
-    sheet, names = max(filled, key=lambda found: len(columns.held_by(found[1])))
-    said = f"{path.name}, the sheet {sheet.title!r} of {len(filled)}" if len(filled) > 1 else ""
-    return names, said, partial(_sheet_rows, sheet, names)
+    sheet, names = max(filled, key=lambda entry: len(columns.to_read(entry[1])))
+    format_note = ""
+    if len(filled) > 1:
+        format_note = f"{path.name}, the sheet {sheet.title!r} of {len(filled)}"
+    return names, format_note, partial(_sheet_rows, sheet, names)
 
 
-def _cells(sheet: Any) -> Iterator[tuple[int, list[Any]]]:
-    """The rows of a sheet that are not empty, each with its number."""
+def _cells(sheet: ReadOnlyWorksheet) -> Iterator[tuple[int, list[Any]]]:
+    """Yield the rows of a sheet that are not empty, each with its number, from 1."""
     sheet.reset_dimensions()  # some programs write wrong ones
     for number, row in enumerate(sheet.iter_rows(), 1):
         values = [_cell(cell) for cell in row]
@@ -309,7 +335,7 @@ def _cells(sheet: Any) -> Iterator[tuple[int, list[Any]]]:
 
 
 def _cell(cell: Any) -> Any:
-    """The value as Excel shows it: `50%` for 0.5 in per cent, and 15 digits of a number."""
+    """Return the value as Excel shows it: `50%` for 0.5 in per cent, 15 digits of a number."""
     value = cell.value
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value.strip() if isinstance(value, str) else value
@@ -318,18 +344,17 @@ def _cell(cell: Any) -> Any:
     return float(f"{value:.15g}") if isinstance(value, float) else value
 
 
-def _sheet_rows(sheet: Any, names: list[str]) -> Records:
+def _sheet_rows(sheet: ReadOnlyWorksheet, names: list[str]) -> Records:
+    """Yield the rows of a sheet below its header; cells that a row lacks are None."""
     rows = _cells(sheet)
     next(rows)
     for number, values in rows:
-        yield (
-            f"row {number}",
-            dict(zip(names, [*values, *[None] * (len(names) - len(values))], strict=False)),
-        )
+        absent = [None] * (len(names) - len(values))
+        yield f"row {number}", dict(zip(names, [*values, *absent], strict=False))
 
 
 def _shard(path: Path, columns: Columns) -> Table:
-    """A tar of webdataset, whose columns are those of its first rows."""
+    """Open a tar of webdataset, whose columns are those of its first rows."""
     begin = partial(samples, path)
     names: dict[str, None] = {}
     for _, record in islice(begin(), _FIRST):
@@ -338,7 +363,12 @@ def _shard(path: Path, columns: Columns) -> Table:
 
 
 def _json(path: Path, columns: Columns) -> Table:
-    """One object per line, or one text that holds all rows, whatever the file is called."""
+    """Open a table of JSON: one object a line, or one text that holds all rows.
+
+    The ending of the file's name does not decide which of the two it is.
+
+    Raises `UserError` for a file in UTF-16.
+    """
     begin = partial(_lines, path)
     with path.open("rb") as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -348,11 +378,12 @@ def _json(path: Path, columns: Columns) -> Table:
             begin = partial(_items, path)
         elif path.suffix.lower() == ".json" and start[:1] == b"{" and not _has_lines(file):
             begin = partial(_in_object, path, columns)
-    found = [record for _, record in islice(begin(), _FIRST) if isinstance(record, dict)]
-    return list(dict.fromkeys(name for record in found for name in record)), "", begin
+    records = [record for _, record in islice(begin(), _FIRST) if isinstance(record, dict)]
+    return list(dict.fromkeys(name for record in records for name in record)), "", begin
 
 
 def _lines(path: Path) -> Records:
+    """Yield the objects of a file that has one on each line."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
@@ -360,24 +391,26 @@ def _lines(path: Path) -> Records:
                 continue
             remedy = "write one object a line in"
             try:
-                found = _record(read_json(line.decode("utf-8")), remedy)
+                record = _record(read_json(line.decode("utf-8")), remedy)
             except GivenTwiceError as error:
-                found = BadRecord("given_twice", str(error), _KEEP_ONE)
+                record = BadRecord("given_twice", str(error), _KEEP_ONE)
             except (ValueError, RecursionError) as error:
-                found = BadRecord("not_json", f"it is not JSON ({in_one_line(error):.200})", remedy)
-            yield (
-                f"line {number}",
-                replace(found, original=line) if isinstance(found, BadRecord) else found,
-            )
+                wrong = f"it is not JSON ({in_one_line(error):.200})"
+                record = BadRecord("not_json", wrong, remedy)
+            if isinstance(record, BadRecord):
+                record = replace(record, original=line)
+            yield f"line {number}", record
 
 
-def _has_lines(file: Any) -> bool:
-    """Whether a text that begins with an object has one on each line: the first is whole, and
-    another follows.
+def _has_lines(file: BinaryIO) -> bool:
+    """Whether a file that begins with an object has an object on each line.
+
+    It does where the first line is a whole object and another line follows.
     """
     file.seek(0)
     lines = (line for line in file if line.strip())
-    first, second = next(lines, b""), next(lines, b"")
+    first = next(lines, b"")
+    second = next(lines, b"")
     with suppress(ValueError, RecursionError):
         json.loads(first.decode("utf-8-sig"))
         return bool(second)
@@ -385,10 +418,16 @@ def _has_lines(file: Any) -> bool:
 
 
 def _items(path: Path) -> Records:
-    """The objects of a list, of which one at a time is in memory."""
+    """Yield the objects of a JSON list, of which one at a time is in memory.
+
+    The file is read piece by piece. Where an item is not whole yet, the next piece is twice as
+    long, so that a long item is not decoded from its beginning once for every piece.
+
+    Raises `UserError` where the file is not one list.
+    """
     decoder = json.JSONDecoder(object_pairs_hook=_once)
     number = 1
-    wanted = _PIECE
+    piece_size = _PIECE
     with path.open(encoding="utf-8-sig") as file:
         text = file.read(_PIECE).lstrip()[1:].lstrip()
         end = False
@@ -399,43 +438,48 @@ def _items(path: Path) -> Records:
                 break
             try:
                 item, at = decoder.raw_decode(text)
-                sign = (rest := text[at:].lstrip())[:1]
+                rest = text[at:].lstrip()
+                sign = rest[:1]
                 if (sign or end) and sign not in (",", "]"):
                     raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
             except (ValueError, RecursionError) as error:
                 if end or isinstance(error, RecursionError):
-                    what = f"item {number}: {getattr(error, 'msg', error)}"
+                    reason = f"item {number}: {getattr(error, 'msg', error)}"
                     raise UserError(
-                        f"input: {str(path)!r} is not JSON ({what:.200}); mend it"
+                        f"input: {str(path)!r} is not JSON ({reason:.200}); mend it"
                     ) from error
                 sign = ""
             if sign:
                 yield f"item {number}", _record(item, "make it an object in")
-                number = number + 1
-                wanted = _PIECE
+                number += 1
+                piece_size = _PIECE
                 closed = sign == "]"
                 text = rest[1:].lstrip()
-            else:  # the item may go on behind the text
-                more = file.read(wanted)
-                wanted = 2 * wanted
-                text = (text + more).lstrip()
-                end = not more
+            else:  # the item may go on behind the text that was read so far
+                piece = file.read(piece_size)
+                piece_size *= 2
+                text = (text + piece).lstrip()
+                end = not piece
         if (text + file.read()).strip():
             raise UserError(
                 f"input: {str(path)!r} is not JSON (more stands behind its list); mend it"
             )
 
 
-def _record(item: Any, remedy: str) -> dict[str, Any] | BadRecord:
-    return (
-        item
-        if isinstance(item, dict | BadRecord)
-        else BadRecord("not_json", f"it is {item!r:.60}", remedy)
-    )
+def _record(item: object, remedy: str) -> dict[str, Any] | BadRecord:
+    """Return an object of JSON as it is, and a bad record for anything else."""
+    if isinstance(item, dict | BadRecord):
+        return item
+    return BadRecord("not_json", f"it is {item!r:.60}", remedy)
 
 
 def _in_object(path: Path, columns: Columns) -> Records:
-    """The rows of the list in an object, of an object that has them by key, or that is one itself."""
+    """Yield the rows of a file that is one object.
+
+    The object is a row itself, has one list of rows, or has the rows by key.
+
+    Raises `UserError` where it is none of them, or no JSON.
+    """
     try:
         content = json.loads(path.read_bytes(), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
@@ -444,7 +488,7 @@ def _in_object(path: Path, columns: Columns) -> Records:
         ) from error
     items: Iterable[tuple[object, Any]] = [(1, content)]
     under = ""
-    if isinstance(content, dict) and not columns.held_by(content):
+    if isinstance(content, dict) and not columns.to_read(content):
         lists = [name for name, value in content.items() if _holds_rows(value)]
         if len(lists) == 1:
             items = enumerate(content[lists[0]], 1)
@@ -457,11 +501,12 @@ def _in_object(path: Path, columns: Columns) -> Records:
                 f"input: {str(path)!r} is one object of {names or 'nothing'} and not a list of "
                 "rows; write its rows as a list, [{...}, {...}], or one object a line"
             )
-    for place, item in items:
-        yield f"item {place}{under}", _record(item, "make it an object in")
+    for position, item in items:
+        yield f"item {position}{under}", _record(item, "make it an object in")
 
 
-def _holds_rows(value: Any) -> bool:
+def _holds_rows(value: object) -> bool:
+    """Whether a value is a list of objects alone, and not empty."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -470,12 +515,14 @@ def _holds_rows(value: Any) -> bool:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any] | BadRecord:
-    """An object of a list, or what is wrong with it or with an object in it."""
+    """Build an object from its pairs; a bad record where it, or an object in it, has a key twice."""
     try:
-        found = each_once(pairs)
+        record = each_once(pairs)
     except GivenTwiceError as error:
         return BadRecord("given_twice", str(error), _KEEP_ONE)
-    inside = (
-        one for value in found.values() for one in (value if isinstance(value, list) else [value])
-    )
-    return next((one for one in inside if isinstance(one, BadRecord)), found)
+    for value in record.values():
+        items = value if isinstance(value, list) else [value]
+        for item in items:
+            if isinstance(item, BadRecord):
+                return item
+    return record

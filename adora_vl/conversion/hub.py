@@ -1,129 +1,144 @@
-"""A data set of the hub at one commit: streamed, so that only the rows that are read are
-downloaded, or kept.
+"""Opens a data set of the hub at one commit.
+
+It is streamed, so that only the rows that are read are downloaded and stored.
 """
+
+from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from adora_vl.conversion.columns import Columns, class_names, picked, require_columns
+from adora_vl.conversion.columns import Columns, class_names, pick_columns, require_columns
 from adora_vl.conversion.formats import Records
 from adora_vl.conversion.pictures import FileRoot
 from adora_vl.conversion.tables import SPLIT_OF, Opened, TablePart, open_local
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 from adora_vl.utils.hub import no_hub
 
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
 
 def open_hub(
     name: str, columns: Columns, revision: str | None, subset: str | None, splits: Mapping[str, str]
 ) -> Opened:
-    """The data set `name` at the commit that `revision` (None: the newest) stands for.
+    """Open the data set `name` at the commit that `revision` stands for, the newest for None.
 
-    `subset`: one of the data set's configurations. `splits`: our names to theirs, {} for those that
-    are called as ours. Raises `UserError` where it cannot be had, or lacks a split or a column.
+    `subset` is one of the data set's configurations. `splits` maps our splits to those of the data
+    set; if it is empty, the splits that have a usual name are taken.
+
+    Raises `UserError` where the data set cannot be loaded, or lacks a split or a column.
     """
     from datasets import load_dataset
 
-    missing = no_hub()  # asked first, since the library tries again for minutes
+    # Why the hub cannot be reached, if it cannot: checked first, since the library tries for minutes.
+    no_hub_reason = no_hub()
     try:
         commit = commit_of(name, revision)
         loaded = load_dataset(name, subset, revision=commit, streaming=True)
-        taken = _taken(name, list(loaded), splits)
-        parts, totals = {}, {}
+        chosen = _chosen_splits(name, list(loaded), splits)
+        parts = {}
+        totals = {}
         files = FileRoot(stored=f"hf://datasets/{name}@{commit}/", fetch=_fetch)
-        for ours, theirs in taken.items():
+        for ours, theirs in chosen.items():
             stream = loaded[theirs].decode(False)
             if stream.column_names is None:
                 stream = stream._resolve_features()
             require_columns(columns, stream.column_names, f"split {theirs!r} of {name!r}")
-            kept = stream.select_columns(columns.held_by(stream.column_names))
-            place = f"split {theirs} of {name}"
-            parts[ours] = [TablePart(place, partial(_records, kept, columns, place), files)]
-            known = (loaded[theirs].info.splits or {}).get(theirs)
-            if known is not None and known.num_examples:
-                totals[ours] = int(known.num_examples)
+            selected = stream.select_columns(columns.to_read(stream.column_names))
+            location = f"split {theirs} of {name}"
+            begin = partial(_records, selected, columns, location)
+            parts[ours] = [TablePart(location, begin, files)]
+            split_info = (loaded[theirs].info.splits or {}).get(theirs)
+            if split_info is not None and split_info.num_examples:
+                totals[ours] = int(split_info.num_examples)
     except UserError:
         raise
-    except (
-        Exception
-    ) as error:  # the hub's library raises its own, the network's and the file system's
-        raise _unreachable(name, revision, missing or in_one_line(error)) from error
+    except Exception as error:  # errors of the hub's library, of the network, of the file system
+        raise _unreachable(name, revision, no_hub_reason or in_one_line(error)) from error
     return Opened(kind="hub", parts=parts, revision=commit, totals=totals)
 
 
 def download_parquet(name: str, columns: Columns, revision: str | None) -> Opened:
-    """All Parquet files of a data set, kept in the cache of `huggingface_hub`, also for offline.
+    """Download all Parquet files of a data set into the cache of `huggingface_hub`.
 
-    Raises `UserError`.
+    Without a network the files in the cache are used.
+
+    Raises `UserError` where the data set cannot be loaded, or has no such file.
     """
     from huggingface_hub import snapshot_download
 
-    missing = no_hub()
+    no_hub_reason = no_hub()
     try:
-        tables = partial(
-            snapshot_download, repo_type="dataset", allow_patterns=["*.parquet"], max_workers=2
+        snapshot = snapshot_download(
+            name,
+            revision=revision,
+            repo_type="dataset",
+            allow_patterns=["*.parquet"],
+            max_workers=2,
         )
-        folder = Path(tables(name, revision=revision))
-    except (
-        Exception
-    ) as error:  # the hub's library raises its own, the network's and the file system's
-        raise _unreachable(name, revision, missing or in_one_line(error)) from error
+        folder = Path(snapshot)
+    except Exception as error:  # errors of the hub's library, of the network, of the file system
+        raise _unreachable(name, revision, no_hub_reason or in_one_line(error)) from error
     if next(folder.rglob("*.parquet"), None) is None:
         raise UserError(
             f"input: {name!r} has no Parquet file on the hub; give another id, or a downloaded copy"
         )
-    # its files are links into a folder beside all snapshots; each snapshot's folder has the name of
-    # its commit
-    return replace(
-        open_local(folder, columns, root=folder.parents[1].resolve()),
-        kind="hub",
-        revision=folder.name,
-    )
+    # The files are links into a folder beside all snapshots, and the folder of a snapshot has the
+    # name of its commit.
+    opened = open_local(folder, columns, root=folder.parents[1].resolve())
+    return replace(opened, kind="hub", revision=folder.name)
 
 
 def _unreachable(name: str, revision: str | None, reason: str) -> UserError:
+    """Make the error for a data set that cannot be loaded."""
     at = f" at revision {revision!r}" if revision else ""
     remedy = "check the id and the network, or give a downloaded copy"
     return UserError(f"input: {name!r}{at} cannot be loaded from the hub ({reason:.300}); {remedy}")
 
 
 def commit_of(name: str, revision: str | None) -> str:
-    """The commit that a branch, tag or commit of a data set stands for, None for the newest.
+    """Return the commit that a branch, a tag or a commit stands for; the newest for None.
 
-    Raises as the hub does.
+    Raises what the library of the hub raises.
     """
     from huggingface_hub import HfApi
 
-    no_hub()  # the library tries again for minutes, unless it knows
+    no_hub()  # without a network the library would try for minutes, unless it is told so
     return str(HfApi().dataset_info(name, revision=revision).sha)
 
 
-def _taken(name: str, there: list[str], splits: Mapping[str, str]) -> dict[str, str]:
-    """Our splits, and what each is called in the data set."""
+def _chosen_splits(name: str, present: list[str], splits: Mapping[str, str]) -> dict[str, str]:
+    """Return our splits, and the name of each in the data set, whose splits are `present`.
+
+    Raises `UserError` for a split that the data set lacks, or where none has a usual name.
+    """
     if not splits:
-        found = {SPLIT_OF[split]: split for split in there if split in SPLIT_OF}
-        if found:
-            return found
-        has = f"{name!r} has {', '.join(there)}"
+        by_name = {SPLIT_OF[split]: split for split in present if split in SPLIT_OF}
+        if by_name:
+            return by_name
+        has = f"{name!r} has {', '.join(present)}"
         raise UserError(
-            f"splits: {has}, none of which is train or test; write --splits train={there[0]}"
+            f"splits: {has}, none of which is train or test; write --splits train={present[0]}"
         )
     for theirs in splits.values():
-        if theirs not in there:
-            close = did_you_mean(theirs, there)
+        if theirs not in present:
+            close = did_you_mean(theirs, present)
             raise UserError(
-                f"splits: {name!r} has no split {theirs!r}{close}; it has {', '.join(there)}"
+                f"splits: {name!r} has no split {theirs!r}{close}; it has {', '.join(present)}"
             )
     return dict(splits)
 
 
-def _records(stream: Any, columns: Columns, location: str) -> Records:
+def _records(stream: IterableDataset, columns: Columns, location: str) -> Records:
+    """Yield the records of a stream; a `UserError` is raised where it breaks off."""
     try:
         names = class_names(columns, stream.features or {})
         for number, record in enumerate(stream, 1):
-            yield f"row {number}", picked(record, columns, names)
+            yield f"row {number}", pick_columns(record, columns, names)
     except Exception as error:
         why = in_one_line(error)
         raise UserError(
@@ -132,7 +147,7 @@ def _records(stream: Any, columns: Columns, location: str) -> Records:
 
 
 def _fetch(path: str) -> bytes:
-    """A file of the data set's own repository; `pictures` lets no other path through."""
+    """Return a file of the data set's own repository; `pictures` lets no path elsewhere through."""
     from huggingface_hub import HfFileSystem
 
     content: bytes = HfFileSystem().cat_file(path)

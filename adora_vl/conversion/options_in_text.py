@@ -1,4 +1,4 @@
-"""Options that stand in the text of a problem, `Choices: A:40 B:50`, as a list of options."""
+"""Takes the options out of the text of a problem: `Choices: A:40 B:50`."""
 
 import re
 from itertools import pairwise
@@ -15,29 +15,30 @@ _LONGEST = 200  # characters of an option
 
 
 def options_in_text(problem: str) -> tuple[str, list[str]] | None:
-    """The problem without the options at its end, and these; None where it has none.
+    """Return the problem without the options at its end, and the options; None where it has none.
 
-    At least two options whose letters follow one another from A, each on one line. Behind them may
-    only stand how to answer.
+    There have to be at least two options, each on one line, whose letters follow one another from
+    A. Nothing but an instruction on how to answer may stand behind them.
     """
     marks = _last_row(problem)
     if len(marks) < 2:
         return None
-    ends = [(left.end(), right.start()) for left, right in pairwise(marks)]
+    spans = [(mark.end(), next_mark.start()) for mark, next_mark in pairwise(marks)]
     last, line_end, behind = problem[marks[-1].end() :].partition("\n")
     if behind.strip() and not _HOW_TO_ANSWER.search(behind):
         return None
-    options = [problem[begin:end] for begin, end in ends] + [last]
+    options = [problem[begin:end] for begin, end in spans] + [last]
     options = [option.strip().rstrip(",;，；").strip() for option in options]
     fit = all(option and "\n" not in option and len(option) <= _LONGEST for option in options)
     before = _HEADING.sub("", problem[: marks[0].start()]).rstrip()
     if not fit or not before or any(in_words(option) != option for option in options):
         return None
-    return before + (f"{line_end}{behind}".rstrip() if behind.strip() else ""), options
+    instruction = f"{line_end}{behind}".rstrip() if behind.strip() else ""
+    return before + instruction, options
 
 
 def _last_row(problem: str) -> list[re.Match[str]]:
-    """The last marks in a row whose letters follow one another from A."""
+    """Return the last run of at least two marks whose letters follow one another from A."""
     row: list[re.Match[str]] = []
     rows: list[list[re.Match[str]]] = []
     for mark in _MARK.finditer(problem):

@@ -1,5 +1,6 @@
-"""The pictures that a value of a table names or holds: bytes, a data URL, Base64, a path as any
-system spells it.
+"""Reads the picture that a value of a table holds or names.
+
+A value may be bytes, a data URL, Base64, or a path as any system spells it.
 """
 
 import base64
@@ -27,12 +28,12 @@ _WEB = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 _LONGEST_PATH = 1024  # a longer text is Base64
 _ENDING = re.compile(r"\.(?:png|jpe?g|webp|gif|bmp|tiff?|heic|heif|avif)$", re.IGNORECASE)
 _BETWEEN_PATHS = re.compile(r"\s*[;|\n]\s*|\s*,\s*")
-_COMPARED = 200  # names of files that a missing one is compared with
+_COMPARED = 200  # file names among which the nearest to a missing one is looked for
 Fetch = Callable[[str], bytes]
 
 
 class PictureError(ValueError):
-    """A value gives no picture. `kind`: the broken rule in one word; `remedy`: what to do."""
+    """A value gives no picture: `kind` is the broken rule in one word, `remedy` what to do."""
 
     def __init__(self, kind: str, why: str, remedy: str) -> None:
         super().__init__(why)
@@ -42,25 +43,28 @@ class PictureError(ValueError):
 
 @dataclass(frozen=True)
 class FileRoot:
-    """Where the paths in a table lead; without folders there are no files, as in a stream from the
-    hub.
+    """Where the paths in a table lead.
+
+    Without folders there are no files, as in a stream from the hub.
     """
 
-    folder: Path | None = None  # in which they start, the table's own
-    root: Path | None = None  # which they may not leave, the input's
-    by_tail: bool = (
-        False  # paths of another machine lead to the file with the longest tail of theirs
-    )
-    stored: str = ""  # the beginning of the paths of the hub's own files, whose bytes `fetch` gets
+    folder: Path | None = None  # where relative paths begin: the table's folder
+    root: Path | None = None  # the folder that no path may lead out of: that of the input
+    # A path of another machine leads to the file that has the longest end of this path.
+    by_tail: bool = False
+    # The beginning of the paths of the hub's own files, whose bytes `fetch` gets.
+    stored: str = ""
     fetch: Fetch | None = None
 
 
 def picture_bytes(value: Any, files: FileRoot) -> bytes:
-    """The picture that bytes, a struct, a data URL, Base64, a path or its file URL holds.
+    """Return the encoded picture that a value holds or names.
 
-    Raises `PictureError`.
+    The value is bytes, a struct of `datasets`, a data URL, Base64, a path or a file URL.
+
+    Raises `PictureError` where it gives no picture; an address in the web is not downloaded.
     """
-    value = _held(value)
+    value = _unpacked(value)
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if not isinstance(value, str) or not value.strip():
@@ -71,29 +75,33 @@ def picture_bytes(value: Any, files: FileRoot) -> bytes:
         if not head:
             why = f"is {shown(text)}, not a data URL of an image"
             raise PictureError("not_base64", why, "write data:image/png;base64,... in")
-        return _of_base64(text[head.end() :], "has a data URL whose Base64 is broken")
+        return _from_base64(text[head.end() :], "has a data URL whose Base64 is broken")
     if files.stored and text.startswith(files.stored):
         assert files.fetch is not None
         try:
             return files.fetch(text)
         except (
             Exception
-        ) as error:  # the hub's library raises its own, the network's and the file system's
+        ) as error:  # errors of the hub's library, of the network, of the file system
             why = f"is {shown(text)}, which the hub does not give ({type(error).__name__})"
             raise PictureError("file_missing", why, "check it in") from error
     if _WEB.match(text) and not text.lower().startswith(_FILE_URL):
         why = f"is the address {shown(text)}, and nothing is downloaded"
         raise PictureError("not_a_file", why, "put the picture itself into")
     if len(text) > _LONGEST_PATH:
-        return _of_base64(text, "is a text that is neither a path nor Base64")
-    with suppress(PictureError):  # a small drawing
-        if is_picture(found := _of_base64(text, "")):
-            return found
-    return _of_file(text, files)
+        return _from_base64(text, "is a text that is neither a path nor Base64")
+    with suppress(PictureError):  # a small drawing is as short in Base64 as a path
+        decoded = _from_base64(text, "")
+        if is_picture(decoded):
+            return decoded
+    return _from_file(text, files)
 
 
-def _held(value: Any) -> Any:
-    """The bytes, path or address in a struct, also one inside of another; else the value itself."""
+def _unpacked(value: Any) -> Any:
+    """Return the bytes, path or address in a struct, or in a struct inside of it.
+
+    Any other value is returned as it is.
+    """
     for _ in range(2):
         if isinstance(value, dict):
             value = value["bytes"] if value.get("bytes") is not None else picture_of(value)
@@ -101,15 +109,17 @@ def _held(value: Any) -> Any:
 
 
 def listed_pictures(value: Any) -> list[Any]:
-    """The pictures of a cell: the paths that it lists, with `;`, `,`, `|` or line breaks between
-    them, else itself.
+    """Return the pictures of a cell as a list.
+
+    A cell may be a list, a list in JSON, or paths with `;`, `,`, `|` or line breaks between them;
+    any other cell is one picture.
     """
     if isinstance(value, list | tuple):
         return list(value)
     if isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(ValueError, RecursionError):
-            found = read_json(value)
-            return found if isinstance(found, list) else [value]
+            items = read_json(value)
+            return items if isinstance(items, list) else [value]
     if isinstance(value, str) and len(value) <= _LONGEST_PATH and value[:5].lower() != "data:":
         paths = [path for path in _BETWEEN_PATHS.split(value.strip()) if path]
         if len(paths) > 1 and all(map(_ENDING.search, paths)):
@@ -117,39 +127,40 @@ def listed_pictures(value: Any) -> list[Any]:
     return [value]
 
 
-def _path_in(value: Any) -> str:
+def _path_in(value: object) -> str:
+    """Return the path that a value may be, or that its struct has; empty where it is none."""
     name = picture_of(value) if isinstance(value, dict) and value.get("bytes") is None else value
     named = isinstance(name, str) and len(name) <= _LONGEST_PATH and name[:5].lower() != "data:"
     return str(name).strip() if named else ""
 
 
 def named_files(value: Any, files: FileRoot) -> list[Path]:
-    """The files inside the input's folder that the value of an images column names."""
-    found = []
+    """Return the files inside the input's folder that the value of an images column names."""
+    paths = []
     for item in listed_pictures(value):
         with suppress(PictureError, OSError):
-            if name := _path_in(item):
-                found.append(located(name, files))
-    return found
+            name = _path_in(item)
+            if name:
+                paths.append(located(name, files))
+    return paths
 
 
-def other_spelling(value: Any, files: FileRoot) -> str:
-    """The name of the file that a path leads to only in another spelling of it; empty for any other
-    value.
+def other_spelling(value: object, files: FileRoot) -> str:
+    """Return the name of the file that a path leads to in another spelling alone.
+
+    It is empty for a path that is right, and for any other value.
     """
     with suppress(PictureError, OSError):
         name = _path_in(value)
-        if (
-            name
-            and files.folder
-            and not _inside(name, files).exists()
-            and (found := located(name, files)).is_file()
-        ):
-            return os.path.relpath(found, files.folder)
+        if name and files.folder and not _inside(name, files).exists():
+            path = located(name, files)
+            if path.is_file():
+                return os.path.relpath(path, files.folder)
     return ""
 
 
-def _of_base64(text: str, why: str) -> bytes:
+def _from_base64(text: str, why: str) -> bytes:
+    """Decode Base64, or raise `PictureError`, whose message begins with `why`."""
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
@@ -159,9 +170,9 @@ def _of_base64(text: str, why: str) -> bytes:
 
 
 def _inside(name: str, files: FileRoot) -> Path:
-    """The file that a path or file URL leads to.
+    """Return the file that a path or file URL leads to, whether or not it exists.
 
-    Raises `PictureError` where that is not in the input's folder.
+    Raises `PictureError` where that is not inside the input's folder.
     """
     if files.folder is None or files.root is None:
         raise PictureError(
@@ -190,22 +201,22 @@ _OF_A_MACHINE = re.compile(r"/|[A-Za-z]:[\\/]")  # an absolute path of any syste
 
 
 def _longest_tail(path: str, folder: Path) -> str:
-    """The longest end of a path that is a file in `folder`; empty where none is."""
+    """Return the longest end of a path that is a file in `folder`; empty where none is."""
     parts = [part for part in path.replace("\\", "/").split("/") if part not in ("", ".", "..")]
     tails = ("/".join(parts[start:]) for start in range(len(parts)))
     return next((tail for tail in tails if (folder / tail).is_file()), "")
 
 
 def located(name: str, files: FileRoot) -> Path:
-    r"""The file of a path, else the one that has this path in another spelling: `a\b.PNG`,
-    `a%20b.png`, decomposed ä.
+    r"""Return the file of a path, or else the one that has it in another spelling.
 
-    Where there is none, the path as it is. Raises `PictureError` where that leads out of the input,
-    or several fit.
+    Other spellings are `a\b.PNG`, `a%20b.png` and a decomposed ä. Where no file fits, the path
+    itself is returned.
+
+    Raises `PictureError` where the path leads out of the input, or several files fit.
     """
     literal = _inside(name, files)
     folder = files.folder
-    found = [Path()]
     if literal.exists() or folder is None:
         return literal
     try:
@@ -214,23 +225,26 @@ def located(name: str, files: FileRoot) -> Path:
         ).parts
     except PictureError:
         return literal
+    # All paths inside the folder that fit the parts so far.
+    matches = [Path()]
     for part in parts:
         key = _folded(part)
-        up = [".."] if part == ".." else None
-        found = [
-            before / name
-            for before in found
-            for name in up or _names_in(folder / before).get(key, [])
+        parent = [".."] if part == ".." else None
+        matches = [
+            path / child
+            for path in matches
+            for child in parent or _names_in(folder / path).get(key, [])
         ]
-    if len(found) > 1:
-        listed = " or ".join(repr(str(path)) for path in found)
+    if len(matches) > 1:
+        listed = " or ".join(repr(str(path)) for path in matches)
         raise PictureError(
             "file_missing", f"is {shown(name)}, which may be {listed}", "name one of them in"
         )
-    return _inside(str(found[0]), files) if found else literal
+    return _inside(str(matches[0]), files) if matches else literal
 
 
 def _names_in(folder: Path) -> dict[str, list[str]]:
+    """Return the names in a folder by their folded spelling; none where it cannot be read."""
     try:
         return _listed(folder, folder.stat().st_mtime_ns)
     except OSError:
@@ -238,18 +252,21 @@ def _names_in(folder: Path) -> dict[str, list[str]]:
 
 
 @lru_cache(maxsize=32)
-def _listed(folder: Path, changed: int) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+def _listed(folder: Path, modified_ns: int) -> dict[str, list[str]]:
+    """Return the names in a folder by their folded spelling; read anew when it was modified."""
+    names: dict[str, list[str]] = {}
     for path in folder.iterdir():
-        found.setdefault(_folded(path.name), []).append(path.name)
-    return found
+        names.setdefault(_folded(path.name), []).append(path.name)
+    return names
 
 
 def _folded(name: str) -> str:
+    """Return a name without what two spellings of it may differ in: capitals, composed letters."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
 
 
-def _of_file(name: str, files: FileRoot) -> bytes:
+def _from_file(name: str, files: FileRoot) -> bytes:
+    """Read the file of a path, or raise `PictureError` where there is none that can be read."""
     file = located(name, files)
     try:
         if not file.is_file():  # a folder, a pipe, a device
@@ -268,8 +285,9 @@ def _of_file(name: str, files: FileRoot) -> bytes:
 
 
 def _near(file: Path, folder: Path | None) -> str:
-    """Where a missing file may be: under this name in a folder beside the table, or under one that
-    is like its own.
+    """Propose, for an error message, where a missing file may be; empty where nothing is near.
+
+    It may stand under its name in a folder beside the table, or under a name that is like its own.
     """
     assert folder is not None, "without files there is no path"
     key = _folded(file.name)
@@ -281,4 +299,5 @@ def _near(file: Path, folder: Path | None) -> str:
 
 
 def _some_names(folder: Path) -> list[str]:
+    """Return the first names in a folder, in their order."""
     return sorted(name for names in _names_in(folder).values() for name in names)[:_COMPARED]

@@ -1,5 +1,8 @@
-"""From a source to a prepared data set: rows are cleaned by several processes, duplicates dropped
-in order.
+"""Turns the rows of a source into a prepared data set.
+
+Rows are read and cleaned by several processes. What depends on the rows before (duplicate ids,
+leaks between splits, contradictions) is decided in this process, in the order of the rows, so that
+the result does not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -35,25 +38,20 @@ from adora_vl.utils.errors import UserError
 if TYPE_CHECKING:
     from datasets import Features
 
-# read before train, so that a leak is known when its training row comes
-HELD_OUT = (
-    "test",
-    "validation",
-)
-_SHOWN_LEAKS = 1000  # in the manifest; a dropped row is in the quarantine anyway
+# These splits are read before train, so that a leak is known when its training row comes.
+HELD_OUT = ("test", "validation")
+_SHOWN_LEAKS = 1000  # leaks that the manifest lists; a dropped row is in the quarantine anyway
 
 
 @dataclass(frozen=True)
 class Cleaned:
-    """A usable row with images as they will be stored, its fingerprint, its original bytes and
-    their place.
-    """
+    """A usable row, whose images are encoded as they will be stored, and what is known of it."""
 
     row: Row
-    print_: Fingerprint
-    originals: tuple[bytes, ...]
-    origin: str = ""
-    notes: Mapping[str, str] = field(default_factory=dict)
+    fingerprint: Fingerprint
+    originals: tuple[bytes, ...]  # the row's bytes in its source
+    origin: str = ""  # where it stands in its source
+    notes: Mapping[str, str] = field(default_factory=dict)  # examples, by the names of `NOTES`
 
     def refuse(self, kind: str, wrong: str, remedy: str) -> RowError:
         """The error that sends this row to the quarantine."""
@@ -73,89 +71,83 @@ def clean_one(
 ) -> Cleaned | RowError:
     """Read and clean one row.
 
-    An error is returned, to be sent between processes. `near`: as for `fingerprint`.
+    An error is returned instead of raised, so that it comes back from another process in the order
+    of the rows. `near` is that of `fingerprint`.
     """
     try:
         raw = read()
         row = to_row(raw, limits)
     except RowError as error:
         return error
-    print_ = fingerprint(row["problem"], row["answer"], row["images"], row["choices"], near=near)
+    hashes = fingerprint(row["problem"], row["answer"], row["images"], row["choices"], near=near)
     pairs = zip(raw.images, row["images"], strict=True)
     images = [{"bytes": stored_bytes(encoded, image), "path": None} for encoded, image in pairs]
     return Cleaned(
         row={**row, "images": images},
-        print_=print_,
+        fingerprint=hashes,
         originals=raw.originals,
         origin=raw.origin,
         notes={**raw.notes, **_notes_on(row)},
     )
 
 
-# What tables write where they have no answer.
+# Tables write such words where they have no answer.
 _NO_ANSWER = re.compile(r"n/?a\.?|nan|null|none|nil|unknown|tbd|\?+|-+", re.IGNORECASE)
 
 
 def _notes_on(row: Row) -> dict[str, str]:
-    """What is to be said of a row's reference answer, which can be met, but not by everything that
-    is meant.
-    """
+    """Return notes on a reference answer that some right answers of a model would not meet."""
     answer = str(row["answer"])
-    given = row["answer_raw"]
-    unasked = answer.rstrip().endswith("%") and not re.search(
+    raw_answer = row["answer_raw"]
+    unasked_percent = answer.rstrip().endswith("%") and not re.search(
         "%|per ?cent", row["problem"], re.IGNORECASE
     )
-    notes = {"percent": row["id"]} if unasked else {}
+    notes = {"percent": row["id"]} if unasked_percent else {}
     if row["choices"] is not None:
         return notes
-    # as in `3 apples` or `#### 5`
-    beside = re.search(r"[0-9]", answer) and re.search("[A-Za-z#]", answer)
-    found = {
-        "words": beside and read(answer).kind in ("text", "unreadable"),
-        "no_answer": _NO_ANSWER.fullmatch(given.strip()),
+    # A number with words beside it: `3 apples` or `#### 5`.
+    has_words = re.search(r"[0-9]", answer) and re.search("[A-Za-z#]", answer)
+    conditions = {
+        "words": has_words and read(answer).kind in ("text", "unreadable"),
+        "no_answer": _NO_ANSWER.fullmatch(raw_answer.strip()),
         "letter": _LETTER.fullmatch(answer) and not _OPTIONS.search(row["problem"]),
         "signs": read(answer).reason == "not_read" and re.search(r"[^\w\s.'-]", answer),
     }
-    return notes | {
-        name: f"{row['id']} ({shown(given, 40)})" for name, holds in found.items() if holds
-    }
+    example = f"{row['id']} ({shown(raw_answer, 40)})"
+    return notes | {name: example for name, holds in conditions.items() if holds}
 
 
 _LETTER = re.compile("[A-F]")
-# in the problem
+# The options A and B in the text of a problem.
 _OPTIONS = re.compile(r"(?:^|[\s(\[*])A\s*[.):、\]].*(?:^|[\s(\[*])B\s*[.):、\]]", re.DOTALL)
 
 
 class Deduplicator:
-    """Drops rows whose id, or whose held-out diagram, was there before.
+    """Drops rows whose id is that of a row before, and training rows that a held-out split has too.
 
-    It remembers hashes, not rows.
+    It remembers hashes and not rows, so that memory does not grow with the pictures.
     """
 
-    def __init__(self, quarantine: Quarantine, seen: SeenRows, *, keep_leaks: bool) -> None:
+    def __init__(self, quarantine: Quarantine, seen_rows: SeenRows, *, keep_leaks: bool) -> None:
         self.quarantine = quarantine
-        self.seen = seen
+        self.seen_rows = seen_rows
         self._keep_leaks = keep_leaks
         self._index = LeakIndex()
-        # as the manifest has them
-        self.leaks: dict[str, Any] = {
-            "found": 0,
-            "dropped": 0,
-            "rows": [],
-        }
-        self.notes: dict[
-            str, dict[str, Any]
-        ] = {}  # by the names of `NOTES`: how many rows, and the first one
-        self.read = 0
+        # The record of leaks in the manifest.
+        self.leaks: dict[str, Any] = {"found": 0, "dropped": 0, "rows": []}
+        # By the names of `NOTES`, how many rows there are, and the first of them as an example.
+        self.notes: dict[str, dict[str, Any]] = {}
+        self.rows_read = 0
 
     def _note(self, name: str, example: str) -> None:
+        """Count a row under the note `name`."""
         assert name in NOTES, name
         self.notes.setdefault(name, {"rows": 0, "example": example})["rows"] += 1
 
-    def kept(self, split: str, results: Iterable[Cleaned | RowError]) -> Iterator[Row]:
-        """Yields the rows to store, in order. The others go into the quarantine."""
+    def rows_to_store(self, split: str, results: Iterable[Cleaned | RowError]) -> Iterator[Row]:
+        """Yield the rows to store, in their order; the rest goes into the quarantine."""
         for result in results:
-            self.read += 1
+            self.rows_read += 1
             refused = result if isinstance(result, RowError) else self._refused(split, result)
             if refused is not None:
                 self.quarantine.add(split, refused)
@@ -165,56 +157,60 @@ class Deduplicator:
             for name, example in result.notes.items():
                 self._note(name, example)
             answered = Answered(row["id"], row["answer"], result.origin)
-            if self.seen.add(split, result.print_.asked, result.print_.pictures, answered):
+            if self.seen_rows.add(
+                split, result.fingerprint.question, result.fingerprint.pictures, answered
+            ):
                 self._note("repeats", row["id"])
             yield row
 
     def _refused(self, split: str, cleaned: Cleaned) -> RowError | None:
-        """The error for a row whose id was there, or a training row that is dropped as a leak; None
-        for any other.
+        """Return the error for a row that is dropped, else None.
+
+        A row is dropped where an earlier row has its id, and a training row where it is a leak. A
+        leak between two held-out splits is counted alone.
         """
-        if not self.seen.is_new(cleaned.row["id"]):
+        if not self.seen_rows.is_new(cleaned.row["id"]):
             return cleaned.refuse(
                 "duplicate_id", "another row has this id", "give every row an id of its own"
             )
-        leak = self._index.find(split, cleaned.print_)
+        leak = self._index.find(split, cleaned.fingerprint)
         if split in HELD_OUT:
-            self._index.add(split, cleaned.row["id"], cleaned.print_)
+            self._index.add(split, cleaned.row["id"], cleaned.fingerprint)
         if leak is None:
             return None
-        other, how = leak
+        other_id, comparison = leak
         self.leaks["found"] += 1
         if len(self.leaks["rows"]) < _SHOWN_LEAKS:
-            self.leaks["rows"].append({"id": cleaned.row["id"], "also": other, "by": how})
+            entry = {"id": cleaned.row["id"], "also": other_id, "by": comparison}
+            self.leaks["rows"].append(entry)
         if self._keep_leaks or split in HELD_OUT:
             return None
         self.leaks["dropped"] += 1
         wrong = (
-            f"the diagram and question of {other} stand in this training row too (by {how} "
-            "comparison)"
+            f"the diagram and question of {other_id} stand in this training row too "
+            f"(by {comparison} comparison)"
         )
         return cleaned.refuse(LEAK, wrong, "keep such rows with --keep-leaks")
 
 
 Mapper = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
-_DONE_HERE = 32  # rows before the pool begins
-_AHEAD = 8  # rows handed to the pool, for each worker, before a result is awaited
+_DONE_HERE = 32  # rows that are cleaned in this process before the pool begins
+_AHEAD = 8  # rows for each worker that are handed to the pool before a result is awaited
 
 
 @contextmanager
 def ordered_map(workers: int) -> Iterator[Mapper]:
-    """A `map` that keeps the order.
+    """Give a `map` over `workers` processes that keeps the order of its items.
 
-    One worker means this process; more use a pool that ends with the block.
-
-    The first rows are done here in any case: a pool takes longer to begin than a small table to
+    One worker means this process. More are a pool, which ends with the block. The first rows are
+    done in this process in any case, since a pool takes longer to begin than a small table to
     clean.
     """
     if workers == 1:
         yield map
         return
-    # Not forked from this process: its threads and its lock on the output folder must not live on
-    # in a worker.
+    # Workers are not forked from this process, since its threads and its lock on the output folder
+    # must not live on in a worker.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["adora_vl.conversion.pipeline"])
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
@@ -238,10 +234,10 @@ def ordered_map(workers: int) -> Iterator[Mapper]:
 
 
 def _end_with_parent() -> None:
-    """End this worker when its parent ends; else it would wait for its next row for ever."""
+    """End this worker when its parent ends, since it would wait for its next row for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker has a parent"
-    # Ctrl-C reaches the whole group; the parent says what becomes of it
+    # Ctrl-C reaches all processes of the group; the parent decides how the workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
@@ -255,33 +251,37 @@ MAX_WORKERS = 64
 
 
 def usable_cores() -> int:
-    """How many cores this process may use, so many workers by default."""
-    return min(
-        MAX_WORKERS,
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-    )
+    """Return how many cores this process may use, the default number of workers."""
+    if hasattr(os, "sched_getaffinity"):  # Linux alone has it
+        return min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+    return min(MAX_WORKERS, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
 class SplitReads:
-    problems: Callable[[], Reads]  # begins to read the rows of one split
-    total: int | None  # how many there are, where that is known
+    """The rows of one split, before any of them is read."""
+
+    problems: Callable[[], Reads]  # begins to read the rows
+    total: int | None  # how many rows there are, where that is known
 
 
 @dataclass(frozen=True)
 class Cleaning:
-    """How rows are cleaned, and which are kept. The options are written into the manifest."""
+    """Options on how rows are cleaned, and which are stored; the manifest records them."""
 
-    # images outside these limits are resized by the rule of the model
+    # Images outside these limits are resized by the rule of the model.
     min_pixels: int | None = None
     max_pixels: int | None = None
     family: str = DEFAULT_FAMILY  # the model_type whose image tokens decide which sizes there are
-    limit: int | None = None  # rows per split
-    keep_leaks: bool = False  # training rows that also occur in a held-out split
+    limit: int | None = None  # the largest number of rows in a split
+    keep_leaks: bool = False  # store training rows that also occur in a held-out split
     allow_quarantined: float = MAX_SHARE  # the largest share of unusable rows that is not an error
 
     def check(self) -> PixelLimits:
-        """The limits of images. Raises `UserError` for those that no image could satisfy."""
+        """Return the limits of images.
+
+        Raises `UserError` for limits that no image could satisfy.
+        """
         unit = VISIONS[self.family].unit
         for name, value in (("min_pixels", self.min_pixels), ("max_pixels", self.max_pixels)):
             if value is not None and value < unit**2:
@@ -300,9 +300,10 @@ _UNSAID = {"family": DEFAULT_FAMILY, "split_name": None, "drop_instruction": Fal
 
 
 def recorded(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options for a manifest.
+    """Return the options as a manifest records them.
 
-    The usual values of some are left out, as before there were others.
+    Default values of later options are left out, so that the manifests of older folders, which do
+    not have these options, still say the same.
     """
     return {
         key: value for key, value in options.items() if key not in _UNSAID or value != _UNSAID[key]
@@ -320,12 +321,13 @@ def prepare(
 ) -> Manifest:
     """Clean and write every split of a source, the held-out ones first.
 
+    `begin` opens the source; it returns the description that the manifest begins with, and the
+    rows of each split. `features` is the schema, where there are more columns than ours.
+
     Returns the manifest.
 
-    `begin`: opens the source, for what its manifest is known by and the rows of its splits.
-    `features`: the schema, where there are more columns than ours. Raises `UserError`, where it can
-    before the source is opened; where too many rows were refused, `NAME.quarantine` stands beside
-    `output` then.
+    Raises `UserError`, if possible before the source is opened. Where too many rows were refused,
+    `OUTPUT.quarantine` then stands beside `output`.
     """
     limits = options.check()
     report = Path(f"{output.resolve()}.quarantine")
@@ -333,10 +335,10 @@ def prepare(
         refuse_foreign(folder)
     description, splits = begin()
     work = partial(clean_one, limits=limits, near=len(splits) > 1)
-    whole = complete_or_absent(output, description, overwrite=overwrite)
-    with whole as folder, SeenRows(folder / "seen.sqlite") as seen:
+    output_folder = complete_or_absent(output, description, overwrite=overwrite)
+    with output_folder as folder, SeenRows(folder / "seen.sqlite") as seen_rows:
         quarantine = Quarantine(folder)
-        deduplicator = Deduplicator(quarantine, seen, keep_leaks=options.keep_leaks)
+        deduplicator = Deduplicator(quarantine, seen_rows, keep_leaks=options.keep_leaks)
         with ordered_map(workers) as mapped:
             counts = {}
             for split in sorted(splits, key=lambda split: split not in HELD_OUT):
@@ -344,10 +346,10 @@ def prepare(
                 with tqdm(
                     results, desc=split, total=splits[split].total, unit="row", disable=None
                 ) as bar:
-                    counts[split] = write_split(
-                        deduplicator.kept(split, bar), folder=folder, split=split, features=features
-                    )
-                if contradicting := seen.contradicting(split):
+                    rows = deduplicator.rows_to_store(split, bar)
+                    counts[split] = write_split(rows, folder=folder, split=split, features=features)
+                contradicting = seen_rows.contradicting(split)
+                if contradicting:
                     counts[split] = leave_out(
                         folder,
                         split=split,
@@ -355,27 +357,42 @@ def prepare(
                         contradicting=contradicting,
                         quarantine=quarantine,
                     )
-        if not deduplicator.read:
+        if not deduplicator.rows_read:
             raise UserError(f"input: {description['input']!r} has no rows; give data that has some")
         try:
             quarantine.check(
-                deduplicator.read, sum(counts.values()), options.allow_quarantined, report
+                rows=deduplicator.rows_read,
+                stored=sum(counts.values()),
+                allowed=options.allow_quarantined,
+                report=report,
             )
         except UserError:
-            if (read_manifest(report) or {}).get("counts"):
-                holds = f"{str(report)!r} holds a dataset, where the refused rows should go"
-                raise UserError(f"output: {holds}; move it away") from None
-            with complete_or_absent(report) as refused:
-                quarantine.move_to(refused)
-                write_manifest(refused, description, {}, quarantine.summary())
+            _write_report(report, quarantine, description)
             raise
-        sharing, example = seen.shared_pictures()
+        sharing, example = seen_rows.shared_pictures()
         if sharing:
             deduplicator.notes["one_picture"] = {"rows": sharing, "example": example}
-        seen.close()
-        noted = deduplicator.notes
+        seen_rows.close()
         manifest = write_manifest(
-            folder, description, counts, quarantine.summary(), deduplicator.leaks, noted
+            folder,
+            description,
+            counts,
+            quarantine.summary(),
+            deduplicator.leaks,
+            deduplicator.notes,
         )
     remove_report(report)
     return manifest
+
+
+def _write_report(report: Path, quarantine: Quarantine, description: dict[str, Any]) -> None:
+    """Move the refused rows into the folder `report`, for a preparation that ends without output.
+
+    Raises `UserError` where a data set stands there.
+    """
+    if (read_manifest(report) or {}).get("counts"):
+        holds = f"{str(report)!r} holds a dataset, where the refused rows should go"
+        raise UserError(f"output: {holds}; move it away") from None
+    with complete_or_absent(report) as folder:
+        quarantine.move_to(folder)
+        write_manifest(folder, description, {}, quarantine.summary())

@@ -1,5 +1,7 @@
-"""The places of a row's images in its text, by any mark of a source: `<image>`, `<image1>`,
-`[image]`, `<img>`.
+"""Puts a row's images into their places in its text.
+
+Sources mark the places by `<image>`, `<image1>`, `[image]`, `<img>` and the like; a prepared row has
+`<image>` alone.
 """
 
 import re
@@ -9,7 +11,7 @@ from dataclasses import dataclass
 from adora_vl.data.prompts import PLACEHOLDER
 
 _MARK = re.compile(
-    # a chat template's own, in rows made for another trainer
+    # The first is the mark of a chat template, in rows that were made for another trainer.
     r"<\|vision_start\|><\|image_pad\|><\|vision_end\|>"
     r"|<(?:image|img)[ _]?(\d{0,3})>|<\|image_?(\d{0,3})\|>|\[(?:image|img)[ _]?(\d{0,3})\]",
     re.IGNORECASE,
@@ -22,23 +24,27 @@ class Placed:
 
     text: str
     order: tuple[int, ...]  # the numbers of the images, from 0, in the order of their places
-    # it numbers more images than the row has; the others stand in it as the words "image 2"
+    # The text numbers more images than the row has, as parts of one picture. The marks without an
+    # image of their own stand in it as the words "image 2".
     parts: bool = False
 
 
 def place_images(text: str, images: int) -> Placed | str:
-    """The text with the images in their places, or the sentence that says why there are none: `A;
-    what to do`.
+    """Put `images` images into their places in a text.
 
-    Marks without numbers are as many as images. An image whose number the text does not have stands
-    at its end.
+    Marks without numbers have to be as many as the images. An image whose number the text does not
+    have is put at its end.
+
+    Returns a sentence in place of the text where that is not possible: `WHAT IS WRONG; WHAT TO DO`.
     """
     marks = list(_MARK.finditer(text))
     if not marks:
         return Placed(text.strip(), tuple(range(images)))
-    has = "no image" if not images else "1 image" if images == 1 else f"{images} images"
     if not images:
-        return f"has {marks[0].group()} and the row {has}; put the picture in, or take the mark out"
+        return (
+            f"has {marks[0].group()} and the row no image; put the picture in, or take the mark out"
+        )
+    has = "1 image" if images == 1 else f"{images} images"
     numbers = [next((int(number) for number in mark.groups() if number), None) for mark in marks]
     if all(number is None for number in numbers):
         if len(marks) != images:
@@ -53,53 +59,52 @@ def place_images(text: str, images: int) -> Placed | str:
 
 
 def in_words(text: str) -> str | None:
-    """An option with "image 2" for the mark of an image, which the problem shows.
+    """Replace the marks in an option by the words "image 2", since the problem shows the images.
 
-    None for a mark without a number.
+    None is returned where a mark has no number.
     """
     numbers = [
         next((number for number in mark.groups() if number), "") for mark in _MARK.finditer(text)
     ]
     if not all(numbers):
         return None
-    left = iter(numbers)
-    return _MARK.sub(lambda _: f"image {int(next(left))}", text)
+    upcoming = iter(numbers)
+    return _MARK.sub(lambda _: f"image {int(next(upcoming))}", text)
 
 
 def _numbered(text: str, numbers: Sequence[int], images: int) -> Placed:
-    """A text whose marks have numbers.
+    """Put images into a text whose marks have numbers.
 
-    Only the first with a number is a place, the others are words.
+    Only the first mark with a number is the place of that image; later ones become words.
     """
     first = min(numbers) if min(numbers) == 0 else 1
     distinct = list(dict.fromkeys(numbers))
     parts = max(numbers) - first >= images
-    shown = (
-        dict(zip(distinct, range(images), strict=False))
-        if parts
-        else {n: n - first for n in distinct}
-    )
-    remaining = dict(shown)
+    if parts:
+        # The numbers are no numbers of images: the first ones get the images in their order.
+        remaining = dict(zip(distinct, range(images), strict=False))
+    else:
+        remaining = {number: number - first for number in distinct}
     order = []
-    left = iter(numbers)
+    upcoming = iter(numbers)
 
-    def place(_: re.Match[str]) -> str:
-        number = next(left)
+    def place_image(_: re.Match[str]) -> str:
+        number = next(upcoming)
         if number not in remaining:
             return f"image {number}"
         order.append(remaining.pop(number))
         return PLACEHOLDER
 
-    made = _MARK.sub(place, text).strip()
+    placed_text = _MARK.sub(place_image, text).strip()
     unnamed = [number for number in range(images) if number not in order]
-    made += "".join(f"\n{PLACEHOLDER}" for _ in unnamed)
-    return Placed(_before_the_text(made), (*order, *unnamed), parts)
+    placed_text += f"\n{PLACEHOLDER}" * len(unnamed)
+    return Placed(_before_the_text(placed_text), (*order, *unnamed), parts)
 
 
 def _before_the_text(problem: str) -> str:
-    """Without the marks where all of them stand before a text, as images do by themselves."""
+    """Take the marks off where all of them stand before the text, as images do without marks."""
     text = problem.strip()
     while text.startswith(PLACEHOLDER):
         text = text.removeprefix(PLACEHOLDER).lstrip()
-    # the question may stand in the picture alone
+    # Where only marks are left, the question stands in the picture, and the marks stay.
     return text if text and PLACEHOLDER not in text else problem.strip()

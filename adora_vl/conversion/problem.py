@@ -1,4 +1,8 @@
-"""Turns a problem from any source into a row of the schema, and checks what every row must satisfy."""
+"""Turns a problem from any source into a row of the schema, and checks what every row must satisfy.
+
+A source reads each problem as a `RawProblem`. `to_row` cleans its pictures, brings its gold answer
+into the canonical form, and refuses with `RowError` what no training could use.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -6,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from string import ascii_uppercase
 from typing import Any
+
+from PIL import Image
 
 from adora_vl.data.dataset import META, Row
 from adora_vl.data.images import UNIT, UnreadableImageError, clean_image
@@ -17,10 +23,10 @@ from adora_vl.utils.errors import UserError
 
 
 class RowError(UserError):
-    """One row cannot be used: `{row id}: {what is wrong, with the value}; {what to do}`.
+    """A row cannot be used; the message is `ROW_ID: WHAT IS WRONG, WITH THE VALUE; WHAT TO DO`.
 
-    `kind`: the broken rule, as `image_truncated`. `originals`: the row's bytes in its source, and
-    `record` its texts.
+    `kind` is the broken rule, such as `image_truncated`. `originals` are the row's bytes in its
+    source, and `record` its texts, both for the quarantine.
     """
 
     def __init__(
@@ -33,13 +39,13 @@ class RowError(UserError):
         originals: Sequence[bytes] = (),
         record: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(row_id, kind, wrong, remedy)  # so that it can be pickled
+        super().__init__(row_id, kind, wrong, remedy)  # pickling needs the arguments
         self.row_id = row_id
         self.sentence = f"{wrong}; {remedy}"
         self.kind = kind
         self.originals = tuple(originals)
         self.record = record or {}
-        self.more: tuple[RowError, ...] = ()  # what else is wrong with the row
+        self.further_faults: tuple[RowError, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.row_id}: {self.sentence}"
@@ -47,31 +53,33 @@ class RowError(UserError):
 
 @contextmanager
 def several_faults() -> Iterator[Callable[..., Any]]:
-    """Calls parts of the reading of a row, which give None where they raise `RowError`; at the end
-    the first is raised, with the others as `more`, so that all that is wrong with a row is found in
-    one pass.
+    """Collect the faults of a row, so that a user sees all of them in one pass.
+
+    The block is given a function that calls a part of the reading, and returns None where that part
+    raises `RowError`. At the end of the block the first error is raised, with the rest as `further_faults`.
     """
     faults: list[RowError] = []
 
-    def tried(part: Callable[..., Any], *given: Any) -> Any:
+    def tried(part: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return part(*given)
+            return part(*arguments)
         except RowError as error:
             faults.append(error)
             return None
 
     yield tried
     if faults:
-        faults[0].more = tuple(faults[1:])
+        faults[0].further_faults = tuple(faults[1:])
         raise faults[0]
 
 
-MAX_FILE_BYTES = 64 * 1024**2  # of one file of a source: a small zip file can unpack to terabytes
+# The largest file of a source that is read, since a small zip file can unpack to terabytes.
+MAX_FILE_BYTES = 64 * 1024**2
 
 
 @dataclass(frozen=True)
 class RawProblem:
-    """One problem as it is in its source. Only the types are checked."""
+    """One problem as it is in its source, of which only the types were checked."""
 
     id: str
     split: str
@@ -79,8 +87,7 @@ class RawProblem:
     origin: str  # where a person finds and corrects the row
     images: tuple[bytes, ...]  # encoded
     problem: str  # without image placeholder, or with one for each image
-    # the letter of one of the choices, where there are any and it is no `value_answer`; else a
-    # value
+    # The letter of a choice where there are choices, unless `value_answer` says that it is a value.
     answer: str
     choices: tuple[str, ...] | None = None
     goal: str = ""
@@ -91,16 +98,19 @@ class RawProblem:
     value_answer: bool = False
     text_only: bool = False  # it needs no image
     extras: Mapping[str, str | None] = field(default_factory=dict)  # more columns, as texts
-    # what is counted of such rows, by the names of `NOTES`
+    # What is noted of the row, by the names of `NOTES`, with the row as an example.
     notes: Mapping[str, str] = field(default_factory=dict)
-    other_files: tuple[bytes, ...] = ()  # that the source has of the row, for the quarantine
+    other_files: tuple[
+        bytes, ...
+    ] = ()  # further files of the row in its source, for the quarantine
 
     @property
     def originals(self) -> tuple[bytes, ...]:
+        """All bytes that the source has of the row."""
         return (*self.other_files, *self.images)
 
     def refuse(self, kind: str, wrong: str, remedy: str) -> RowError:
-        """The error for this row, with everything that the source has of it."""
+        """Make the error that refuses this row, with everything that the source has of it."""
         record = {
             "problem": self.problem,
             "answer": self.answer,
@@ -116,19 +126,25 @@ class RawProblem:
         )
 
 
-# calls that can be pickled, so that other processes can make them
+# Each call reads one row. It can be pickled, so that another process can make it.
 Reads = Iterator[Callable[[], RawProblem]]
 
 
 @dataclass(frozen=True)
 class PixelLimits:
-    low: int | None = None  # pixels of an image; None means no limit
+    """The limits in which the pixels of an image have to be; None means no limit."""
+
+    low: int | None = None
     high: int | None = None
-    unit: int = UNIT  # the side of a token
+    unit: int = UNIT  # the side of an image token in pixels
 
 
 def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
-    """The row of the schema, with Pillow images. Raises `RowError`."""
+    """Make the row of the schema, with Pillow images inside `limits`.
+
+    Raises `RowError` for a problem without text or pictures, for a picture that cannot be used, for
+    a gold answer that no answer can meet, and for control tokens in the text.
+    """
     limits = limits or PixelLimits()
     if not raw.problem.strip():
         raise raw.refuse("no_text", f"the problem text {raw.problem!r} is empty", "write it in")
@@ -165,7 +181,11 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
     return row
 
 
-def _clean_image(raw: RawProblem, number: int, limits: PixelLimits) -> Any:
+def _clean_image(raw: RawProblem, number: int, limits: PixelLimits) -> Image.Image:
+    """Decode and resize one picture of a problem.
+
+    Raises `RowError` for one that is broken or out of the limits.
+    """
     encoded = raw.images[number]
     try:
         return clean_image(encoded, low=limits.low, high=limits.high, unit=limits.unit)
@@ -175,7 +195,7 @@ def _clean_image(raw: RawProblem, number: int, limits: PixelLimits) -> Any:
 
 
 def storable(value: str) -> bool:
-    """Whether a text can be stored.
+    """Whether a text can be stored as UTF-8.
 
     JSON can spell half of a surrogate pair, which is no character.
     """
@@ -183,11 +203,18 @@ def storable(value: str) -> bool:
 
 
 def reads_as_letter(text: str) -> bool:
-    """Whether a choice such as `D`, the name of a point, would be taken for the letter of a choice."""
+    """Whether a choice would be taken for the letter of one, as `D`, the name of a point, would."""
     return re.fullmatch(r"[A-Z]|\([A-Z]\)", canonical_gold(text)) is not None
 
 
 def _gold(raw: RawProblem) -> str:
+    """Return the canonical gold answer of a problem.
+
+    Where the answer is the letter of a choice, the gold is the choice's value, unless that would
+    itself be taken for a letter.
+
+    Raises `RowError` where no answer could meet it.
+    """
     chosen = raw.answer if raw.choices is None or raw.value_answer else _chosen(raw, raw.choices)
     if chosen != raw.answer and reads_as_letter(chosen):
         chosen = raw.answer
@@ -200,15 +227,17 @@ def _gold(raw: RawProblem) -> str:
 
 
 def check_gold(gold: str, refuse: Callable[[str, str, str], RowError]) -> str:
-    """The canonical form of an open question's answer.
+    """Return the canonical form of an open question's answer.
 
-    Raises `RowError` where nobody could meet it: it is right against nothing, or a number among
-    signs that are not read, so that only the same signs would be right.
+    Raises `RowError` (made by `refuse`) where nobody could meet it: the grader finds no answer
+    equal to it, or it is a number among signs that are not read, so that only the same signs would
+    be right.
     """
-    # empty braces say nothing, and stand inside an answer such as `45${}^\circ$`
+    # Empty braces mean nothing, and stand inside an answer such as `45${}^\circ$`.
     if read(gold).reason == "not_read":
-        made = re.sub(r"\{\s*\}", " ", gold).strip()
-        gold = made if read(made).kind in ("number", "expression", "percentage") else gold
+        without_braces = re.sub(r"\{\s*\}", " ", gold).strip()
+        if read(without_braces).kind in ("number", "expression", "percentage"):
+            gold = without_braces
     reason = verify_gold(gold)
     if reason:
         raise refuse(*_ungradable(gold, reason))
@@ -225,7 +254,10 @@ _A_GOLD = r"write one answer such as 12, 5\sqrt{3}, (3, -4) or x < 5"
 
 
 def _ungradable(gold: str, reason: str) -> tuple[str, str, str]:
-    """The kind of the fault, what is wrong, and what to do."""
+    """Return the kind of the fault, what is wrong, and what to do.
+
+    `reason` is the rule of the grader, and after a colon the spelling that it proposes.
+    """
     rule, _, spelling = reason.partition(": ")
     if rule == "decimal_comma":
         spelling += "; --decimal-comma reads all as decimals"
@@ -238,7 +270,10 @@ def _ungradable(gold: str, reason: str) -> tuple[str, str, str]:
 
 
 def _chosen(raw: RawProblem, choices: Sequence[str]) -> str:
-    """The value of the choice that the answer letter names."""
+    """Return the value of the choice that the answer letter names.
+
+    Raises `RowError` where there is no such choice, or it is empty.
+    """
     letters = ascii_uppercase[: len(choices)]
     if not choices:
         raise raw.refuse("no_choices", "choices [] is empty", "list the choices in")

@@ -1,9 +1,9 @@
-"""Keeps rows that cannot be used: `quarantine.jsonl` has the reasons, and `quarantine/` the
-original bytes. What is to be said of rows that are used all the same stands in `NOTES`.
+"""Stores rows that cannot be used, and has the notes on rows that are used all the same.
 
-The bytes are separate files instead of text in the JSON. A viewer can then open a picture, `less`
-stays usable, and a 40 MB scan is not one line. Files are named by their content, so that nothing
-from the input becomes part of a path.
+`quarantine.jsonl` has the reasons, and the folder `quarantine` the original bytes. The bytes are
+separate files instead of text in the JSON. A viewer can then open a picture, `less` stays usable,
+and a 40 MB scan is not one line. Files are named by their content, so that nothing from the input
+becomes part of a path.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from adora_vl.utils.cli import MistakesError, amount, shown
 
 QUARANTINE_NAME = "quarantine.jsonl"
 LEAK = "leak"  # a sound row of the training split that stands in a held-out one too
-MAX_SHARE = 0.02  # of the rows; with more, the source itself is taken for broken
+MAX_SHARE = 0.02  # with a larger share of broken rows, the source itself is taken for broken
 _SIGNATURES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"{": "json"}
 
 
@@ -28,11 +28,13 @@ class Quarantine:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._firsts: dict[str, str] = {}  # of each kind
-        self._rows = self.broken = 0  # a leak is not broken
+        self._first_faults: dict[str, str] = {}  # by kind, the first row with its sentence
+        self._rows = 0
+        self.broken = 0  # rows that are broken, which a leak is not
         self.kinds: Counter[str] = Counter()
 
     def add(self, split: str, error: RowError) -> None:
+        """Write a refused row of a split, with all its faults and its original bytes."""
         line: dict[str, Any] = {
             "id": error.row_id,
             "split": split,
@@ -41,34 +43,43 @@ class Quarantine:
         }
         line |= {
             "record": error.record,
-            "files": [self._kept(original) for original in error.originals],
+            "files": [self._store(original) for original in error.originals],
         }
-        if error.more:
-            line["also"] = [{"reason": one.kind, "detail": one.sentence} for one in error.more]
+        if error.further_faults:
+            line["also"] = [
+                {"reason": fault.kind, "detail": fault.sentence} for fault in error.further_faults
+            ]
         with (self._folder / QUARANTINE_NAME).open("a", encoding="utf-8") as stream:
-            # ASCII: half a surrogate pair is kept as well
+            # In ASCII even half a surrogate pair can be written.
             stream.write(json.dumps(line, sort_keys=True) + "\n")
         self._rows += 1
-        self.broken += error.kind != LEAK
-        for one in {fault.kind: fault for fault in (*error.more, error)}.values():
-            self.kinds[one.kind] += 1
-            self._firsts.setdefault(one.kind, f"{error.row_id}: {one.sentence}")
+        if error.kind != LEAK:
+            self.broken += 1
+        for fault in {fault.kind: fault for fault in (*error.further_faults, error)}.values():
+            self.kinds[fault.kind] += 1
+            self._first_faults.setdefault(fault.kind, f"{error.row_id}: {fault.sentence}")
 
     def summary(self) -> dict[str, Any]:
-        """The counts of refused rows, as the manifest has them.
+        """Return the counts of refused rows for the manifest.
 
-        A row with several faults counts for each.
+        A row with several faults counts for each of their kinds.
         """
         return {"rows": self._rows, "reasons": dict(sorted(self.kinds.items()))}
 
-    def check(self, rows: int, kept: int, allowed: float, report: Path) -> None:
-        """Raise `MistakesError`, a line a kind, where more than `allowed` of `rows` is broken, or
-        none is left.
+    def check(self, rows: int, stored: int, allowed: float, report: Path) -> None:
+        """Check that enough rows could be used.
+
+        `rows` is how many were read, `stored` how many of them are stored, and `allowed` the
+        largest share that may be broken. `report` is the folder where the user will find the
+        refused rows.
+
+        Raises `MistakesError`, with a line for each kind of fault, where a larger share is broken,
+        or no row is stored.
         """
-        if self.broken <= allowed * rows and kept:
+        if self.broken <= allowed * rows and stored:
             return
         share = self.broken / rows
-        # rounded up
+        # The share is rounded up, so that the option that is proposed suffices.
         remedy = (
             f"mend them, or accept them with --allow-quarantined {-(-share * 100 // 1) / 100:.2f}"
         )
@@ -79,12 +90,12 @@ class Quarantine:
         ]
         over = f"({share:.1%}) cannot be used, over the {allowed * 100:g}% allowed"
         firsts = [
-            f"{kind}: {amount(count, 'row')}, the first is {self._firsts[kind]}"
+            f"{kind}: {amount(count, 'row')}, the first is {self._first_faults[kind]}"
             for kind, count in kinds
         ]
         last = (
             f"all of them are in {report / QUARANTINE_NAME}; "
-            f"{remedy if kept else 'no row is left to use'}"
+            f"{remedy if stored else 'no row is left to use'}"
         )
         raise MistakesError([f"input: {self.broken} of {rows} rows {over}", *firsts, last])
 
@@ -94,7 +105,8 @@ class Quarantine:
             if path.exists():
                 shutil.move(path, folder / path.name)
 
-    def _kept(self, original: bytes) -> str:
+    def _store(self, original: bytes) -> str:
+        """Write the bytes of a row into a file, and return its name inside the folder."""
         ending = next(
             (end for sign, end in _SIGNATURES.items() if original.startswith(sign)), "bin"
         )
@@ -106,21 +118,22 @@ class Quarantine:
 
 
 def first_details(folder: Path) -> list[str]:
-    """What is wrong with the first row of each kind that is in the quarantine of a prepared folder
-    for being broken.
+    """Return what is wrong with the first row of each kind of fault, leaks aside.
+
+    `folder` is a prepared folder with a quarantine.
     """
-    found: dict[str, str] = {}
+    details: dict[str, str] = {}
     with (folder / QUARANTINE_NAME).open(encoding="utf-8") as stream:
         for line in map(json.loads, stream):
             for fault in (line, *line.get("also", ())):
-                if fault["reason"] != LEAK and fault["reason"] not in found:
-                    found[fault["reason"]] = (
-                        f"{'' if fault is line else line['id'] + ': '}{fault['detail']}"
-                    )
-    return list(found.values())
+                if fault["reason"] != LEAK and fault["reason"] not in details:
+                    # The first fault of a line names the row already.
+                    prefix = "" if fault is line else f"{line['id']}: "
+                    details[fault["reason"]] = f"{prefix}{fault['detail']}"
+    return list(details.values())
 
 
-# The name of a note, and what follows "12 rows" with an example of them.
+# The name of each note, and the words that follow "12 of the rows", with a row as an example.
 NOTES = {
     "no_facts": "have no facts in words, such as {example}: what their diagram says does not suffice "
     "without looking",
@@ -172,14 +185,15 @@ NOTES = {
 }
 _KEPT = "it was kept, beside the training's own system prompt: --drop-instruction takes it off"
 _DROPPED = "it was taken off"
-_SHOWN = 100  # characters of an example
+_SHOWN = 100  # characters of an example that are printed
 
 
 def note_lines(manifest: Mapping[str, Any]) -> list[str]:
+    """Return a line for each note in a manifest, for the user to read."""
     lines = []
-    for name, found in (manifest.get("noted") or {}).items():
-        example = shown(found["example"], _SHOWN) if name == "instruction" else found["example"]
-        line = f"noted: {found['rows']} of the rows {NOTES[name].format(example=example)}"
+    for name, note in (manifest.get("noted") or {}).items():
+        example = shown(note["example"], _SHOWN) if name == "instruction" else note["example"]
+        line = f"noted: {note['rows']} of the rows {NOTES[name].format(example=example)}"
         if name == "instruction":
             line += _DROPPED if manifest["arguments"].get("drop_instruction") else _KEPT
         lines.append(line)

@@ -1,4 +1,4 @@
-"""A record of somebody's table becomes a problem with its pictures."""
+"""Reads a record of a user's table as a problem with its reference answer and its pictures."""
 
 import json
 from dataclasses import dataclass
@@ -36,14 +36,14 @@ from adora_vl.conversion.stated import is_sentence
 from adora_vl.utils.cli import shown
 
 _EMPTY_PICTURES: tuple[Any, ...] = (None, "", [], (), {"bytes": None, "path": None})
-# What pandas and others write into a text table where there is no picture.
+# pandas and other libraries write these words into a text table where a row has no picture.
 _NO_PICTURE = ("nan", "NaN", "None", "null", "NULL")
 _LONGEST_ID = 200
 
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A line that is no record: `kind`, what is wrong, what to do, and its bytes."""
+    """A line of a table that is no record: the broken rule, what is wrong, what to do, its bytes."""
 
     kind: str
     wrong: str
@@ -53,25 +53,30 @@ class BadRecord:
 
 @dataclass(frozen=True)
 class Context:
-    name: str  # of the data set
+    """What all records of one table have in common."""
+
+    name: str  # the name of the data set
     split: str
-    location: str  # as people know the table
+    location: str  # the table's name in messages
     columns: Columns
     files: FileRoot
-    texts_only: bool = False  # cells are texts, as in CSV, so a list is written as JSON
+    texts_only: bool = False  # all cells are texts (CSV), so that a list is written as JSON
     drop_instruction: bool = False
     truths: bool = False  # the first answer of the table is true or false
-    said: str = ""  # of how it is read, for the notes
+    format_note: str = ""  # how the table is read, where that had to be guessed
 
 
 def read_record(
-    record: Record | BadRecord, place: str, number: int, context: Context
+    record: Record | BadRecord, position: str, number: int, context: Context
 ) -> RawProblem:
-    """The problem of a record: at `place` in its file, `number` in its split, from 0.
+    """Read the problem of a record.
 
-    Raises `RowError`.
+    `position` is the record's position in its file, in words (`line 14`), and `number` its index in
+    the split, from 0.
+
+    Raises `RowError`, which names all faults of the record that can be seen in one pass.
     """
-    origin = f"{place} of {context.location}"
+    origin = f"{position} of {context.location}"
     row_id = f"{context.name}/{context.split}/{number}"
     if isinstance(record, BadRecord):
         originals = (record.original,) if record.original else ()
@@ -87,37 +92,44 @@ def read_record(
     row_id = _row_id(record, context=context, by_number=row_id, refuse=partial(refuse, row_id))
     refuse = partial(refuse, row_id)
     with several_faults() as read:
-        found: tuple[str, dict[str, str]] | None = read(_problem, record, context, refuse)
-        problem, notes = found or ("", {})
-        answer, stated = read(answer_of, record, columns, refuse, context.truths) or (None, False)
-        choices, named = read(choices_of, record, columns, context.texts_only, refuse) or (
+        text_and_notes: tuple[str, dict[str, str]] | None = read(_problem, record, context, refuse)
+        problem, notes = text_and_notes or ("", {})
+        answer, is_stated = read(answer_of, record, columns, refuse, context.truths) or (
             None,
             False,
         )
-        pictures = read(_images, record, context, refuse)
-        images, spelled, has_none = pictures or ((), "", False)
-        sure = None not in (found, pictures)
+        choices, names_image = read(choices_of, record, columns, context.texts_only, refuse) or (
+            None,
+            False,
+        )
+        pictures: _Pictures | None = read(_images, record, context, refuse)
+        is_sound = text_and_notes is not None and pictures is not None
         if answer is not None:
-            settled = read(_settled, problem, answer, choices, columns, sure, refuse)
-            asked = settled or _Asked(problem, answer, choices)
+            settled = read(_settled, problem, answer, choices, columns, is_sound, refuse)
+            question = settled or _Question(problem, answer, choices)
         else:
-            asked = _Asked(problem, "", choices)
-    if asked.in_text:
+            question = _Question(problem, "", choices)
+    # Where a part could not be read, the block above has raised.
+    assert pictures is not None
+    if question.in_text:
         notes["options_in_text"] = row_id
-    if named:
+    if names_image:
         notes["options"] = row_id
-    if stated:
+    if is_stated:
         notes["stated"] = f"{row_id} ({shown(answer, 40)})"
-    if spelled:
-        notes["spelling"] = f"{row_id} ({spelled})"
-    if context.said:
-        notes["format"] = context.said
-    placed = place_images(asked.problem, len(images))
+    if pictures.respelled:
+        notes["spelling"] = f"{row_id} ({pictures.respelled})"
+    if context.format_note:
+        notes["format"] = context.format_note
+    has_none = not pictures.images
+    placed = place_images(question.problem, len(pictures.images))
     if isinstance(placed, str):
         wrong, _, remedy = placed.partition("; ")
         if has_none and not columns.images:
             remedy = "name the column with the pictures, images=COLUMN, or take the mark out"
-        raise refuse("placeholder", f"the problem {shown(asked.problem)} {wrong}", f"{remedy}, in")
+        raise refuse(
+            "placeholder", f"the problem {shown(question.problem)} {wrong}", f"{remedy}, in"
+        )
     if placed.parts:
         notes["parts"] = row_id
     if has_none and columns.images:
@@ -128,11 +140,11 @@ def read_record(
         split=context.split,
         source=context.name,
         origin=origin,
-        images=tuple(images[number] for number in placed.order),
+        images=tuple(pictures.images[number] for number in placed.order),
         problem=placed.text,
-        answer=asked.answer,
-        choices=None if asked.choices is None else tuple(asked.choices),
-        value_answer=asked.choices is not None,
+        answer=question.answer,
+        choices=None if question.choices is None else tuple(question.choices),
+        value_answer=question.choices is not None,
         text_only=has_none,
         extras=extras,
         notes=notes,
@@ -140,16 +152,22 @@ def read_record(
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A problem with its reference answer and options.
-
-    `in_text`: the options stood in the problem.
-    """
+class _Question:
+    """The text of a problem with its reference answer and options."""
 
     problem: str
     answer: str
     choices: list[str] | None
-    in_text: bool = False
+    in_text: bool = False  # the options stood in the text of the problem
+
+
+@dataclass(frozen=True)
+class _Pictures:
+    """The pictures of a row, encoded; there are none where no column has any."""
+
+    images: tuple[bytes, ...]
+    # `PATH is FILE` for the first path that leads to a file in another spelling alone; else empty.
+    respelled: str
 
 
 def _settled(
@@ -157,46 +175,50 @@ def _settled(
     answer: str,
     choices: list[str] | None,
     columns: Columns,
-    sure: bool,
+    is_sound: bool,
     refuse: Refuse,
-) -> _Asked:
-    """What is asked, with the right option's text as the answer where there are options.
+) -> _Question:
+    """Return the question, whose answer is the right option's text where it has options.
 
-    `sure`: the rest of the row is sound, and the answer of an open question is checked with it.
+    The answer of an open question is checked later, with the rest of the row; it is checked here if
+    the rest is not sound (`is_sound`), and the row will never come so far.
+
     Raises `RowError` for an answer that is none of the options, or no answer.
     """
     if not columns.choices and not columns.keep_options_in_text:
-        found = _with_options_in_text(problem, answer, columns, refuse)
-        if found is not None:
-            return found
+        question = _with_options_in_text(problem, answer, columns, refuse)
+        if question is not None:
+            return question
     if choices is not None:
         letter = letter_of(answer, choices, columns.answer_is, refuse)
-        return _Asked(problem, gold_of(letter, choices), choices)
+        return _Question(problem, gold_of(letter, choices), choices)
     if not columns.text_answers and is_sentence(answer):
         _refuse_sentence(answer, refuse)
-    if not sure:
+    if not is_sound:
         check_gold(answer, refuse)
-    return _Asked(problem, answer, None)
+    return _Question(problem, answer, None)
 
 
 def _with_options_in_text(
     problem: str, answer: str, columns: Columns, refuse: Refuse
-) -> _Asked | None:
-    """The problem without the options in its text, which become choices; None where it has none, or
-    the answer is none of them.
+) -> _Question | None:
+    """Return the problem without the options in its text, which become its choices.
+
+    None is returned where its text has no options, or where the answer is none of them.
     """
-    found = options_in_text(problem)
-    if found is None:
+    text_and_choices = options_in_text(problem)
+    if text_and_choices is None:
         return None
-    rest, choices = found
+    rest, choices = text_and_choices
     try:
         letter = letter_of(answer, choices, columns.answer_is or "value", refuse)
     except RowError:
         return None
-    return _Asked(rest, gold_of(letter, choices), choices, in_text=True)
+    return _Question(rest, gold_of(letter, choices), choices, in_text=True)
 
 
 def _refuse_sentence(answer: str, refuse: Refuse) -> None:
+    """Raise the `RowError` for a reference answer that is a sentence."""
     wrong = f"the gold answer {answer!r:.200} is a sentence, which hardly any answer repeats"
     remedy = "write the answer alone, or keep such texts with --text-answers, in"
     raise refuse("gold_sentence", wrong, remedy)
@@ -205,113 +227,129 @@ def _refuse_sentence(answer: str, refuse: Refuse) -> None:
 def _refusal(
     record: Record, columns: Columns, origin: str, row_id: str, kind: str, wrong: str, todo: str
 ) -> RowError:
-    held = {
+    """Make the error that refuses a record, with the record's texts for the quarantine."""
+    values = {
         name: record[name]
-        for name in columns.wanted
+        for name in columns.table_names
         if name in record and name not in columns.images
     }
-    # as it can stand in a line of JSON, which knows neither bytes nor NaN
+    # The texts will stand in a line of JSON, which knows neither bytes nor NaN.
     plain = (type(None), str, int)
     texts = {
         name: value if isinstance(value, plain) else f"{value!r:.200}"
-        for name, value in held.items()
+        for name, value in values.items()
     }
     return RowError(row_id=row_id, kind=kind, wrong=wrong, remedy=f"{todo} {origin}", record=texts)
 
 
 def _row_id(record: Record, context: Context, by_number: str, refuse: Refuse) -> str:
-    """The row's own id behind the names of data set and split; `by_number` where it has none."""
+    """Return `DATA_SET/SPLIT/ID` for the id in the record; `by_number` where it has none.
+
+    Raises `RowError` for an id that is no short text and no whole number.
+    """
     column = context.columns.id
-    own = None if column is None else record.get(column)
-    if own is None or own == "":
+    value = None if column is None else record.get(column)
+    if value is None or value == "":
         return by_number
-    text = str(own) if isinstance(own, str | int) and not isinstance(own, bool) else ""
+    text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""
     if not text.strip() or len(text) > _LONGEST_ID or not storable(text):
         raise refuse(
             "field_type",
-            f"{column!r} is {shown(own)}",
+            f"{column!r} is {shown(value)}",
             f"make it a text of up to {_LONGEST_ID} letters in",
         )
-    before = f"{context.name}/{context.split}/"
-    # a prepared folder has ids of this form
-    return text if text.startswith(before) else before + text
+    prefix = f"{context.name}/{context.split}/"
+    # The ids of a prepared folder that is converted once more have the prefix already.
+    return text if text.startswith(prefix) else prefix + text
 
 
 def _problem(record: Record, context: Context, refuse: Refuse) -> tuple[str, dict[str, str]]:
-    """The text of the problem, also where it stands in a conversation, and what is noted of it."""
+    """Return the text of the problem, also out of a conversation, and the notes on it.
+
+    Raises `RowError` where there is no such text.
+    """
     column = context.columns.problem
-    found = asked_in(record, context.columns)[0]
-    if not isinstance(found, str) or not storable(found):
+    text, _ = question_in(record, context.columns)
+    if not isinstance(text, str) or not storable(text):
         value = listed(record.get(column, MISSING), texts_only=True)
         remedy = "make it a text, or a conversation with one question, in"
         raise refuse("field_type", f"{column!r} is {shown(value)}", remedy)
-    rest, instruction = without_instruction(found)
+    rest, instruction = without_instruction(text)
     if not instruction:
-        return found, {}
-    return (rest if context.drop_instruction else found), {"instruction": instruction}
+        return text, {}
+    return (rest if context.drop_instruction else text), {"instruction": instruction}
 
 
-def asked_in(record: Record, columns: Columns) -> tuple[Any, list[Any]]:
-    """What a record asks, as a text or what is there instead, and the pictures in it: of parts, or
-    of `<img>` tags.
+def question_in(record: Record, columns: Columns) -> tuple[Any, list[Any]]:
+    """Return the question of a record, and the pictures inside it.
+
+    The question is a text, or whatever value the record has in its place. The pictures are those of
+    a conversation's image parts, or else those that `<img>` tags name.
     """
     value = listed(record.get(columns.problem, MISSING), texts_only=True)
-    found = text_of_chat(value) if isinstance(value, list) else value
-    text, named = pictures_of_text(found) if isinstance(found, str) else (found, [])
-    return text, pictures_of_chat(value) or named
+    question = text_of_chat(value) if isinstance(value, list) else value
+    paths: list[Any] = []
+    if isinstance(question, str):
+        question, paths = pictures_of_text(question)
+    return question, pictures_of_chat(value) or paths
 
 
 def pictures_beside(record: Record, columns: Columns, *, texts_only: bool) -> list[Any]:
-    if len(columns.images) > 1:  # one picture a column; those without one are empty
-        return [
-            value for name in columns.images if (value := record.get(name)) not in _EMPTY_PICTURES
-        ]
+    """Return the pictures in the columns for images, as the values that stand there."""
+    if len(columns.images) > 1:  # one picture a column; a column without one is empty
+        values = [record.get(name) for name in columns.images]
+        return [value for value in values if value not in _EMPTY_PICTURES]
     value = listed(record.get(columns.images[0]), texts_only) if columns.images else None
     value = value.strip() if isinstance(value, str) else value
-    if isinstance(value, float) and value != value:
+    if isinstance(value, float) and value != value:  # NaN, as pandas has it
         value = None
     if texts_only and value in _NO_PICTURE:
         value = None
     return [] if value in _EMPTY_PICTURES else listed_pictures(value)
 
 
-def _images(
-    record: Record, context: Context, refuse: Refuse
-) -> tuple[tuple[bytes, ...], str, bool]:
-    """The pictures, the first path that was found in another spelling alone, and whether there are
-    no pictures: no such column was named, or the row has nothing in it.
+def _images(record: Record, context: Context, refuse: Refuse) -> _Pictures:
+    """Read the pictures of a record, from its columns for images or from its question.
+
+    Raises `RowError` for a picture that cannot be read, for pictures in both places, and for none
+    where every row has to have one.
     """
     values = pictures_beside(record, context.columns, texts_only=context.texts_only)
-    asked = asked_in(record, context.columns)[1]
-    if values and asked:
+    _, in_question = question_in(record, context.columns)
+    if values and in_question:
         wrong = "there are pictures in the conversation and beside it"
         raise refuse("field_type", wrong, "leave them out of one of the two in")
-    values = values or asked
-    found = []
-    spelled = ""
+    values = values or in_question
+    images = []
+    respelled = ""
     for number, value in enumerate(values):
         try:
-            found.append(picture_bytes(value, context.files))
+            images.append(picture_bytes(value, context.files))
         except PictureError as error:
             raise refuse(error.kind, f"image {number} {error}", error.remedy) from error
-        if not spelled and (other := other_spelling(value, context.files)):
-            spelled = f"{shown(value)} is {shown(other)}"
-    if not found and context.columns.pictured:
+        if not respelled:
+            file = other_spelling(value, context.files)
+            if file:
+                respelled = f"{shown(value)} is {shown(file)}"
+    if not images and context.columns.pictured:
         raise refuse("no_image", "images [] is empty", "add the diagram in")
-    return tuple(found), spelled, not found
+    return _Pictures(tuple(images), respelled)
 
 
-def _extra(value: Any, column: str, refuse: Refuse) -> str | None:
-    """A value of a column of the user's own: texts as they are, anything else as JSON."""
+def _extra(value: object, column: str, refuse: Refuse) -> str | None:
+    """Return the value of an extra column: a text as it is, anything else as JSON.
+
+    Raises `RowError` for a value that cannot be stored as a text.
+    """
     if value is None:
         return None
     if isinstance(value, str):
-        found = value
+        text = value
     else:
         try:
-            found = json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)
         except (ValueError, TypeError, RecursionError):
-            found = ""
-    if not storable(found) or (not found and value != ""):
+            text = ""
+    if not storable(text) or (not text and value != ""):
         raise refuse("field_type", f"{column!r} is {shown(value)}", "make it a text or a number in")
-    return found
+    return text

@@ -1,7 +1,7 @@
-"""Reference answers as solutions and sentences give them: `so B is right. Answer: B`.
+"""Takes the answer out of a reference that is a solution or a sentence: `so B is right. Answer: B`.
 
-What stands behind the last `Answer:`, `The answer is` or `答案` is the answer. A sentence that has no
-such words is none that a model could meet.
+The answer is what stands behind the last `Answer:`, `The answer is` or `答案`. A sentence without
+such words is no reference answer, since hardly any model would repeat it.
 """
 
 import re
@@ -25,8 +25,9 @@ _MANY_CHINESE = re.compile("[\u4e00-\u9fff]{12,}")
 
 
 def stated_answer(text: str) -> str | None:
-    """What stands behind the last words that announce an answer; None without such words, or where
-    more than an answer follows.
+    """Return what stands behind the last words that announce an answer.
+
+    None is returned without such words, or where more than an answer follows them.
     """
     matches = list(_STATED.finditer(text))
     if not matches:
@@ -39,8 +40,10 @@ def stated_answer(text: str) -> str | None:
 
 
 def is_sentence(text: str) -> bool:
-    """Whether a reference answer says more than an answer does: over `MAX_WORDS` words in a piece
-    of a list, a verb among as many, or two sentences.
+    """Whether a reference answer is a sentence, which says more than an answer does.
+
+    It is one where an item of its list has over `MAX_WORDS` words, where there is a verb among so
+    many words, or where it is two sentences.
     """
     plain = _FORMULA.sub(" ", text)
     words = _WORD.findall(plain)

@@ -1,4 +1,4 @@
-"""Files, splits and records of somebody's data: tables of any of the formats, alone or in folders."""
+"""Finds the tables of a user's data, alone or in folders, and reads their records split by split."""
 
 import hashlib
 import json
@@ -24,7 +24,13 @@ from adora_vl.conversion.formats import (
 from adora_vl.conversion.leakage import question_key
 from adora_vl.conversion.pictures import FileRoot, PictureError, picture_bytes
 from adora_vl.conversion.problem import Reads
-from adora_vl.conversion.records import BadRecord, Context, asked_in, pictures_beside, read_record
+from adora_vl.conversion.records import (
+    BadRecord,
+    Context,
+    pictures_beside,
+    question_in,
+    read_record,
+)
 from adora_vl.data.dataset import SPLITS
 from adora_vl.utils.errors import UserError
 
@@ -44,25 +50,30 @@ _NAMED = re.compile(rf"({'|'.join(SPLIT_OF)})(?:[-_.].*)?", re.IGNORECASE)
 class TablePart:
     """The records of one file or stream, and where the paths in them lead."""
 
-    location: str
-    begin: Callable[[], Records]  # each with its place as the file counts it: `line 14`
+    location: str  # the table's name in messages
+    # Begins to read the records, each with its position as the file counts it: `line 14`.
+    begin: Callable[[], Records]
     files: FileRoot
     texts_only: bool = False
     file: Path | None = None
-    said: str = ""  # of how it is read, where that had to be found
+    format_note: str = ""  # how the table is read, where that had to be guessed
 
 
 @dataclass(frozen=True)
 class Opened:
-    kind: str  # the format
-    parts: dict[str, list[TablePart]]  # of each split
-    revision: str | None = None  # of the hub
-    totals: dict[str, int] = field(default_factory=dict)  # of rows, where known
+    """A data set whose tables are known, and of which no row was read yet."""
+
+    kind: str  # the format of its tables
+    parts: dict[str, list[TablePart]]  # the tables of each split
+    revision: str | None = None  # the commit of a data set of the hub
+    totals: dict[str, int] = field(default_factory=dict)  # the rows of each split, where known
 
 
 def held_out(index: int, share: float, seed: int) -> bool:
-    """Whether a question becomes one of the test: of every `1 / share` consecutive ones one does,
-    drawn by `seed`.
+    """Whether the question `index` of train becomes one of the test split.
+
+    One of every `1 / share` consecutive questions does, which is drawn by `seed`. So the share is
+    met exactly, and a question's fate does not depend on how many follow.
     """
     block = floor(index * share)
     first = ceil(block / share)
@@ -71,89 +82,97 @@ def held_out(index: int, share: float, seed: int) -> bool:
 
 
 class DrawnTests:
-    """Which rows of train become the split test: all rows that ask one question of one picture go
-    together.
+    """Decides which rows of train become the split test.
 
-    A row of train whose question is in the test is a leak, and dropped. Rows are taken in order,
-    once for each split.
+    All rows that ask one question of one picture go together, since a row of train whose question
+    is in the test would be dropped as a leak. Rows come in order, once for each split.
     """
 
     def __init__(self, share: float, seed: int, columns: Columns) -> None:
         self._share = share
         self._seed = seed
         self._columns = columns
-        self._questions: dict[
-            bytes, int
-        ] = {}  # each with its number, in the order in which they come
-        self._held: list[bool] = []  # of each row that was taken
+        # The index of each question in the order in which they come, by its hash.
+        self._questions: dict[bytes, int] = {}
+        self._in_test: list[bool] = []  # the decision on each row so far
 
     def takes(self, number: int, record: Record | BadRecord, part: TablePart) -> bool:
-        if number == len(self._held):
-            key = hashlib.sha256(self._asked(number, record, part)).digest()[:16]
+        """Whether the row `number` of train, from 0, becomes one of the test split."""
+        if number == len(self._in_test):
+            key = hashlib.sha256(self._question_of(number, record, part)).digest()[:16]
             question = self._questions.setdefault(key, len(self._questions))
-            self._held.append(held_out(question, self._share, self._seed))
-        return self._held[number]
+            self._in_test.append(held_out(question, self._share, self._seed))
+        return self._in_test[number]
 
-    def _asked(self, number: int, record: Record | BadRecord, part: TablePart) -> bytes:
+    def _question_of(self, number: int, record: Record | BadRecord, part: TablePart) -> bytes:
+        """Return bytes that two rows have in common if they ask one question of one picture."""
         if isinstance(record, BadRecord):
             return f"broken {number}".encode()
-        text, inside = asked_in(record, self._columns)
-        asked = [question_key(str(text)).encode("utf-8", "replace")]
+        text, inside = question_in(record, self._columns)
+        pieces = [question_key(str(text)).encode("utf-8", "replace")]
         for image in pictures_beside(record, self._columns, texts_only=part.texts_only) + inside:
             try:
-                asked.append(hashlib.sha256(picture_bytes(image, part.files)).digest())
+                pieces.append(hashlib.sha256(picture_bytes(image, part.files)).digest())
             except PictureError:
-                asked.append(repr(image).encode())
-        return b"\0".join(asked)
+                pieces.append(repr(image).encode())
+        return b"\0".join(pieces)
 
 
 def open_local(path: Path, columns: Columns, root: Path | None = None) -> Opened:
-    """A file, or a folder with tables and what they name.
+    """Open a file, or a folder with tables and the pictures that they name.
 
-    Raises `UserError`, also for a column that is not there.
+    `root` is the folder that no link and no path in a table may lead out of; by default it is that
+    of the input.
 
-    `root`: the folder that no link and no path of a table may leave; by default that of the input.
+    Raises `UserError` where there is no table, for a format that is not known, for a link out of
+    the folder, and as `open_table`.
     """
     if path.is_file():
         root = root or path.parent.resolve()
-        found = {_split_named(path.stem) or "train": [path]}
+        tables = {_split_named(path.stem) or "train": [path]}
     elif path.is_dir():
         root = root or path.resolve()
-        found = _tables(path)
+        tables = _tables(path)
     else:
         raise UserError(
             f"input: there is no file or folder {str(path)!r}, nor is it a hub id such as "
             "owner/name"
         )
-    for file in (file for files in found.values() for file in files):
-        if file.suffix.lower() not in ENDINGS:
-            known = ", ".join(ENDINGS)
-            saved = (
-                "; save it as .xlsx or CSV UTF-8"
-                if file.suffix.lower() in (".xls", ".xlsb", ".ods")
-                else ""
-            )
-            raise UserError(
-                f"input: {str(path)!r} is none of the known tables; give a file with one of "
-                f"{known}{saved}"
-            )
-        if path.is_dir() and not file.resolve().is_relative_to(root):
-            raise UserError(
-                f"input: {str(file)!r} leads out of {str(path)!r}; copy the table into it"
-            )
+    files = [file for split_files in tables.values() for file in split_files]
+    for file in files:
+        _check_table(file, path, root)
     parts = {
-        split: [_part(file, path, root, columns) for file in found[split]]
+        split: [_part(file, path, root, columns) for file in tables[split]]
         for split in SPLITS
-        if split in found
+        if split in tables
     }
-    endings = {format_of(file).removeprefix(".") for files in found.values() for file in files}
-    endings = {"save_to_disk" if ending == SAVED else ending for ending in endings}
-    totals = (
-        {split: sum(map(row_count, found[split])) for split in parts}
-        if endings == {"parquet"}
-        else {}
-    )
-    return Opened("+".join(sorted(endings)), parts, totals=totals)
+    formats = {format_of(file).removeprefix(".") for file in files}
+    formats = {"save_to_disk" if name == SAVED else name for name in formats}
+    totals = {}
+    if formats == {"parquet"}:  # its metadata has the number of rows
+        totals = {split: sum(map(row_count, tables[split])) for split in parts}
+    return Opened("+".join(sorted(formats)), parts, totals=totals)
+
+
+def _check_table(file: Path, source: Path, root: Path) -> None:
+    """Raise `UserError` for a table of an unknown format, or one that a link leads out of `root`.
+
+    `source` is the file or folder that the user named.
+    """
+    ending = file.suffix.lower()
+    if ending not in ENDINGS:
+        endings = ", ".join(ENDINGS)
+        remedy = ""
+        if ending in (".xls", ".xlsb", ".ods"):
+            remedy = "; save it as .xlsx or CSV UTF-8"
+        raise UserError(
+            f"input: {str(source)!r} is none of the known tables; give a file with one of "
+            f"{endings}{remedy}"
+        )
+    if source.is_dir() and not file.resolve().is_relative_to(root):
+        raise UserError(
+            f"input: {str(file)!r} leads out of {str(source)!r}; copy the table into it"
+        )
 
 
 def reads(
@@ -166,12 +185,14 @@ def reads(
     *,
     drop_instruction: bool = False,
 ) -> Reads:
-    """One call per row of the split, in the order of the tables; the first `limit`.
+    """Yield a call for each row of a split, in the order of the tables, which reads that row.
 
-    `tests`: None: none are drawn.
+    `name` is the data set's name in the ids of rows. `tests` draws the split test out of train; it
+    is None where none is drawn. At most `limit` rows are yielded.
     """
     source = split if tests is None else "train"
-    number = given = 0
+    number = 0  # of the next row in its source, whether or not it belongs to the split
+    yielded = 0
     for part in opened.parts[source]:
         context = Context(
             name=name,
@@ -181,25 +202,25 @@ def reads(
             files=part.files,
             texts_only=part.texts_only,
             drop_instruction=drop_instruction,
-            said=part.said,
+            format_note=part.format_note,
         )
-        for position, (place, record) in enumerate(part.begin()):
-            if position == 0 and not isinstance(record, BadRecord):
+        for index, (position, record) in enumerate(part.begin()):
+            if index == 0 and not isinstance(record, BadRecord):
                 truths = isinstance(record.get(columns.answer), bool)
                 context = replace(context, truths=truths)
-            wanted = tests is None or tests.takes(number, record, part) == (split == "test")
+            in_split = tests is None or tests.takes(number, record, part) == (split == "test")
             number += 1
-            if limit is not None and given >= limit:
+            if limit is not None and yielded >= limit:
                 return
-            given += wanted
-            if wanted:
-                yield partial(read_record, record, place, number - 1, context)
+            if in_split:
+                yielded += 1
+                yield partial(read_record, record, position, number - 1, context)
 
 
 def named_split(opened: Opened, split: str | None) -> Opened:
-    """The same table as the split of this name; None: as its own.
+    """Return the data set with its one table under the name `split`; as it is for None.
 
-    Raises `UserError` where there are several splits.
+    Raises `UserError` where it has several splits.
     """
     if split is None:
         return opened
@@ -208,15 +229,15 @@ def named_split(opened: Opened, split: str | None) -> Opened:
             f"split_name: {split!r} is for one table, and here are {', '.join(opened.parts)}; "
             "leave it out"
         )
-    (own,) = opened.parts
-    totals = {split: opened.totals[own]} if opened.totals else {}
-    return replace(opened, parts={split: opened.parts[own]}, totals=totals)
+    (old_name,) = opened.parts
+    totals = {split: opened.totals[old_name]} if opened.totals else {}
+    return replace(opened, parts={split: opened.parts[old_name]}, totals=totals)
 
 
 def splits_of(opened: Opened, share: float) -> list[str]:
-    """The splits that will be written.
+    """Return the splits that will be written, where `share` of train becomes the split test.
 
-    Raises `UserError` where a share of train cannot be taken for a test.
+    Raises `UserError` where there is no train to take it of, or a test already.
     """
     if not share:
         return list(opened.parts)
@@ -228,16 +249,23 @@ def splits_of(opened: Opened, share: float) -> list[str]:
             "--test-share out"
         )
     if "test" in opened.parts:
-        there = opened.parts["test"][0].location
+        location = opened.parts["test"][0].location
         raise UserError(
-            f"test_share: there is a split test already, {there}; leave --test-share out"
+            f"test_share: there is a split test already, {location}; leave --test-share out"
         )
     return [*opened.parts, "test"]
 
 
-def _part(file: Path, given: Path, root: Path, columns: Columns) -> TablePart:
-    known = file.parent if format_of(file) == SAVED else file
-    name = str(known.relative_to(given)) if given.is_dir() and known != given else known.name
+def _part(file: Path, source: Path, root: Path, columns: Columns) -> TablePart:
+    """Open one table of the file or folder `source`.
+
+    Raises `UserError` as `open_table`, and where the folder for images does not exist.
+    """
+    # A folder of `save_to_disk` is named in messages in place of the file inside.
+    table = file.parent if format_of(file) == SAVED else file
+    location = table.name
+    if source.is_dir() and table != source:
+        location = str(table.relative_to(source))
     files = FileRoot(file.parent.resolve(), root)
     if columns.image_dir:
         folder = Path(columns.image_dir)
@@ -247,96 +275,111 @@ def _part(file: Path, given: Path, root: Path, columns: Columns) -> TablePart:
                 "pictures"
             )
         files = FileRoot(folder.resolve(), folder.resolve(), by_tail=True)
-    said, begin = open_table(file, columns)
+    format_note, begin = open_table(file, columns)
     return TablePart(
-        location=name,
+        location=location,
         begin=begin,
         files=files,
         texts_only=format_of(file) in TEXT_TABLES,
         file=file,
-        said=said,
+        format_note=format_note,
     )
 
 
 def _split_named(stem: str) -> str | None:
+    """Return the split that a file's or folder's name says (`val-00000`), or None."""
     match = _NAMED.fullmatch(stem)
     return SPLIT_OF[match[1].lower()] if match else None
 
 
 def _tables(folder: Path) -> dict[str, list[Path]]:
-    """The tables of a folder by split, which their names or those of their folders say; a lone one
-    is train.
+    """Find the tables of a folder by split; the names of tables or of their folders say which.
+
+    A single table that no name assigns to a split is train.
+
+    Raises `UserError` where there is no table, where several have no split, and where a split has
+    tables in two formats.
     """
-    if saved := _saved(folder):
+    saved = _saved(folder)
+    if saved:
         return saved
-    found: dict[str, list[Path]] = {}
-    folders = sorted(path for path in folder.iterdir() if path.is_dir())
-    for inside in (folder, folder / "data"):
-        for path in _in(inside):
-            split = _split_named(path.stem)
-            if split is not None:
-                found.setdefault(split, []).append(path)
-        if found:
-            break
-    for inside in folders:
-        split = _split_named(inside.name)
-        if split is not None and split not in found and (own := _in(inside)):
-            found[split] = own
-    if not found and (lone := _in(folder) or _in(folder / "data")):
-        if len(lone) > 1:
-            names = ", ".join(path.name for path in lone[:5])
+    tables = _tables_by_name(folder)
+    if not tables:
+        unnamed = _tables_in(folder) or _tables_in(folder / "data")
+        if len(unnamed) > 1:
+            names = ", ".join(path.name for path in unnamed[:5])
             raise UserError(
-                f"input: {str(folder)!r} has {len(lone)} tables ({names}) and none is called "
+                f"input: {str(folder)!r} has {len(unnamed)} tables ({names}) and none is called "
                 "train or test; give one of them, or name them after their splits"
             )
-        found["train"] = lone
-    for split, paths in found.items():
+        if unnamed:
+            tables["train"] = unnamed
+    for split, paths in tables.items():
         if len({path.suffix.lower() for path in paths}) > 1:
             names = " and ".join(repr(path.name) for path in paths[:2])
             raise UserError(
                 f"input: {names} are both the split {split!r} in {str(folder)!r}; keep one of them"
             )
-    if not found:
-        known = ", ".join(ENDINGS)
+    if not tables:
+        endings = ", ".join(ENDINGS)
         raise UserError(
-            f"input: {str(folder)!r} has no table ({known}), such as metadata.csv; put one into it"
+            f"input: {str(folder)!r} has no table ({endings}), such as metadata.csv; put one into it"
         )
-    return found
+    return tables
 
 
-# but what describes some
-_NO_TABLES = (
-    "dataset_info.json",
-    "dataset_infos.json",
-    "dataset_dict.json",
-    SAVED,
-)
+def _tables_by_name(folder: Path) -> dict[str, list[Path]]:
+    """Find the tables by split that are named after it, or stand in a folder that is."""
+    tables: dict[str, list[Path]] = {}
+    subfolders = sorted(path for path in folder.iterdir() if path.is_dir())
+    for searched in (folder, folder / "data"):
+        for path in _tables_in(searched):
+            split = _split_named(path.stem)
+            if split is not None:
+                tables.setdefault(split, []).append(path)
+        if tables:
+            break
+    for subfolder in subfolders:
+        split = _split_named(subfolder.name)
+        if split is not None and split not in tables:
+            inside = _tables_in(subfolder)
+            if inside:
+                tables[split] = inside
+    return tables
 
 
-def _in(folder: Path) -> list[Path]:
+# These files have the ending of a table, and describe tables.
+_NO_TABLES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", SAVED)
+_OPEN_IN_EXCEL = "~$"  # begins the name of the file that Excel writes beside one that it has open
+
+
+def _tables_in(folder: Path) -> list[Path]:
+    """Return the tables that stand in a folder itself, by name; none where there is no folder."""
     if not folder.is_dir():
         return []
-    known = (
+    candidates = (
         path
         for path in folder.iterdir()
         if path.suffix.lower() in ENDINGS and path.name not in _NO_TABLES
     )
-    opened = "~$"  # before the name of a file that Excel has open
-    return sorted(path for path in known if path.is_file() and not path.name.startswith(opened))
+    return sorted(
+        path for path in candidates if path.is_file() and not path.name.startswith(_OPEN_IN_EXCEL)
+    )
 
 
 def _saved(folder: Path) -> dict[str, list[Path]]:
-    """The parts of a folder that `save_to_disk` wrote, of one split or of several; {} for any other
-    folder.
+    """Find the tables by split in a folder that `save_to_disk` wrote; {} for any other folder.
+
+    Raises `UserError` where none of its splits has a name that is known.
     """
     if format_of(folder / SAVED) == SAVED:
         return {"train": [folder / SAVED]}
     try:
         names = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
-        found = {SPLIT_OF[name]: [folder / name / SAVED] for name in names if name in SPLIT_OF}
+        tables = {SPLIT_OF[name]: [folder / name / SAVED] for name in names if name in SPLIT_OF}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    if not found:
+    if not tables:
         has = f"{str(folder)!r} has {', '.join(names)}"
         raise UserError(f"input: {has}, none of which is train or test; give one of these folders")
-    return found
+    return tables

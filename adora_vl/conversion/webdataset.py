@@ -1,5 +1,7 @@
-"""Shards of webdataset: a tar whose files with one name before the first dot are a row, and whose
-endings are its columns.
+"""Reads shards of webdataset.
+
+A shard is a tar. The files that have one name before the first dot are a row, and their endings are
+its columns.
 """
 
 import tarfile
@@ -18,7 +20,7 @@ _TEXTS = ("txt", "text", "cls", "json")
 
 
 def samples(path: Path) -> Iterator[tuple[str, dict[str, Any] | BadRecord]]:
-    """The rows of a shard with their places, one at a time."""
+    """Yield the rows of a shard with their positions, one at a time."""
     with tarfile.open(path, "r:") as shard:
         files = (member for member in shard if member.isfile() and not _hidden(member.name))
         for key, members in groupby(files, key=lambda member: _key(member.name)):
@@ -26,11 +28,12 @@ def samples(path: Path) -> Iterator[tuple[str, dict[str, Any] | BadRecord]]:
 
 
 def _hidden(name: str) -> bool:
+    """Whether a file is hidden, as those are that macOS adds to a tar."""
     return PurePosixPath(name).name.startswith(".")
 
 
 def _key(name: str) -> str:
-    """The name of the row that a file is of: its path up to the first dot of its name."""
+    """Return the name of the row that a file belongs to: its path up to the name's first dot."""
     path = PurePosixPath(name)
     return str(path.with_name(path.name.partition(".")[0]))
 
@@ -38,6 +41,7 @@ def _key(name: str) -> str:
 def _row(
     shard: tarfile.TarFile, key: str, members: list[tarfile.TarInfo]
 ) -> dict[str, Any] | BadRecord:
+    """Read the files of one row; files of unknown kinds are left out."""
     row: dict[str, Any] = {KEY: key}
     for member in members:
         column = PurePosixPath(member.name).name.partition(".")[2].lower()

@@ -1,4 +1,9 @@
-"""What `infer` does: the problems of a benchmark, the engine for them, and the answers in a folder."""
+"""Asks a model the problems of a benchmark, as the verb `infer` does.
+
+The commands, `eval.suite` and an evaluation during a training come through here: `check_options`
+finds mistakes before anything is loaded, `questions` loads the problems, and `ask` writes the
+answers into a folder.
+"""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -43,7 +48,7 @@ _FINGERPRINT = (
 
 @dataclass(frozen=True, kw_only=True)
 class AskOptions(EngineOptions):
-    """What `infer` is told: the model, the problems, how it is asked, and where answers go."""
+    """The options of `infer`: the model, the problems, how it is asked, and where answers go."""
 
     data: DataOptions
     """Which problems are asked: an instance of the benchmark's own `data_options`."""
@@ -60,7 +65,7 @@ class AskOptions(EngineOptions):
     )
     view: str = option(
         "image",
-        help="; ".join(f"{name}: {shown}" for name, shown in VIEWS.items())
+        help="; ".join(f"{name}: {description}" for name, description in VIEWS.items())
         + "; eval.compare lays them side by side",
         choices=VIEWS,
     )
@@ -89,18 +94,28 @@ def check_options(options: AskOptions) -> AnswerEngineSettings:
 
 
 class AskedProblems(NamedTuple):
-    problems: Sequence[Problem]  # as the view of a run shows them
-    left_out: int  # by the view
+    """The problems that a run asks, in its view, and what its fingerprint says of the data."""
+
+    problems: Sequence[Problem]
+    """The problems as the view of the run shows them."""
+    left_out: int
+    """The number of problems that the view cannot show, for lack of facts in words."""
     data_hash: str
-    unused_options: Sequence[str]  # of the data, which changed nothing
+    """The hash of the data that all problems were loaded from."""
+    unused_options: Sequence[str]
+    """The data options that changed nothing; see `LoadedProblems`."""
 
 
 def questions(benchmark: Benchmark, options: AskOptions) -> AskedProblems:
+    """The problems of a benchmark as `options.view` shows them, before `options.limit` cuts them.
+
+    Raises `UserError` for data that cannot be loaded or asked.
+    """
     everything = loaded(benchmark, options.data)
-    shown = shown_as(everything.problems, options.view)
+    problems = shown_as(everything.problems, options.view)
     return AskedProblems(
-        problems=shown,
-        left_out=len(everything.problems) - len(shown),
+        problems=problems,
+        left_out=len(everything.problems) - len(problems),
         data_hash=everything.data_hash,
         unused_options=everything.unused_options,
     )
@@ -110,26 +125,34 @@ def ask(
     benchmark: Benchmark,
     options: AskOptions,
     settings: AnswerEngineSettings,
-    asked: AskedProblems,
+    selection: AskedProblems,
     processes: Ranks,
     build: Callable[[AnswerEngineSettings], AnswerEngine] | None = None,
 ) -> None:
-    """Ask the model all questions, and write its answers.
+    """Ask the model all questions, and write its answers into `options.output`.
 
-    `build`: in place of `build_engine`. Raises `UserError`.
+    Args:
+        benchmark: The benchmark, whose name and options are a part of the fingerprint.
+        options: How the model is asked, and where the answers go.
+        settings: The engine, as `check_options` returned it.
+        selection: The problems, as `questions` returned them.
+        processes: The rank of this process; only rank 0 prints.
+        build: Makes the engine in place of `build_engine`.
+
+    Raises `UserError`, also where answers are missing at the end because calls of a server failed.
     """
-    problems = asked.problems[: options.limit]
-    left_out = asked.left_out
+    problems = selection.problems[: options.limit]
+    left_out = selection.left_out
     fingerprint: Fields = {"benchmark": benchmark.name, "model": settings.model}
-    # a server shows no weights
-    hashed = None if settings.endpoint else model_hash(settings.model, settings.revision)
-    if hashed is not None and processes.rank == 0:
+    # A server shows no weights that could be hashed.
+    weights_hash = None if settings.endpoint else model_hash(settings.model, settings.revision)
+    if weights_hash is not None and processes.rank == 0:
         print(*(f"{line}\n" for line in notes_on(settings.model)), sep="", end="", file=sys.stderr)
-    fingerprint |= {"model_hash": hashed, "data_hash": asked.data_hash}
+    fingerprint |= {"model_hash": weights_hash, "data_hash": selection.data_hash}
     fingerprint |= {"engine": options.engine, "split": options.data.split}
     fingerprint |= {name: getattr(options, name) for name in _FINGERPRINT}
     for name in benchmark.fingerprint:
-        is_unused = name in asked.unused_options
+        is_unused = name in selection.unused_options
         fingerprint[name] = None if is_unused else getattr(options.data, name)
     # Fields that only some runs have.
     fingerprint |= {"view": options.view} if options.view != "image" else {}
@@ -141,10 +164,10 @@ def ask(
         output=options.output,
         settings=settings,
         fingerprint=fingerprint,
-        system_prompt=settings.told(options.system_prompt),
+        system_prompt=settings.with_tool_prompt(options.system_prompt),
         build=build or build_engine,
         samples=options.samples,
-        in_data=len(asked.problems),
+        in_data=len(selection.problems),
         ranks=processes,
     )
     if processes.rank:
@@ -156,7 +179,7 @@ def ask(
         if left_out
         else ""
     )
-    answered = summary.asked - summary.missing
+    answered = summary.pending - summary.missing
     print(
         f"{answered} answered in {summary.seconds:.1f} s{failed} -> {options.output / PREDICTIONS}",
         file=sys.stderr,

@@ -36,23 +36,28 @@ _PACKAGE = "adora_vl_benchmarks"  # the name in `sys.modules`; no file has it
 _OF_SOURCES = {"knights": "knights", "geometry3k": "geometry3k"}
 
 
-def named(name: str, key: str = "benchmark", others: Sequence[str] = ()) -> Benchmark:
-    """The benchmark of that name.
+def named(name: str, key: str = "benchmark", extra_names: Sequence[str] = ()) -> Benchmark:
+    """The benchmark of a name in `NAMES`, or of a user's own `FILE.py:NAME`.
 
-    `others`: words beside `NAMES`. Raises `UserError`, which begins with `key`.
+    Args:
+        name: The name.
+        key: The option or key that names it, with which an error begins.
+        extra_names: Words beside `NAMES` that the caller understands, for the error alone.
+
+    Raises `UserError` for any other name, and for a file without such a benchmark.
     """
     if name in NAMES:
-        found = shipped(name)
+        benchmark = shipped(name)
     elif is_own(name):
-        own = from_file(
+        user_file = from_file(
             key, name, noun="benchmark", fits=lambda value: isinstance(value, Benchmark)
         )
-        found = replace(own.value, file=own.hash)
+        benchmark = replace(user_file.value, file=user_file.hash)
     else:
-        known = (*NAMES, *others)
-        close = did_you_mean(name, known)
-        raise UserError(f"{key}: {name!r} is not one of {', '.join(known)}, or FILE.py:NAME{close}")
-    return found
+        names = (*NAMES, *extra_names)
+        close = did_you_mean(name, names)
+        raise UserError(f"{key}: {name!r} is not one of {', '.join(names)}, or FILE.py:NAME{close}")
+    return benchmark
 
 
 def shipped(name: str) -> Benchmark:
@@ -81,18 +86,18 @@ def loaded(benchmark: Benchmark, options: DataOptions) -> LoadedProblems:
     Raises `UserError` where two have the same id, by which answers are found, or where a text
     cannot be asked.
     """
-    from adora_vl.evals.inference.dataset import (
-        unaskable,
-    )  # in here: pyarrow takes long, and Ctrl-C then ends with a line
+    # Imported here, because pyarrow takes long, and Ctrl-C in the meantime ends with a line.
+    from adora_vl.evals.inference.dataset import unaskable
 
-    everything = LoadedProblems(*benchmark.load(options))  # of a user's own it may be a plain tuple
-    seen: set[str] = set()
+    # A user's own benchmark may return a plain tuple.
+    everything = LoadedProblems(*benchmark.load(options))
+    pids: set[str] = set()
     for problem in everything.problems:
-        if problem.pid in seen:
+        if problem.pid in pids:
             raise UserError(f"data: the id {problem.pid!r} occurs twice; ids have to be unique")
         if fault := unaskable(problem.prompt, has_image=problem.n_images > 0):
             raise UserError(f"data: the problem {problem.pid!r} {fault}")
-        seen.add(problem.pid)
+        pids.add(problem.pid)
     return everything
 
 
@@ -101,13 +106,14 @@ def data_options(benchmark: Benchmark, data: str, prompt: str | None) -> DataOpt
 
     `prompt`: the template of what is asked, for a benchmark that has one.
     """
-    own = {"prompt": prompt} if "prompt" in benchmark.fingerprint else {}
-    return benchmark.data_options(data=data, split=benchmark.split, **own)
+    kwargs = {"prompt": prompt} if "prompt" in benchmark.fingerprint else {}
+    return benchmark.data_options(data=data, split=benchmark.split, **kwargs)
 
 
 def for_data(folder: Path) -> str:
-    """The name of the benchmark that scores the held-out split of a data set, by the source in its
-    manifest.
+    """The name of the benchmark that scores the held-out split of a data set.
+
+    The source in the manifest of the folder decides; without one it is `problems`.
     """
     from adora_vl.data.dataset import read_manifest
 

@@ -29,8 +29,9 @@ from adora_vl.evals.scoring.table import name_of_data, percent
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 
+# The keys that a score file has to have.
 _NEEDED = ("benchmark", "accuracy", "total", "wilson_95", "groups", "items", "rules")
-# fields of a fingerprint in which compared runs may differ
+# The fields of a fingerprint in which compared runs may differ.
 _FREE = (
     "model",
     "model_hash",
@@ -42,34 +43,40 @@ _SHOWN = 60  # characters of a value
 
 @dataclass(frozen=True)
 class ScoreFile:
-    name: str  # in the table
+    """The content of a score file, and how often each problem was answered right."""
+
+    name: str
+    """The name in tables: the path, or what the caller calls the run."""
     score: Score
-    shares: dict[str, float]  # of right answers to each problem
+    """The content of the file."""
+    shares: dict[str, float]
+    """The share of right answers to each problem, from 0 to 1, by its id."""
 
     @classmethod
     def of(cls, name: str, score: Score) -> ScoreFile:
-        """The content of a score file with what its items say."""
+        """The content of a score file, with the shares that its items give."""
         verdicts: dict[str, list[bool]] = {}
         for item in score["items"]:
             verdicts.setdefault(item["pid"], []).append(item["verdict"] == "correct")
-        return cls(name, score, {pid: sum(right) / len(right) for pid, right in verdicts.items()})
+        shares = {pid: sum(right) / len(right) for pid, right in verdicts.items()}
+        return cls(name=name, score=score, shares=shares)
 
     @property
     def cells(self) -> dict[str, Any]:
-        """The figures that get a column: of all answers, and the benchmark's own."""
-        own = {
+        """The figures that get a column: all answers, the benchmark's own, and avg@k and pass@k."""
+        benchmark_cells = {
             name: cell for cells in own_cells(self.score).values() for name, cell in cells.items()
         }
         samples = self.score.get("samples") or {}
-        of_k = [
+        sampled_figures = [
             name
             for name in (f"avg@{samples.get('k')}", f"pass@{samples.get('k')}")
             if name in samples
         ]
         return (
             {"all": self.score}
-            | own
-            | {name: {"accuracy": samples[name]["value"]} for name in of_k}
+            | benchmark_cells
+            | {name: {"accuracy": samples[name]["value"]} for name in sampled_figures}
         )
 
 
@@ -101,12 +108,14 @@ def read_run(path: str, name: str | None = None) -> ScoreFile:
 
 
 def check_one_benchmark(runs: Sequence[ScoreFile]) -> None:
+    """Raise `UserError` if the runs are of different benchmarks."""
     first = runs[0]
-    name = runs[0].score["benchmark"]
-    other = next((run for run in runs if _grader(run) != _grader(first)), None)
-    if other is not None:
-        of = f"is of {other.score['benchmark']} and {first.name!r} of {name}"
-        raise UserError(f"run: {other.name!r} {of}; compare runs of one benchmark")
+    for run in runs:
+        if _grader(run) != _grader(first):
+            raise UserError(
+                f"run: {run.name!r} is of {run.score['benchmark']} and {first.name!r} of "
+                f"{first.score['benchmark']}; compare runs of one benchmark"
+            )
 
 
 def _grader(run: ScoreFile) -> str:
@@ -117,23 +126,27 @@ def _grader(run: ScoreFile) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """B - A: the means of both, and the 95 % interval of the difference, where there is one, with
-    what it is over.
-    """
+    """The difference of the means of two sides, with its 95 % interval where there is one."""
 
     first: float
+    """The mean of the side that is subtracted."""
     second: float
+    """The mean of the other side."""
     low: float | None = None
+    """The lower end of the 95 % interval of the difference."""
     high: float | None = None
+    """The upper end of it."""
     over: str = "one seed per side: no interval"
+    """What the interval is over, in words."""
 
     @property
     def value(self) -> float:
+        """The difference, second - first."""
         return self.second - self.first
 
     @property
     def points(self) -> str:
-        """Of shares, in percentage points with their interval: `+35.0 points, 95 % [+1.2, +68.0]`."""
+        """A difference of shares in percentage points, `+35.0 points, 95 % [+1.2, +68.0]`."""
         assert self.low is not None and self.high is not None
         return (
             f"{100 * self.value:+.1f} points, 95 % [{100 * self.low:+.1f}, {100 * self.high:+.1f}]"
@@ -141,38 +154,44 @@ class Difference:
 
 
 def common_problems(runs: Sequence[ScoreFile]) -> list[str]:
+    """The ids of the problems that all runs answered, in the order of the first run."""
     return [pid for pid in runs[0].shares if all(pid in run.shares for run in runs)]
 
 
 def between_problems(first: Sequence[ScoreFile], second: Sequence[ScoreFile]) -> Difference | None:
-    """The difference of two sides on the problems that all their runs answered, or None if there is
-    none. Its interval is a paired bootstrap over the problems, as if other ones had been drawn.
+    """The difference of two sides on the problems that all their runs answered; None if none is.
+
+    A side is one run, or several runs whose shares are averaged. The interval is a paired bootstrap
+    over the problems: how the difference would vary if other problems had been drawn.
     """
     common = common_problems([*first, *second])
     if not common:
         return None
-    sides = [[fmean(run.shares[pid] for run in side) for pid in common] for side in (first, second)]
-    return replace(_gain(*sides), over=amount(len(common), "problem"))
+    before = [fmean(run.shares[pid] for run in first) for pid in common]
+    after = [fmean(run.shares[pid] for run in second) for pid in common]
+    return replace(_gain(before, after), over=amount(len(common), "problem"))
 
 
 def cautions(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> list[str]:
-    """Warnings about everything but the model, and the fields that are the subject, in which these
-    scores differ.
+    """Warnings about everything, beside the model, in which these scores differ.
 
-    Read from a score's `rules`, `coverage` and `fingerprint`: `fields` as given, `resolved` as
-    used, and `versions`.
+    They are read from a score's `rules`, `coverage` and `fingerprint`, whose `fields` are as given,
+    whose `resolved` are as used, and whose `versions` are of the software. `subject` names further
+    fields that may differ, because the comparison is about them.
     """
     lines = [line for run in runs for line in _partial(run)]
     without = [run.name for run in runs if not _part(run.score, "fields")]
     if without:
         unknown = "it is not known whether the prompt, the sampling and the data were the same"
         lines.append(f"warning: {', '.join(without)}: no fingerprint, so {unknown}")
-    known = [run for run in runs if run.name not in without]
-    free = (*_FREE, *subject, *(_OF_A_VIEW if views_of(runs) else ()))
-    fields = _differing(known, "fields", free)
+    with_fingerprint = [run for run in runs if run.name not in without]
+    free = (*_FREE, *subject)
+    if views_of(runs):
+        free = (*free, *_OF_A_VIEW)
+    fields = _differing(with_fingerprint, "fields", free)
     # `auto` and a limit that is not given are the model's own, which only the engine knows.
     resolved = _differing(
-        [run for run in known if _part(run.score, "resolved")], "resolved", tuple(fields)
+        [run for run in with_fingerprint if _part(run.score, "resolved")], "resolved", tuple(fields)
     )
     lines += [
         f"warning: the runs differ in {key}: {values}"
@@ -183,7 +202,7 @@ def cautions(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> list[str
         lines.append(
             "warning: the runs were scored by different rules: " + " | ".join(sorted(rules))
         )
-    versions = _differing(known, "versions", ())
+    versions = _differing(with_fingerprint, "versions", ())
     return lines + [
         f"note: the runs differ in the version of {key}: {values}"
         for key, values in versions.items()
@@ -197,32 +216,36 @@ def _partial(run: ScoreFile) -> list[str]:
 
 
 def views_of(runs: Sequence[ScoreFile]) -> list[dict[str, ScoreFile]]:
-    """The runs that differ in nothing but what the model was shown (`--view`), by that; of each
-    view the first run.
+    """The groups of runs that differ in nothing but what the model was shown (`--view`).
+
+    Each group maps a view to its run, the first one where several have that view, in the order of
+    `VIEWS`. A group has at least two views.
     """
-    alike: dict[str, dict[str, ScoreFile]] = {}
+    runs_by_setting: dict[str, dict[str, ScoreFile]] = {}
     for run in runs:
         if fields := _part(run.score, "fields"):
             same = json.dumps({**fields, **dict.fromkeys(_OF_A_VIEW)}, sort_keys=True)
-            alike.setdefault(same, {}).setdefault(fields.get("view", "image"), run)
+            runs_by_setting.setdefault(same, {}).setdefault(fields.get("view", "image"), run)
     return [
-        {view: found[view] for view in VIEWS if view in found}
-        for found in alike.values()
-        if len(found) > 1
+        {view: run_of_view[view] for view in VIEWS if view in run_of_view}
+        for run_of_view in runs_by_setting.values()
+        if len(run_of_view) > 1
     ]
 
 
 _OF_A_VIEW = ("view", "left_out", "seed")
 
 
-def sees_or_reasons(found: Mapping[str, ScoreFile]) -> list[str]:
-    """The views of one model side by side, on the problems that it answered in all of them, and
-    what they say of it.
+def sees_or_reasons(run_of_view: Mapping[str, ScoreFile]) -> list[str]:
+    """The views of one model side by side, and whether it sees or reasons.
+
+    `run_of_view` is a group of `views_of`. The lines are over the problems that the model answered
+    in all views; there are none where it has none in common.
     """
-    common = common_problems(list(found.values()))
+    common = common_problems(list(run_of_view.values()))
     if not common:
         return []
-    right = {view: [run.shares[pid] for pid in common] for view, run in found.items()}
+    right = {view: [run.shares[pid] for pid in common] for view, run in run_of_view.items()}
     means = {view: mean_with_interval(values) for view, values in right.items()}
     lines = ["", f"what it was shown, {amount(len(common), 'common problem')}:"]
     for view, mean in means.items():
@@ -248,43 +271,52 @@ def _tools(run: ScoreFile) -> str:
     return ", ".join(_part(run.score, "fields").get("tools", ()))
 
 
-def differ_in_tools(first: ScoreFile, other: ScoreFile) -> bool:
+def differ_in_tools(first: ScoreFile, second: ScoreFile) -> bool:
     """Whether one of two runs of the same model and view had tools, and the other none."""
-    one, two = (_part(run.score, "fields") for run in (first, other))
-    same = all(one.get(key) == two.get(key) for key in ("model_hash", "view"))
-    return same and bool(_tools(first)) != bool(_tools(other))
+    first_fields = _part(first.score, "fields")
+    second_fields = _part(second.score, "fields")
+    for key in ("model_hash", "view"):
+        if first_fields.get(key) != second_fields.get(key):
+            return False
+    return bool(_tools(first)) != bool(_tools(second))
 
 
-def gain_and_harm(first: ScoreFile, other: ScoreFile) -> list[str]:
-    """Of two runs that `differ_in_tools`: what is solved only with tools and only without, and
-    whether they help.
+def gain_and_harm(first: ScoreFile, second: ScoreFile) -> list[str]:
+    """What is solved only with tools and only without, and whether tools help.
+
+    The two runs, in any order, are such that `differ_in_tools` holds.
     """
-    common = common_problems([first, other])
-    (without, having) = sorted([first, other], key=_tools)
-    before, after = ([run.shares[pid] for pid in common] for run in (without, having))
+    common = common_problems([first, second])
+    # A run without tools has the empty text, which sorts first.
+    without, having = sorted([first, second], key=_tools)
+    tools = _tools(having)
+    before = [without.shares[pid] for pid in common]
+    after = [having.shares[pid] for pid in common]
     gained, lost, p = _paired_test(before, after)
-    how, test = ("more often", "") if p is None else ("only", f", McNemar p = {p:.3g}")
-    said = (
-        "helps"
-        if _solves_more(before, after)
-        else "harms"
-        if _solves_more(after, before)
-        else "shows no effect"
-    )
+    if p is None:
+        often = "more often"
+        test = ""
+    else:
+        often = "only"
+        test = f", McNemar p = {p:.3g}"
+    if _solves_more(before, after):
+        effect = "helps"
+    elif _solves_more(after, before):
+        effect = "harms"
+    else:
+        effect = "shows no effect"
     return [
-        f"  gain {gained} (solved {how} with {_tools(having)}), harm {lost} ({how} without){test}",
-        f"  having {_tools(having)} {said}: {100 * fmean(after):.1f} % right, "
+        f"  gain {gained} (solved {often} with {tools}), harm {lost} ({often} without){test}",
+        f"  having {tools} {effect}: {100 * fmean(after):.1f} % right, "
         f"{100 * fmean(before):.1f} % without",
     ]
 
 
-def _share(part: Sequence[float], whole: Sequence[float]) -> str:
-    """The sum of paired values as a share of that of others."""
-    return (
-        percent(sum(part) / sum(whole), list(bootstrap_ratio(part, whole)))
-        if sum(whole)
-        else "nothing of nothing,"
-    )
+def _share(part: Sequence[float], total: Sequence[float]) -> str:
+    """The sum of `part` as a share of the sum of `total`, which are paired, with its interval."""
+    if not sum(total):
+        return "nothing of nothing,"
+    return percent(sum(part) / sum(total), list(bootstrap_ratio(part, total)))
 
 
 def _gain(before: Sequence[float], after: Sequence[float]) -> Difference:
@@ -294,23 +326,26 @@ def _gain(before: Sequence[float], after: Sequence[float]) -> Difference:
 
 
 def _verdict(right: Mapping[str, Sequence[float]]) -> str:
-    """Whether words and picture each let the model solve more than a grey picture, and by what it
-    loses more.
+    """Whether words, and the picture, let the model solve more than a grey picture does.
+
+    `right` has the shares of right answers of the views `text`, `image` and `blank`, paired by
+    problem. Where both hold, the line says by which of the two the model loses more.
     """
-    reasons, sees = (_solves_more(right["blank"], right[view]) for view in ("text", "image"))
+    reasons = _solves_more(right["blank"], right["text"])
+    sees = _solves_more(right["blank"], right["image"])
     if reasons and sees:
         seeing = 100 * fmean(
             t * (1 - i) for t, i in zip(right["text"], right["image"], strict=True)
         )
         reasoning = 100 * (1 - fmean(right["text"]))
-        more = (
-            f" more by {'seeing' if seeing > reasoning else 'reasoning'}"
-            if seeing != reasoning
-            else ""
-        )
+        greater_loss = ""
+        if seeing > reasoning:
+            greater_loss = " more by seeing"
+        elif seeing != reasoning:
+            greater_loss = " more by reasoning"
         return (
-            f"it sees and it reasons, and loses{more}: of 100 problems {seeing:.0f} by seeing "
-            f"(solved from words, not from the picture) and {reasoning:.0f} by reasoning (not "
+            f"it sees and it reasons, and loses{greater_loss}: of 100 problems {seeing:.0f} by "
+            f"seeing (solved from words, not from the picture) and {reasoning:.0f} by reasoning (not "
             "solved from words)"
         )
     if reasons:
@@ -329,49 +364,71 @@ def _verdict(right: Mapping[str, Sequence[float]]) -> str:
 
 
 def _solves_more(before: Sequence[float], after: Sequence[float]) -> bool:
-    """By McNemar's test at 5 %; of several answers to a problem, by the interval of the difference."""
+    """Whether more is solved after than before, and not by chance.
+
+    McNemar's test at 5 % says it for single answers. With several answers to a problem it does not
+    apply, and the interval of the difference has to lie over 0.
+    """
     gained, lost, p = _paired_test(before, after)
-    return (_gain(before, after).low or 0) > 0 if p is None else gained > lost and p < 0.05
+    if p is None:
+        return (_gain(before, after).low or 0) > 0
+    return gained > lost and p < 0.05
 
 
 def _paired_test(before: Sequence[float], after: Sequence[float]) -> tuple[int, int, float | None]:
-    """How many values are larger after, how many before, and McNemar's p; None if they are not all
-    0 or 1.
+    """How many paired values are larger after, how many are larger before, and McNemar's p.
+
+    The p is None where a value is neither 0 nor 1, since the test is for single answers.
     """
-    gained, lost = (
-        sum(sign * (b - a) > 0 for a, b in zip(before, after, strict=True)) for sign in (1, -1)
-    )
-    return gained, lost, mcnemar(lost, gained) if {*before, *after} <= {0.0, 1.0} else None
+    gained = 0
+    lost = 0
+    for first, second in zip(before, after, strict=True):
+        if second > first:
+            gained += 1
+        elif second < first:
+            lost += 1
+    if {*before, *after} <= {0.0, 1.0}:
+        return gained, lost, mcnemar(lost, gained)
+    return gained, lost, None
 
 
 def _part(score: Score, name: str) -> dict[str, Any]:
-    found = (score.get("fingerprint") or {}).get(name)
-    return found if isinstance(found, dict) else {}
+    """A part of the fingerprint of a score; empty where it has none."""
+    section = (score.get("fingerprint") or {}).get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def _differing(runs: Sequence[ScoreFile], part: str, without: Sequence[str]) -> dict[str, str]:
-    """The keys of a part of the fingerprints in which the scores are not alike, with everybody's
-    value.
+    """The keys of a part of the fingerprints in which the scores differ, with each run's value.
+
+    The keys in `without` are not compared.
     """
-    parts = [(run.name, _part(run.score, part)) for run in runs]
-    keys = [
-        key
-        for key in dict.fromkeys(key for _, found in parts for key in found)
-        if key not in without
-    ]
-    return {
-        key: ", ".join(f"{name} {shortened(json.dumps(found.get(key)))}" for name, found in parts)
-        for key in keys
-        if len({json.dumps(found.get(key), sort_keys=True) for _, found in parts}) > 1
-    }
+    sections = [(run.name, _part(run.score, part)) for run in runs]
+    keys = dict.fromkeys(key for _, section in sections for key in section)
+    differing: dict[str, str] = {}
+    for key in keys:
+        if key in without:
+            continue
+        values = {json.dumps(section.get(key), sort_keys=True) for _, section in sections}
+        if len(values) > 1:
+            differing[key] = ", ".join(
+                f"{name} {shortened(json.dumps(section.get(key)))}" for name, section in sections
+            )
+    return differing
 
 
 def shortened(value: str) -> str:
+    """A text with its middle left out where it is longer than `_SHOWN` characters."""
     return value if len(value) <= _SHOWN else f"{value[: _SHOWN // 2]}...{value[-_SHOWN // 2 :]}"
 
 
 def comparison(runs: Sequence[ScoreFile], by: Sequence[str], *, published: bool) -> list[str]:
     """The lines of the table, the tests, and the notes.
+
+    Args:
+        runs: The runs; every run is tested against the first.
+        by: The groups whose values get a table of their own.
+        published: Whether figures that others have published are quoted.
 
     Raises `UserError` if the runs are of different benchmarks.
     """
@@ -389,22 +446,25 @@ def comparison(runs: Sequence[ScoreFile], by: Sequence[str], *, published: bool)
         _line(run.name, width, [_cell(run.cells.get(name)) for name in columns]) for run in runs
     ]
     for name, figures in rows.items():
-        shown = [f"{figures[column]:5.1f}" if column in figures else "-" for column in columns]
-        lines.append(_line(f"{name} (quoted)", width, shown))
+        cells = [f"{figures[column]:5.1f}" if column in figures else "-" for column in columns]
+        lines.append(_line(f"{name} (quoted)", width, cells))
     lines += [f"quoted: {quoted.source}; not measured here"] if quoted else []
-    found = views_of(runs)
+    view_groups = views_of(runs)
     # MathVerse has its versions of each problem beside our views.
-    for key in by or ["version"] * bool(found and benchmark == "mathverse"):
+    if not by and view_groups and benchmark == "mathverse":
+        by = ["version"]
+    for key in by:
         lines += ["", *_by_group(runs, key, width)]
     if len(runs) > 1:
-        lines += ["", *(line for other in runs[1:] for line in _test(runs[0], other))]
-        lines += [line for views in found for line in sees_or_reasons(views)]
+        lines += ["", *(line for run in runs[1:] for line in _test(runs[0], run))]
+        lines += [line for views in view_groups for line in sees_or_reasons(views)]
     return lines + _notes(runs, quoted)
 
 
 def _published(runs: Sequence[ScoreFile]) -> Published | None:
-    """The published rows to show beside these scores: none beside other problems than they are of,
-    or beside a part of them.
+    """The published rows to show beside these scores, if there are any.
+
+    There are none beside other problems than they are of, or beside a part of them.
     """
     names = {str(run.score["benchmark"]) for run in runs}
     benchmark = names.pop()
@@ -425,8 +485,9 @@ def _line(name: str, width: int, cells: Sequence[str]) -> str:
 
 
 def _cell(cell: Mapping[str, Any] | None) -> str:
-    """An accuracy with its interval and number of items, such as `61.2 [57.9, 64.4] of 850`; `-` if
-    there is none.
+    """An accuracy with its interval and number of items, such as `61.2 [57.9, 64.4] of 850`.
+
+    It is `-` if there is no such figure.
     """
     if cell is None:
         return "-"
@@ -434,18 +495,18 @@ def _cell(cell: Mapping[str, Any] | None) -> str:
         return f"{100 * cell['accuracy']:5.1f}"
     low, high = cell["wilson_95"]
     # A whole score knows how many problems there are; a cell of one does not.
-    of = share_of_the_data(cell) or str(cell["total"])
-    return f"{100 * cell['accuracy']:5.1f} [{100 * low:.1f}, {100 * high:.1f}] of {of}"
+    count = share_of_the_data(cell) or str(cell["total"])
+    return f"{100 * cell['accuracy']:5.1f} [{100 * low:.1f}, {100 * high:.1f}] of {count}"
 
 
 def _by_group(runs: Sequence[ScoreFile], key: str, width: int) -> list[str]:
-    """For each value of the group `key` a heading and a line per run.
+    """The lines of the group `key`: for each of its values a heading and a line per run.
 
     Raises `UserError` if no run has that group.
     """
-    known = list(dict.fromkeys(name for run in runs for name in run.score["groups"]))
-    if key not in known:
-        raise UserError(f"by: no run has the group {key!r}; they have {', '.join(known)}")
+    names = list(dict.fromkeys(name for run in runs for name in run.score["groups"]))
+    if key not in names:
+        raise UserError(f"by: no run has the group {key!r}; they have {', '.join(names)}")
     groups = [(run.name, run.score["groups"].get(key, {})) for run in runs]
     lines = []
     for value in dict.fromkeys(value for _, group in groups for value in group):
@@ -456,34 +517,35 @@ def _by_group(runs: Sequence[ScoreFile], key: str, width: int) -> list[str]:
     return lines
 
 
-def _test(first: ScoreFile, other: ScoreFile) -> list[str]:
-    """The difference on common items with its paired bootstrap interval, and for single answers
-    McNemar's test.
+def _test(first: ScoreFile, second: ScoreFile) -> list[str]:
+    """The lines of a test of two runs on their common items.
+
+    They give the difference with its paired bootstrap interval, and for single answers McNemar's
+    test.
     """
-    found = between_problems([first], [other])
-    if found is None:
-        raise UserError(f"run: {other.name!r} and {first.name!r} have no problem in common")
-    common = common_problems([first, other])
+    difference = between_problems([first], [second])
+    if difference is None:
+        raise UserError(f"run: {second.name!r} and {first.name!r} have no problem in common")
+    common = common_problems([first, second])
     text = (
-        f"{other.name} - {first.name}: {found.points} (paired bootstrap, "
+        f"{second.name} - {first.name}: {difference.points} (paired bootstrap, "
         f"{amount(len(common), 'common problem')})"
     )
-    if differ_in_tools(first, other):
-        return [text, *gain_and_harm(first, other)]
-    gained, lost, p = _paired_test(*([run.shares[pid] for pid in common] for run in (first, other)))
+    if differ_in_tools(first, second):
+        return [text, *gain_and_harm(first, second)]
+    before = [first.shares[pid] for pid in common]
+    after = [second.shares[pid] for pid in common]
+    gained, lost, p = _paired_test(before, after)
     if p is None:
         return [text + "; several answers a problem, so no McNemar test"]
     return [text + f"; McNemar p = {p:.3g} ({gained} gained, {lost} lost)"]
 
 
 def _notes(runs: Sequence[ScoreFile], quoted: Published | None) -> list[str]:
-    """What a reader has to know before comparing: settings and problems that differ, and partial
-    scores.
-    """
+    """The notes for a reader: settings and problems that differ, and partial scores."""
     if len(runs) > 1:
-        notes = cautions(
-            runs, _OF_TOOLS if all(differ_in_tools(runs[0], other) for other in runs[1:]) else ()
-        )
+        is_about_tools = all(differ_in_tools(runs[0], run) for run in runs[1:])
+        notes = cautions(runs, _OF_TOOLS if is_about_tools else ())
     else:
         notes = partial_notes(runs[0].score)
     if any(run.shares.keys() != runs[0].shares.keys() for run in runs):
@@ -492,5 +554,5 @@ def _notes(runs: Sequence[ScoreFile], quoted: Published | None) -> list[str]:
             "table all"
         )
     caution = quoted.caution if quoted else None
-    found = [caution(run.score) for run in runs] if caution else []
-    return notes + [f"note: {line}" for line in dict.fromkeys(found) if line]
+    messages = [caution(run.score) for run in runs] if caution else []
+    return notes + [f"note: {line}" for line in dict.fromkeys(messages) if line]

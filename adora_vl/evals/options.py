@@ -20,7 +20,7 @@ Options = TypeVar("Options")
 
 
 def option(
-    default: Any = MISSING, *, help: str, parser_default: Any = MISSING, **arguments: Any
+    default: object = MISSING, *, help: str, parser_default: object = MISSING, **arguments: Any
 ) -> Any:
     """A field of a dataclass that is an option of the command, `--max-tokens` for `max_tokens`.
 
@@ -64,20 +64,20 @@ def add_options(parser: ArgumentParser, kind: type) -> None:
             parser.add_argument("--" + option_field.name.replace("_", "-"), **argument)
 
 
-def options_from(kind: type[Options], parsed: Namespace, **more: Any) -> Options:
+def options_from(kind: type[Options], parsed: Namespace, **overrides: Any) -> Options:
     """An instance of a dataclass of options from what a parser has read.
 
     Args:
         kind: The dataclass. A field that the parser does not know keeps its default.
         parsed: The values by name; names that are no fields are ignored.
-        more: Values of fields, in place of those that were parsed.
+        overrides: Values of fields, in place of those that were parsed.
     """
     values = {
         option_field.name: getattr(parsed, option_field.name)
         for option_field in fields(kind)  # type: ignore[arg-type]  # a dataclass, which no type says
         if hasattr(parsed, option_field.name)
     }
-    return kind(**{**values, **more})
+    return kind(**{**values, **overrides})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,10 +45,10 @@ class GraderOptions(ScoreOptions):
 
 
 def answer_form(answer: str, choices: Sequence[str] | None = None) -> str:
-    r"""How the reference answer is written: `letter`, `radical`, `pi`, `fraction`, `integer`,
-    `decimal` or `other`.
+    r"""The form in which a reference answer is written.
 
-    One with several of them counts as the first in this order: `2 \sqrt { 3 } \pi` is a radical.
+    It is `letter`, `radical`, `pi`, `fraction`, `integer`, `decimal` or `other`. An answer with
+    several of them has the first in this order: `2 \sqrt { 3 } \pi` is a radical.
     """
     text = "".join(answer.split())
     if choices and re.fullmatch(r"\(?[A-Z]\)?", text):
@@ -56,7 +56,8 @@ def answer_form(answer: str, choices: Sequence[str] | None = None) -> str:
     return next((name for name, pattern in _FORMS if pattern.search(text)), "other")
 
 
-# of `meta`; what the warm start of the tiny model learns from
+# The fields of `meta` from which the warm start of the tiny model learns; a prediction leaves them
+# out.
 _TRAINING_TEXTS = (
     "solution",
     "slip",
@@ -73,8 +74,8 @@ def load(options: DataOptions, prompt: str | None = None) -> LoadedProblems:
 
     Raises `UserError` with a line for each row that cannot be asked about.
     """
-    # The hash is of the data before its rows are read: a later change gives another one.
-    held = data_hash(Path(options.data), options.split)
+    # The data are hashed before their rows are read: a change in between gives another hash later.
+    split_hash = data_hash(Path(options.data), options.split)
     dataset = load_split(options.data, options.split)
     asked_as = template(prompt) if prompt else None
     if asked_as is not None:
@@ -91,20 +92,21 @@ def load(options: DataOptions, prompt: str | None = None) -> LoadedProblems:
         if fault:
             faults.append(f"row {row.get('id') or f'number {index}'}: {fault}")
     refuse_rows(where, faults)
-    asked = problems(dataset, asked_as)
+    asked_problems = problems(dataset, asked_as)
     if asked_as is not None:
-        for problem in asked:
+        for problem in asked_problems:
             fault = problem_with_prompt(problem.prompt, problem.n_images)
             if fault:
                 faults.append(f"row {problem.pid}: {fault}")
         refuse_rows(where, faults)
-    return LoadedProblems(asked, held, unused)
+    return LoadedProblems(asked_problems, split_hash, unused)
 
 
-def problems(dataset: Dataset, made: Template | None = None) -> list[Problem]:
-    """The rows of a prepared split, images encoded until they are needed.
+def problems(dataset: Dataset, prompt_template: Template | None = None) -> list[Problem]:
+    """The problems of the rows of a prepared split, images encoded until they are needed.
 
-    `made`: the template of what is asked.
+    `prompt_template`: makes the text that is asked from the columns of a row; None asks the
+    problem alone.
     """
     encoded = dataset.with_format("arrow")  # bytes as they are in the file
     texts = dataset.remove_columns("images")
@@ -113,9 +115,11 @@ def problems(dataset: Dataset, made: Template | None = None) -> list[Problem]:
         for chunk in encoded["images"][:].chunks
         for count in chunk.value_lengths().to_pylist()
     ]
-    asked = []
+    rows = []
     for index, (row, count) in enumerate(zip(texts, counts, strict=True)):
-        text = row["problem"] if made is None else made(row)
+        text = row["problem"]
+        if prompt_template is not None:
+            text = prompt_template(row)
         problem = pictured(
             _fields(row),
             prompt=text,
@@ -123,13 +127,13 @@ def problems(dataset: Dataset, made: Template | None = None) -> list[Problem]:
             stored=partial(_stored, encoded, index),
             decoded=decoded_image,
         )
-        asked.append(replace(problem, facts=row.get("facts") or None))
-    return asked
+        rows.append(replace(problem, facts=row.get("facts") or None))
+    return rows
 
 
 def _fields(row: dict[str, Any]) -> dict[str, Any]:
     """What a prediction keeps of a row of the dataset."""
-    known = {key: row[key] for key in ("source", "split") if row.get(key)}
+    origin = {key: row[key] for key in ("source", "split") if row.get(key)}
     meta = {
         key: value for key, value in (row.get("meta") or {}).items() if key not in _TRAINING_TEXTS
     }
@@ -138,7 +142,7 @@ def _fields(row: dict[str, Any]) -> dict[str, Any]:
         "question": row["problem"],
         "answer": row["answer"],
         "choices": row.get("choices"),
-        "metadata": {**known, **meta},
+        "metadata": {**origin, **meta},
     }
 
 

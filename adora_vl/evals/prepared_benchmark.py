@@ -1,5 +1,6 @@
-"""A benchmark of prepared problems, graded as in training: what `eval.geometry3k` and
-`eval.problems` share.
+"""A benchmark of prepared problems, graded as in training.
+
+`eval.geometry3k` and `eval.problems` are two names of it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from adora_vl.evals.scoring.score import metadata_groups
 from adora_vl.rewards import grade as graded_as_in_training
 from adora_vl.utils.cli import amount, optional, text
 
-_METADATA_GROUPS = ("goal", "shapes", "family")  # of `meta`; `family`: of a drawn problem
+# The fields of `meta` by which answers are grouped; only a drawn problem has a `family`.
+_METADATA_GROUPS = ("goal", "shapes", "family")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +56,22 @@ def grade(row: Prediction, options: GraderOptions) -> RowGrade:
     `options.answer_tags`: also accept an answer in `<answer> </answer>` without a box.
     """
     rules = {"rounding": options.rounding, "answer_tags": options.answer_tags}
-    found = graded_as_in_training(
+    result = graded_as_in_training(
         row["response"], row["answer"], choices=row.get("choices"), **rules
     )
     return RowGrade(
-        verdict=found.verdict, extracted=found.extracted, reason=found.reason, groups=_groups(row)
+        verdict=result.verdict,
+        extracted=result.extracted,
+        reason=result.reason,
+        groups=_groups(row),
     )
 
 
 def _rules(options: GraderOptions) -> dict[str, Any]:
-    return {"rounding": options.rounding, **({"answer_tags": True} if options.answer_tags else {})}
+    rules = {"rounding": options.rounding}
+    if options.answer_tags:
+        rules["answer_tags"] = True
+    return rules
 
 
 def _summary(
@@ -81,13 +89,14 @@ def _summary(
 
 
 def _data_set(rows: Sequence[Prediction]) -> dict[str, Any]:
-    """What the problems are of: their sources and splits, as the rows of a prepared folder say it,
-    and how many there are.
+    """The sources and splits of the problems, as the rows of a prepared folder say it.
+
+    The number of problems goes with them, for figures that apply to a whole split alone.
     """
     metadata = [row.get("metadata") or {} for row in rows]
     return {
-        "sources": sorted({str(one.get("source")) for one in metadata}),
-        "splits": sorted({str(one.get("split")) for one in metadata}),
+        "sources": sorted({str(fields.get("source")) for fields in metadata}),
+        "splits": sorted({str(fields.get("split")) for fields in metadata}),
         "problems": len({row["pid"] for row in rows}),
     }
 

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from PIL import Image
 
 Prediction = dict[str, Any]  # a row of `predictions.jsonl`
-# the content of a score file: `docs/evaluation.md` describes it, `adora_vl.evals.scoring.score`
-# makes it
+# The content of a score file: `docs/evaluation.md` describes it, `adora_vl.evals.scoring.score`
+# makes it.
 Score = dict[str, Any]
 CORRECT = "correct"
 WRONG = "wrong"
 FAILED = "failed"  # not asked, or the extraction failed; counts as not correct
-JUDGE_FAILED = "judge_failed"  # the `how` of an extraction that no judge could make
+JUDGE_FAILED = "judge_failed"  # the `method` of an extraction that no judge could make
 
 
 @dataclass(frozen=True)
@@ -42,31 +42,39 @@ class Problem:
 
     @property
     def pid(self) -> str:
+        """The id of the problem, unique in its benchmark."""
         return str(self.fields["pid"])
 
 
 class Extraction(NamedTuple):
-    """The answer in a response (a stored one may be anything), and how it was found: a rule,
-    `stored` or the judge.
-    """
+    """The answer in a response, and how it was found."""
 
     text: Any
-    how: str
+    """The answer, empty where there is none; a stored one may be any value of JSON."""
+    method: str
+    """The name of the rule that found it, `stored`, or a word for the judge."""
 
 
 class RowGrade(NamedTuple):
+    """The verdict on one answer, and what led to it."""
+
     verdict: str
-    extracted: str | None  # the answer that was compared
-    reason: str  # how it was found, or why it got its verdict
-    groups: dict[str, list[str]] = {}  # noqa: RUF012  # never changed; by kind, those in which the answer is counted
-    # the answer as it was read out of the response, if that is a step of its own
+    """`CORRECT`, `WRONG` or `FAILED`."""
+    extracted: str | None
+    """The answer that was compared with the reference answer."""
+    reason: str
+    """How the answer was found, or why it got its verdict."""
+    groups: dict[str, list[str]] = {}  # noqa: RUF012  # never changed
+    """The groups in which the answer is counted, by the kind of group."""
     extraction: Extraction | None = None
+    """The answer as it was read out of the response, if that is a step of its own."""
 
 
 @dataclass(frozen=True)
 class Graded:
-    """One graded answer: its grade, with the groups that every benchmark has, and what the score
-    needs of its row.
+    """One graded answer: its grade, and what the score needs of its row.
+
+    The groups of the grade include those that every benchmark has.
     """
 
     pid: str
@@ -79,6 +87,7 @@ class Graded:
 
     @property
     def correct(self) -> bool:
+        """Whether the answer counts as right."""
         return self.grade.verdict == CORRECT
 
 
@@ -93,19 +102,20 @@ class Cell(TypedDict):
 
 @dataclass(frozen=True)
 class OwnFigures:
-    """What a benchmark adds to its score; the score file has `figures` and `notes` under their own
-    keys.
-
-    `figures`: under each key named figures, cells (see `cell`) or, for what is no count, shares.
-    Each is a row of the table, a column of a comparison and a number in the log of a training.
-    None: nothing to count. A text explains them.
-    """
+    """What a benchmark adds to its score, in the file and in the table."""
 
     figures: dict[str, dict[str, Cell | float | str | None]] = field(default_factory=dict)
-    notes: dict[str, Any] = field(default_factory=dict)  # anything else
-    lines: Sequence[str] = ()  # below the table, as the warnings
+    """Named figures under each key of the score file: cells (see `cell`) or, for what is no count,
+    shares. Each is a row of the table, a column of a comparison and a number in the log of a
+    training. None stands where there is nothing to count, and a text explains the figures."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """Anything else for the score file, under keys of its own."""
+    lines: Sequence[str] = ()
+    """Lines below the table."""
     warnings: Sequence[str] = ()
-    by: str | None = None  # the rules in words, for its head
+    """Warnings below the table."""
+    by: str | None = None
+    """The rules in words, for the head of the table; None: their names."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +127,10 @@ class Published:
 
     source: str
     rows: Mapping[str, Mapping[str, float]]
-    # Why a score of ours is not comparable with them, in words that are shown beside them, or None.
+    # Says why a score of ours is not comparable with them, in words that are shown beside them;
+    # None where it is.
     caution: Callable[[Mapping[str, Any]], str | None] | None = None
-    # Whether a score is of the problems that they are of; None: the benchmark's name says it.
+    # Says whether a score is of the same problems; None: the benchmark's name suffices.
     applies: Callable[[Mapping[str, Any]], bool] | None = None
 
 
@@ -175,8 +186,8 @@ class Benchmark:
 
     def __post_init__(self) -> None:
         """Raise `TypeError` for an option without a default, since a training gives none."""
-        given = {self.data_options: {"data", "split"}, self.score_options: set[str]()}
-        for kind, names in given.items():
+        supplied_names = {self.data_options: {"data", "split"}, self.score_options: set[str]()}
+        for kind, names in supplied_names.items():
             for name in required_names(kind):
                 if name not in names:
                     raise TypeError(
@@ -185,5 +196,9 @@ class Benchmark:
 
 
 class Scored(NamedTuple):
+    """A score, and what its benchmark says about it."""
+
     score: Score
-    summary: OwnFigures  # what its benchmark says about it
+    """The content of the score file."""
+    summary: OwnFigures
+    """The figures, notes and lines of the benchmark's own; the score has the figures and notes."""

@@ -44,13 +44,15 @@ class _Sum:
     constant: float = 0.0
     factors: dict[str, float] = field(default_factory=dict)
 
-    def plus(self, other: _Sum, factor: float = 1.0) -> _Sum:
+    def plus(self, addend: _Sum, factor: float = 1.0) -> _Sum:
+        """This sum and a multiple of another."""
         factors = dict(self.factors)
-        for name, share in other.factors.items():
+        for name, share in addend.factors.items():
             factors[name] = factors.get(name, 0.0) + factor * share
-        return _Sum(constant=self.constant + factor * other.constant, factors=factors)
+        return _Sum(constant=self.constant + factor * addend.constant, factors=factors)
 
     def times(self, factor: float) -> _Sum:
+        """A multiple of this sum."""
         return _Sum().plus(self, factor)
 
 
@@ -67,9 +69,8 @@ class Chase:
         self.equations: list[_Sum] = []
         self._rows = [set(row) for row in reading.drawing.rows]
         self._lines = _lines_of(reading.drawing.rows)
-        self._ways: dict[
-            str, complex
-        ] = {}  # of each line, the way from one point to another in the picture
+        # The way from one point to another in the picture, which is the sense of each line.
+        self._ways: dict[str, complex] = {}
         equal_lengths: dict[Quantity, list[Distance]] = {}
         for relation in reading.relations:
             self._add(relation)
@@ -81,8 +82,8 @@ class Chase:
                     if isinstance(side, Distance):
                         equal_lengths.setdefault(length, []).append(side)
         for length, sides in equal_lengths.items():
-            known = [*sides, length] if isinstance(length, Distance) else sides
-            for first, second in combinations(known, 2):
+            equal_sides = [*sides, length] if isinstance(length, Distance) else sides
+            for first, second in combinations(equal_sides, 2):
                 self._add_isosceles(first, second)
 
     def value(self) -> float | None:
@@ -98,21 +99,21 @@ class Chase:
             return None
         column = {name: number for number, name in enumerate(names)}
         matrix = np.zeros((len(self.equations), len(names)))
-        wanted = np.zeros(len(self.equations))
+        right_side = np.zeros(len(self.equations))
         for row, equation in enumerate(self.equations):
             for name, factor in equation.factors.items():
                 matrix[row, column[name]] = factor
-            wanted[row] = -equation.constant
+            right_side[row] = -equation.constant
         target = np.zeros(len(names))
         for name, factor in goal.factors.items():
             target[column[name]] = factor
         try:
-            solution, *_ = np.linalg.lstsq(matrix, wanted, rcond=1e-9)
+            solution, *_ = np.linalg.lstsq(matrix, right_side, rcond=1e-9)
             weights, *_ = np.linalg.lstsq(matrix.T, target, rcond=1e-9)
         except np.linalg.LinAlgError:
             return None
         is_fixed = np.abs(matrix.T @ weights - target).max() < _FIXED
-        is_fulfilled = np.abs(matrix @ solution - wanted).max() < _FULFILLED
+        is_fulfilled = np.abs(matrix @ solution - right_side).max() < _FULFILLED
         return float(target @ solution + goal.constant) if is_fixed and is_fulfilled else None
 
     # Directions and angles
@@ -145,27 +146,27 @@ class Chase:
         to 180.
         """
         turn = self._direction(corner, last).plus(self._direction(corner, first), -1.0)
-        seen = (
+        drawn_degrees = (
             math.degrees(
                 phase(self.places[last] - self.places[corner])
                 - phase(self.places[first] - self.places[corner])
             )
             + 180
         ) % 360 - 180
-        return turn, seen
+        return turn, drawn_degrees
 
-    def _turned_to(self, turn: _Sum, seen: float) -> _Sum:
+    def _turned_to(self, turn: _Sum, drawn_degrees: float) -> _Sum:
         """The same turn with as many full turns more as bring it to what the picture shows."""
-        missing = 360.0 * round((seen - self._seen(turn)) / 360)
+        missing = 360.0 * round((drawn_degrees - self._seen(turn)) / 360)
         return turn.plus(_Sum(constant=missing))
 
     def _angle(self, angle: Angle | Sweep) -> _Sum:
-        turn, seen = self._between(angle.first, angle.corner, angle.last)
+        turn, drawn_degrees = self._between(angle.first, angle.corner, angle.last)
         if isinstance(angle, Sweep):
-            swept = (angle.turn * seen) % 360
+            swept = (angle.turn * drawn_degrees) % 360
             return self._turned_to(turn.times(angle.turn), swept)
-        sign = 1.0 if seen >= 0 else -1.0
-        return self._turned_to(turn.times(sign), abs(seen))
+        sign = 1.0 if drawn_degrees >= 0 else -1.0
+        return self._turned_to(turn.times(sign), abs(drawn_degrees))
 
     def _linear(self, quantity: Quantity) -> _Sum:
         constant = constant_of(quantity)
@@ -198,8 +199,8 @@ class Chase:
     def _add(self, relation: Relation) -> None:
         with suppress(_NotLinearError):
             if isinstance(relation, Equal):
-                left = self._linear(relation.left)
-                self.equations.append(left.plus(self._linear(relation.right), -1.0))
+                left_side = self._linear(relation.left)
+                self.equations.append(left_side.plus(self._linear(relation.right), -1.0))
             elif isinstance(relation, Parallel | Perpendicular):
                 difference = self._direction(relation.c, relation.d).plus(
                     self._direction(relation.a, relation.b), -1.0
@@ -224,13 +225,15 @@ class Chase:
 
 
 def _lines_of(rows: list[list[str]]) -> dict[frozenset[str], str]:
-    """For each pair of points on one line the name of that line; lines with two common points are
-    one.
+    """The name of the line for each pair of points on one line.
+
+    Lines with two common points are one, and have one name.
     """
     lines: dict[frozenset[str], str] = {}
     renamed: dict[str, str] = {}
 
     def final(name: str) -> str:
+        """The name that a line has after all renamings."""
         while name in renamed:
             name = renamed[name]
         return name
@@ -238,8 +241,8 @@ def _lines_of(rows: list[list[str]]) -> dict[frozenset[str], str]:
     for row in rows:
         name = "".join(row)
         for pair in map(frozenset, combinations(row, 2)):
-            known = final(lines.get(pair, name))
-            if known != final(name):
-                renamed[known] = final(name)
+            earlier_line = final(lines.get(pair, name))
+            if earlier_line != final(name):
+                renamed[earlier_line] = final(name)
             lines[pair] = name
     return {pair: final(name) for pair, name in lines.items()}

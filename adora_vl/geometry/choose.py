@@ -33,7 +33,7 @@ class Outcome:
     """What the figures of a problem say: a status, and where there is one the answer with its
     figure.
 
-    `others` are the answers of other figures that fulfil the facts as well. `doubled`: the answer
+    `rival_values` are the answers of other figures that fulfil the facts as well. `doubled`: the answer
     is known to about four digits alone, since the equations have a double root there. `disordered`:
     lines on which the only figures have the points in another order, which is a conflict with what
     lies on them.
@@ -42,7 +42,7 @@ class Outcome:
     status: Status
     value: float | None = None
     solution: Solution | None = None
-    others: tuple[float, ...] = ()
+    rival_values: tuple[float, ...] = ()
     doubled: bool = False
     disordered: tuple[str, ...] = ()
 
@@ -86,9 +86,11 @@ def _outcome(
     share = _SAME_ROUNDED if rounded else _SAME
     rivals = [solution for solution in pool if _is_rival(solution, best, share)]
     agreeing = sum(1 for solution in sound if is_same(solution.value, best.value, share))
-    others = tuple(sorted({round(solution.value, 6) for solution in rivals}))
+    rival_values = tuple(sorted({round(solution.value, 6) for solution in rivals}))
     if rivals or (agreeing < 2 and best.faults > 0):
-        return Outcome(status="ambiguous", value=best.value, solution=best, others=others)
+        return Outcome(
+            status="ambiguous", value=best.value, solution=best, rival_values=rival_values
+        )
     return Outcome(status="answered", value=best.value, solution=best)
 
 
@@ -114,7 +116,7 @@ def _is_rival(solution: Solution, best: Solution, share: float) -> bool:
 def _without_places(problem: FigureProblem, alike: Sequence[Solution], budget: Budget) -> Outcome:
     """Where there is no picture to choose by, all figures have to agree."""
     best = min(alike, key=lambda solution: (solution.faults, solution.residual, solution.start))
-    others = sorted(
+    rival_values = sorted(
         {
             round(solution.value, 6)
             for solution in alike
@@ -123,12 +125,17 @@ def _without_places(problem: FigureProblem, alike: Sequence[Solution], budget: B
     )
     fixed = [solution for solution in alike if not is_free(solution)]
     if len(fixed) < len(alike):
-        if not others and problem.stays(best, budget):
+        if not rival_values and problem.stays(best, budget):
             return Outcome(status="answered", value=best.value, solution=best, doubled=True)
-        return Outcome(status="open", value=best.value, solution=best, others=tuple(others[:3]))
-    if others:
         return Outcome(
-            status="ambiguous", value=best.value, solution=best, others=tuple(others[:3])
+            status="open", value=best.value, solution=best, rival_values=tuple(rival_values[:3])
+        )
+    if rival_values:
+        return Outcome(
+            status="ambiguous",
+            value=best.value,
+            solution=best,
+            rival_values=tuple(rival_values[:3]),
         )
     if len(alike) < 2:
         return Outcome(status="ambiguous", value=best.value, solution=best)
@@ -145,11 +152,13 @@ def _at_free(
     if len(same) == len(alike) and problem.stays(best, budget):
         value = float(np.median([solution.value for solution in same]))
         return Outcome(status="answered", value=value, solution=best, doubled=True)
-    others = sorted(
+    rival_values = sorted(
         {
             round(solution.value, 6)
             for solution in alike
             if not is_same(solution.value, best.value, _SAME_DOUBLE)
         }
     )
-    return Outcome(status="open", value=best.value, solution=best, others=tuple(others[:3]))
+    return Outcome(
+        status="open", value=best.value, solution=best, rival_values=tuple(rival_values[:3])
+    )

@@ -50,14 +50,14 @@ def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
     terms = reading.drawing.terms
     used = {source for source in reading.sources if source is not None}
     values = [number for number in sorted(used) if is_value(terms[number])]
-    given = [number for number in values if number < len(reading.drawing.facts)]
-    others = [
+    value_facts = [number for number in values if number < len(reading.drawing.facts)]
+    relation_facts = [
         number for number in sorted(used - set(values)) if number < len(reading.drawing.facts)
     ]
-    asked = [number for number in sorted(used) if number >= len(reading.drawing.facts)]
+    question_facts = [number for number in sorted(used) if number >= len(reading.drawing.facts)]
     involved = _involved(FigureProblem(reading), budget)
     groups: list[list[tuple[int, ...]]] = [_other_kind(reading, values)]
-    for numbers in (given, others, asked):
+    for numbers in (value_facts, relation_facts, question_facts):
         likely = [number for number in numbers if number in involved]
         rest = [number for number in numbers if number not in involved]
         groups.append([(number,) for number in [*likely, *rest][:_MOST_TRIED]])
@@ -65,11 +65,8 @@ def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
     chosen: Repair | None = None
     is_settled = False
     for group in groups:
-        fitting = [
-            repair
-            for left_out in group
-            if (repair := _repaired(form, left_out, budget)) is not None
-        ]
+        attempts = [_repaired(form, left_out, budget) for left_out in group]
+        fitting = [repair for repair in attempts if repair is not None]
         repairs += fitting
         answered = [repair for repair in fitting if repair.outcome.status == "answered"]
         if answered and not is_settled:
@@ -117,7 +114,7 @@ def _kind_of_goal(reading: Reading) -> str:
 
 def _repaired(form: Form, left_out: Iterable[int], budget: Budget) -> Repair | None:
     numbers = tuple(left_out)
-    if budget.left <= 0:
+    if budget.remaining <= 0:
         return None
     reading = read(form, without=numbers)
     if reading.goal is None:

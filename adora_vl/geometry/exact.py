@@ -48,9 +48,9 @@ def rounded(value: float, digits: int) -> str:
     integer.
     """
     scale = 10**digits
-    whole = math.floor(abs(value) * scale + 0.5 + 1e-9)
-    text = f"{whole / scale:.{digits}f}" if digits else str(whole)
-    return f"-{text}" if value < 0 and whole else text
+    scaled = math.floor(abs(value) * scale + 0.5 + 1e-9)
+    text = f"{scaled / scale:.{digits}f}" if digits else str(scaled)
+    return f"-{text}" if value < 0 and scaled else text
 
 
 def _rational(value: float, off: float) -> Fraction | None:

@@ -38,16 +38,22 @@ class ExpressionError(ValueError):
 
 @dataclass(frozen=True)
 class Number:
+    """A number as written, or pi."""
+
     value: float
 
 
 @dataclass(frozen=True)
 class Letter:
+    """A letter of the problem, whose value the expression leaves open."""
+
     name: str
 
 
 @dataclass(frozen=True)
 class Operation:
+    """One operation on two expressions; a root is a power with a fraction as exponent."""
+
     operator: Operator
     left: Expression
     right: Expression
@@ -135,12 +141,15 @@ class _Reader:
             position = match.end()
 
     def error(self) -> ExpressionError:
+        """The error that says that the text is no value."""
         return ExpressionError(f"{self.text!r:.60} is not a value")
 
     def peek(self) -> str | None:
+        """The next sign, which stays; None at the end."""
         return self.signs[self.next] if self.next < len(self.signs) else None
 
     def take(self) -> str:
+        """The next sign, and go past it. Raises `ExpressionError` at the end."""
         sign = self.peek()
         if sign is None:
             raise self.error()
@@ -148,12 +157,14 @@ class _Reader:
         return sign
 
     def whole(self) -> Expression:
+        """The expression of the whole text. Raises `ExpressionError` where signs remain."""
         expression = self.sum()
         if self.peek() is not None:
             raise self.error()
         return expression
 
     def sum(self) -> Expression:
+        """Products with plus and minus between them; the depth of brackets is bounded here."""
         self.depth += 1
         if self.depth > MAX_NESTING:
             raise ExpressionError(f"a value has brackets over {MAX_NESTING} deep")
@@ -165,6 +176,7 @@ class _Reader:
         return expression
 
     def product(self) -> Expression:
+        """Factors with a sign between them or none, as in `2x` and `3\\sqrt{2}`."""
         expression = self.signed()
         while True:
             sign = self.peek()
@@ -182,6 +194,7 @@ class _Reader:
                 return expression
 
     def signed(self) -> Expression:
+        """A power with any number of signs before it."""
         negative = False
         while self.peek() in ("-", "+"):
             if self.take() == "-":
@@ -190,6 +203,7 @@ class _Reader:
         return Operation(operator="-", left=Number(0.0), right=power) if negative else power
 
     def power(self) -> Expression:
+        """A base with its exponents, each at most `MAX_EXPONENT`."""
         base = self.atom()
         while self.peek() == "^":
             self.take()
@@ -213,6 +227,7 @@ class _Reader:
         return expression
 
     def atom(self) -> Expression:
+        """A bracket, a fraction, a root, pi, a number or a letter."""
         sign = self.peek()
         if sign in ("{", "("):
             return self.group()
@@ -234,6 +249,7 @@ class _Reader:
         raise self.error()
 
     def root(self) -> Expression:
+        """A root as a power; its degree stands in square brackets, else it is 2."""
         degree: Expression = Number(2.0)
         if self.peek() == "[":
             self.take()

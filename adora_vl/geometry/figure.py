@@ -73,12 +73,12 @@ def figure_of(
     """
     v = solution.v
     names = problem.system.points
-    places = {name: problem.place(v, name) for name in names}
+    places = {name: problem.location(v, name) for name in names}
     turn = _turn_to_picture(problem, places)
     digits = _DIGITS - math.floor(math.log10(max(problem.size, 1e-9)))
     at = {}
-    for name, place in places.items():
-        turned = place * turn * problem.size
+    for name, location in places.items():
+        turned = location * turn * problem.size
         at[name] = (round(turned.real, digits), round(turned.imag, digits))
     first = problem.system.first_unknown
     values = {name: float(v[first + number]) for number, name in enumerate(problem.system.unknowns)}
@@ -102,7 +102,7 @@ def _turn_to_picture(problem: FigureProblem, places: Mapping[str, complex]) -> c
 def written(figure: Figure) -> str:
     """The figure as one line of JSON, for a table."""
     record = {
-        "at": {name: list(place) for name, place in figure.at.items()},
+        "at": {name: list(location) for name, location in figure.at.items()},
         "values": dict(figure.values),
         "form": record_of(figure.form),
         "assumed": list(figure.assumed),
@@ -136,8 +136,9 @@ def figure_from(text: str) -> Figure:
 
 
 def residual_of(figure: Figure) -> float:
-    """By how much the places of a figure miss its facts, at worst, in shares of its size or in
-    radians.
+    """The largest residual of a figure's facts at its places.
+
+    Lengths are in shares of the figure's size, angles in radians.
     """
     reading = read(figure.form, without_words=figure.left_out)
     problem = FigureProblem(reading)

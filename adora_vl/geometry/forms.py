@@ -177,8 +177,8 @@ def form_of(record: Mapping[str, object]) -> Form:
         keys = _INTERGPS_KEYS
     points = _mapping(record.get("more_points") or {}) | _mapping(record[keys["points"]])
     places: dict[str, Point] = {}
-    for name, place in points.items():
-        x, y = _pair(place)
+    for name, location in points.items():
+        x, y = _pair(location)
         if (x, y) != _NO_PLACE:
             places[str(name)] = (x, y)
     lines: list[tuple[str, str]] = []
@@ -200,7 +200,7 @@ def record_of(form: Form) -> dict[str, object]:
     return {
         "lines": ["".join(line) for line in form.lines],
         "circles": list(form.circles),
-        "points": {name: list(place) for name, place in form.points.items()},
+        "points": {name: list(location) for name, location in form.points.items()},
         "facts": list(form.facts),
         "question": list(form.question),
     }

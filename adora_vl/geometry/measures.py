@@ -112,6 +112,7 @@ class Measures:
         return rule(self, term)
 
     def values(self, term: Term) -> list[Quantity]:
+        """The quantities that the arguments of a term measure, in order."""
         return [self.value(argument) for argument in term.arguments]
 
     def _leaf(self, text: str) -> Quantity:
@@ -130,12 +131,15 @@ class Measures:
     # Lengths
 
     def distance(self, start: str, end: str) -> Distance:
+        """The distance of two points. Raises `UnreadError` where the form lacks one of them."""
         return Distance(start=self.drawing.point(start), end=self.drawing.point(end))
 
     def radius(self, circle: Circle) -> Unknown:
+        """The radius of a circle as an unknown."""
         return Unknown(circle.radius)
 
     def line(self, term: Term) -> Quantity:
+        """The length of a segment, by its two ends or by its small letter. Raises `UnreadError`."""
         names = term.names
         if len(names) == 2:
             return self.distance(names[0], names[1])
@@ -152,6 +156,7 @@ class Measures:
         return Unknown(letter)
 
     def length(self, term: Term) -> Quantity:
+        """`LengthOf` a segment, an arc (its angle times the radius) or a measure."""
         inner = term.arguments[0]
         if len(term.names) == 2 and not inner.arguments:
             return self.distance(term.names[0], term.names[1])
@@ -164,6 +169,7 @@ class Measures:
         return self.value(inner)
 
     def of_circle(self, head: str, circle: Circle) -> Quantity:
+        """Radius, diameter, area or circumference of a circle, by the head of the term."""
         radius = self.radius(circle)
         if head == "RadiusOf":
             return radius
@@ -174,6 +180,7 @@ class Measures:
         return times(Constant(2 * math.pi), radius)
 
     def circular(self, term: Term) -> Quantity:
+        """A measure of the circle that a term names."""
         return self.of_circle(term.head, self.drawing.circle(unwrapped(term.arguments[0])))
 
     def side(self, term: Term) -> Quantity:
@@ -188,9 +195,9 @@ class Measures:
         ):
             return self.distance(names[0], names[1])
         sides = [(names[i - 1], names[i]) for i in range(len(names))]
-        asked = [side for side in sides if self._has_letter(side)]
-        if len(asked) == 1:
-            return self.distance(*asked[0])
+        lettered = [side for side in sides if self._has_letter(side)]
+        if len(lettered) == 1:
+            return self.distance(*lettered[0])
         if term.head != "SideOf":
             raise UnreadError(f"the form does not say which side {term} is")
         return over(plus(*(self.distance(*side) for side in sides)), Constant(float(len(sides))))
@@ -204,6 +211,7 @@ class Measures:
         return False
 
     def hypotenuse(self, term: Term) -> Quantity:
+        """The side of a right triangle that lies opposite its right angle."""
         names = self.drawing.shape(term.arguments[0])
         corner = self.drawing.right_corner(names)
         legs_ends = [name for name in names if name != corner]
@@ -278,9 +286,11 @@ class Measures:
         return None
 
     def scale_factor(self, term: Term) -> Quantity:
+        """The ratio of two shapes: of distances from a centre, else of their first sides."""
         if len(term.arguments) != 2:
             raise UnreadError(f"{term} has not two shapes")
-        first, second = (unwrapped(argument).names for argument in term.arguments)
+        first = unwrapped(term.arguments[0]).names
+        second = unwrapped(term.arguments[1]).names
         drawing = self.drawing
         if len(first) == 1 and len(second) == 1 and {first[0], second[0]} <= set(drawing.points):
             for centre in drawing.points:
@@ -310,10 +320,12 @@ class Measures:
         return 1 if bend > 0 else -1
 
     def corner(self, first: str, corner: str, last: str) -> Angle:
+        """The angle at `corner`, with the side to which the picture turns it."""
         names = [self.drawing.point(name) for name in (first, corner, last)]
         return Angle(first=names[0], corner=names[1], last=names[2], turn=self.turn(*names))
 
     def angle(self, term: Term) -> Quantity:
+        """The angle that a term names by three points, its corner, a number or a small letter."""
         names = term.names
         if (
             len(names) == 1
@@ -328,12 +340,10 @@ class Measures:
     def central_angle(self) -> Quantity:
         """`Angle($)` beside a regular polygon in a circle is the angle at the centre over one side."""
         for term in self.drawing.terms:
-            shape = (
-                term.arguments[0]
-                if term.head == "InscribedIn" and len(term.arguments) == 2
-                else None
-            )
-            if shape is not None and (shape.head == "Regular" or shape.head == "Square"):
+            if term.head != "InscribedIn" or len(term.arguments) != 2:
+                continue
+            shape = term.arguments[0]
+            if shape.head in ("Regular", "Square"):
                 circle = self.drawing.circle(term.arguments[1])
                 names = self.inscribed(shape, circle)
                 return self.corner(names[0], circle.centre, names[1])
@@ -355,6 +365,7 @@ class Measures:
         )
 
     def arc(self, term: Term) -> Quantity:
+        """The angle of an arc at the centre; one of three letters goes through its middle point."""
         names = term.names
         if len(names) not in (2, 3):
             raise UnreadError(f"{term} is no arc")
@@ -365,21 +376,24 @@ class Measures:
             return minus(Constant(360.0), self.corner(names[0], circle.centre, names[2]))
         if not {*names, circle.centre} <= self.drawing.places.keys():
             raise UnreadError(f"the form does not say which way round {term} goes")
-        first, middle, last = (
-            self.drawing.places[name] - self.drawing.places[circle.centre] for name in names
-        )
+        centre = self.drawing.places[circle.centre]
+        first = self.drawing.places[names[0]] - centre
+        middle = self.drawing.places[names[1]] - centre
+        last = self.drawing.places[names[2]] - centre
         to_middle = math.atan2(cross(first, middle), (first.conjugate() * middle).real) % math.tau
         to_last = math.atan2(cross(first, last), (first.conjugate() * last).real) % math.tau
         turn = 1 if to_middle < to_last else -1
         return Sweep(first=names[0], corner=circle.centre, last=names[2], turn=turn)
 
     def minor(self, term: Term) -> Quantity:
+        """The angle at the centre of the shorter way round between the ends of an arc."""
         names = term.arguments[0].names
         if len(names) < 2:
             raise UnreadError(f"{term} is no arc")
         return self.corner(names[0], self.drawing.circle_of_arc(names).centre, names[-1])
 
     def measure(self, term: Term) -> Quantity:
+        """`MeasureOf` an angle or an arc is the quantity itself."""
         return self.value(term.arguments[0])
 
     # Areas and perimeters
@@ -399,11 +413,13 @@ class Measures:
         return self.polygon(term.head, self.drawing.shape(inner))
 
     def polygon(self, head: str, names: Sequence[str]) -> Quantity:
+        """The perimeter of a polygon, or its area for any other head."""
         if head == "PerimeterOf":
             return plus(*(self.distance(names[i - 1], names[i]) for i in range(len(names))))
         return Area(corners=tuple(names))
 
     def sector(self, term: Term) -> Quantity:
+        """The area of a sector: the one that three points name, else the one with a marked angle."""
         names = term.names
         if len(names) == 3:
             centres = [circle for circle in self.drawing.circles if circle.centre in names]
@@ -416,6 +432,7 @@ class Measures:
         return self.slice(circle, self.marked_angle(circle))
 
     def slice(self, circle: Circle, angle: Quantity) -> Quantity:
+        """The area of a sector of a circle with this angle at the centre, in degrees."""
         radius = self.radius(circle)
         return times(over(angle, Constant(360.0)), Constant(math.pi), radius, radius)
 
@@ -436,8 +453,9 @@ class Measures:
                 marked[tuple(names)] = number_of(fact.arguments[1].head)
         if len(marked) != 1:
             raise UnreadError("the form does not say which sector is meant")
-        ((first, corner, last), size), *_ = marked.items()
-        angle = self.corner(first, corner, last)
+        (corners,) = marked
+        size = marked[corners]
+        angle = self.corner(corners[0], corners[1], corners[2])
         return minus(Constant(360.0), angle) if size is not None and size > 180 else angle
 
     def rounded(self, term: Term, shape: Term) -> Quantity:
@@ -487,7 +505,7 @@ class Measures:
         return self.between(term)
 
     def similar_without_area(self, term: Term) -> Quantity:
-        """Of two similar shapes, the one whose area or perimeter no fact gives."""
+        """The one of two similar shapes whose area or perimeter no fact gives."""
         first, second = self.drawing.similar_pair()
         measured = [
             set(part.arguments[0].names)
@@ -534,8 +552,8 @@ class Measures:
         angle = self.corner(ends[0], circle.centre, ends[1])
         radius: Quantity = self.radius(circle)
         if not set(ends) & set(circle.points):
-            given = [end for end in ends if self._has_length(circle.centre, end)]
-            radius = self.distance(circle.centre, (given or ends)[0])
+            measured_ends = [end for end in ends if self._has_length(circle.centre, end)]
+            radius = self.distance(circle.centre, (measured_ends or ends)[0])
         sector = times(over(angle, Constant(360.0)), Constant(math.pi), radius, radius)
         half_chords = times(radius, radius, Combined(function="sin", parts=(angle,)), Constant(0.5))
         return minus(sector, half_chords)
@@ -574,6 +592,7 @@ class Measures:
     # Arithmetic
 
     def ratio(self, term: Term) -> Quantity:
+        """A quotient of two measures; of two shapes their scale factor."""
         if len(term.arguments) == 1:
             return self.value(term.arguments[0])
         if any(unwrapped(argument).head in CORNERS for argument in term.arguments):
@@ -594,18 +613,22 @@ class Measures:
         return plus(*parts)
 
     def product(self, term: Term) -> Quantity:
+        """The product of all arguments."""
         return times(*self.values(term))
 
     def difference(self, term: Term) -> Quantity:
+        """The first argument minus the second."""
         parts = self.values(term)
         if len(parts) != 2:
             raise UnreadError(f"{term} has not two parts")
         return minus(parts[0], parts[1])
 
     def half(self, term: Term) -> Quantity:
+        """Half of the argument."""
         return over(self.value(term.arguments[0]), Constant(2.0))
 
     def trigonometric(self, term: Term) -> Quantity:
+        """Sine, cosine or tangent of an angle, which may be named by its corner alone."""
         names: dict[str, Function] = {"SinOf": "sin", "CosOf": "cos", "TanOf": "tan"}
         inner = term.arguments[0]
         if inner.arguments or len(inner.head) > 1 or not inner.head.isupper():
@@ -614,8 +637,8 @@ class Measures:
         return Combined(function=names[term.head], parts=(angle,))
 
 
-def _pair(place: complex) -> tuple[float, float]:
-    return place.imag, place.real
+def _pair(location: complex) -> tuple[float, float]:
+    return location.imag, location.real
 
 
 _Rule = Callable[[Measures, Term], Quantity]

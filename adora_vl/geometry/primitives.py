@@ -88,6 +88,7 @@ class Reading:
         self.sources += [source] * len(relations)
 
     def assume(self, relation: Relation, words: str) -> None:
+        """Add a relation that the picture shows and no fact gives, with words for it."""
         self.relations.append(relation)
         self.sources.append(None)
         self.assumed.append(words)
@@ -302,10 +303,10 @@ def _midpoint(measures: Measures, term: Term) -> Iterator[Relation]:
     point = _point_of(measures, term.arguments[0])
     target = term.arguments[1]
     if target.head == "Line" and len(target.names) == 2:
-        yield Mean(point=point, of=measures.drawing.segment(target))
+        yield Mean(point=point, points=measures.drawing.segment(target))
     elif target.head in ("LegOf", "SideOf"):
         names = measures.drawing.shape(target.arguments[0])
-        yield Mean(point=point, of=measures.drawing.side_with(point, names))
+        yield Mean(point=point, points=measures.drawing.side_with(point, names))
     else:
         raise UnreadError(f"the form does not say of which segment {point} is the midpoint")
 
@@ -328,7 +329,7 @@ def _bisects(measures: Measures, term: Term) -> Iterator[Relation]:
         middle = [name for name in line if drawing.are_on_one_row((name, *names))]
         if not middle:
             raise UnreadError(f"the form does not say where {''.join(line)} meets {''.join(names)}")
-        yield Mean(point=middle[0], of=drawing.segment(target))
+        yield Mean(point=middle[0], points=drawing.segment(target))
         return
     if target.head != "Angle":
         if len(names) != 3 or len(set(names) & set(line)) != 1:
@@ -357,9 +358,9 @@ def _perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation
     names = term.arguments[1].names
     if term.arguments[1].head == "Triangle" and len(names) == 3:
         meeting = [
-            asked.arguments[-1].names[0]
-            for asked in drawing.terms
-            if asked.head == "IntersectAt" and asked.arguments[-1].names
+            meeting_fact.arguments[-1].names[0]
+            for meeting_fact in drawing.terms
+            if meeting_fact.head == "IntersectAt" and meeting_fact.arguments[-1].names
         ]
         if not meeting:
             raise UnreadError("the form does not say where the perpendicular bisectors meet")
@@ -391,7 +392,7 @@ def _feet_in_the_middle(
                     halves = (abs(places[point] - places[start]), abs(places[point] - places[end]))
                     candidates.append((abs(halves[0] / max(halves[1], 1e-9) - 1), point))
     if candidates and min(candidates)[0] < 0.12:
-        yield Mean(point=min(candidates)[1], of=(start, end))
+        yield Mean(point=min(candidates)[1], points=(start, end))
 
 
 # Circles
@@ -417,8 +418,8 @@ def _touches(measures: Measures, circle: Circle, line: tuple[str, str]) -> Relat
     if not shared:
         shared = [name for name in circle.points if drawing.are_on_one_row((name, *line))]
     if shared:
-        other = next(name for name in line if name != shared[0])
-        return Perpendicular(a=circle.centre, b=shared[0], c=shared[0], d=other)
+        far_end = next(name for name in line if name != shared[0])
+        return Perpendicular(a=circle.centre, b=shared[0], c=shared[0], d=far_end)
     reach = LineDistance(point=circle.centre, start=line[0], end=line[1])
     return Equal(left=reach, right=measures.radius(circle), unit="length")
 
@@ -426,7 +427,7 @@ def _touches(measures: Measures, circle: Circle, line: tuple[str, str]) -> Relat
 def _diameter(measures: Measures, term: Term) -> Iterator[Relation]:
     circle = measures.drawing.circle(term.arguments[1])
     line = measures.drawing.segment(term.arguments[0])
-    yield Mean(point=circle.centre, of=line)
+    yield Mean(point=circle.centre, points=line)
     yield _reaches(measures, line[0], circle)
 
 
@@ -520,7 +521,7 @@ def _isosceles(measures: Measures, term: Term) -> Iterator[Relation]:
         yield _same(measures, (b, c), (d, a))
     elif len(names) == 3 and not measures.drawing.equal_parts_said(names):
         apex = measures.drawing.apex(names)
-        first, last = (name for name in names if name != apex)
+        first, last = [name for name in names if name != apex]
         yield _same(measures, (apex, first), (apex, last))
 
 
@@ -562,16 +563,16 @@ def _all_equal(
     corners = [places[name] for name in names]
     middle = sum(corners) / count
     size = max(abs(first - second) for first, second in combinations(corners, 2))
-    for name, place in sorted(places.items()):
+    for name, location in sorted(places.items()):
         if name in names or name not in measures.drawing.points:
             continue
-        if abs(place - middle) < _AT_CENTRE * size:
+        if abs(location - middle) < _AT_CENTRE * size:
             for i in range(1, count):
                 yield _same(measures, (name, names[i - 1]), (name, names[i]))
             continue
         for i in range(count):
-            if abs(place - (corners[i] + corners[i - 1]) / 2) < _AT_MIDDLE * size:
-                yield Mean(point=name, of=(names[i], names[i - 1]))
+            if abs(location - (corners[i] + corners[i - 1]) / 2) < _AT_MIDDLE * size:
+                yield Mean(point=name, points=(names[i], names[i - 1]))
 
 
 def _similar(measures: Measures, term: Term) -> Iterator[Relation]:
@@ -600,15 +601,17 @@ def _similar(measures: Measures, term: Term) -> Iterator[Relation]:
         if is_congruent:
             yield _same(measures, (names[i - 1], names[i]), (partners[i - 1], partners[i]))
         else:
-            here = over(
+            side_ratio = over(
                 measures.distance(names[i - 1], names[i]),
                 measures.distance(partners[i - 1], partners[i]),
             )
-            before = over(
+            previous_ratio = over(
                 measures.distance(names[i - 2], names[i - 1]),
                 measures.distance(partners[i - 2], partners[i - 1]),
             )
-            logarithms = [Combined(function="log", parts=(ratio,)) for ratio in (here, before)]
+            logarithms = [
+                Combined(function="log", parts=(ratio,)) for ratio in (side_ratio, previous_ratio)
+            ]
             yield Equal(left=logarithms[0], right=logarithms[1], unit="plain")
         corner = (names[i - 2], names[i - 1], names[i])
         yield _same_angle(measures, corner, (partners[i - 2], partners[i - 1], partners[i]))
@@ -639,7 +642,7 @@ def _midsegment(measures: Measures, term: Term) -> Iterator[Relation]:
         yield from _midsegment_of(measures, line, names)
         return
     for point in line:
-        yield Mean(point=point, of=measures.drawing.side_with(point, names))
+        yield Mean(point=point, points=measures.drawing.side_with(point, names))
 
 
 def _midsegment_of(
@@ -649,10 +652,10 @@ def _midsegment_of(
     yield Parallel(a=a, b=b, c=d, d=c)
     if set(line) <= measures.drawing.places.keys():
         for point in line:
-            yield Mean(point=point, of=measures.drawing.side_with(point, names))
+            yield Mean(point=point, points=measures.drawing.side_with(point, names))
         return
-    yield Mean(point=line[0], of=(b, c))
-    yield Mean(point=line[1], of=(d, a))
+    yield Mean(point=line[0], points=(b, c))
+    yield Mean(point=line[1], points=(d, a))
 
 
 def _foot(
@@ -667,7 +670,7 @@ def _foot(
     if len(names) == 3 and len(tops) == 1 and len(feet) == 1 and len(ends) == 2:
         yield Parallel(a=feet[0], b=ends[0], c=feet[0], d=ends[1])
         if is_median:
-            yield Mean(point=feet[0], of=(ends[0], ends[1]))
+            yield Mean(point=feet[0], points=(ends[0], ends[1]))
         else:
             yield Perpendicular(a=line[0], b=line[1], c=ends[0], d=ends[1])
         return
@@ -677,7 +680,7 @@ def _foot(
                 position = row.index(foot)
                 beside = (row[position - 1], row[position + 1])
                 if is_median:
-                    yield Mean(point=foot, of=beside)
+                    yield Mean(point=foot, points=beside)
                 else:
                     yield Perpendicular(a=top, b=foot, c=beside[0], d=beside[1])
                 return
@@ -688,7 +691,7 @@ def _centroid(measures: Measures, term: Term) -> Iterator[Relation]:
     drawing = measures.drawing
     point = _point_of(measures, term.arguments[0])
     names = drawing.shape(term.arguments[1])
-    yield Mean(point=point, of=tuple(names))
+    yield Mean(point=point, points=tuple(names))
     for corner in names:
         ends = [name for name in names if name != corner]
         for row in drawing.lines:
@@ -696,7 +699,7 @@ def _centroid(measures: Measures, term: Term) -> Iterator[Relation]:
                 continue
             for foot in row:
                 if foot not in names and drawing.are_on_one_row((foot, *ends)):
-                    yield Mean(point=foot, of=tuple(ends))
+                    yield Mean(point=foot, points=tuple(ends))
 
 
 def _incenter(measures: Measures, term: Term) -> Iterator[Relation]:
@@ -753,7 +756,7 @@ def _seen_tangents(measures: Measures, limit: float) -> Iterator[tuple[Relation,
             if circle.centre not in places or point not in places:
                 continue
             to_point = places[point] - places[circle.centre]
-            taken: set[str] = set()
+            touched_ends: set[str] = set()
             for line in lines:
                 meets_once = (
                     point in line
@@ -768,8 +771,8 @@ def _seen_tangents(measures: Measures, limit: float) -> Iterator[tuple[Relation,
                         math.asin(min(1.0, abs(cosine(to_point, places[far] - places[point]))))
                     )
                 )
-                if far != point and lean < limit and far not in taken:
-                    taken.add(far)
+                if far != point and lean < limit and far not in touched_ends:
+                    touched_ends.add(far)
                     relation = Perpendicular(a=circle.centre, b=point, c=point, d=far)
                     yield relation, f"{point}{far} is tangent at {point}"
 

@@ -19,6 +19,8 @@ Function = Literal["+", "-", "*", "/", "^", "sin", "cos", "tan", "log"]
 
 @dataclass(frozen=True)
 class Constant:
+    """A number; degrees where it is an angle."""
+
     value: float
 
 
@@ -31,6 +33,8 @@ class Unknown:
 
 @dataclass(frozen=True)
 class Distance:
+    """The distance of two points, 0 or more."""
+
     start: str
     end: str
 
@@ -93,6 +97,8 @@ Quantity = Constant | Unknown | Distance | LineDistance | Angle | Sweep | Area |
 
 @dataclass(frozen=True)
 class Equal:
+    """Two quantities are equal; `unit` says how a difference between them is scaled."""
+
     left: Quantity
     right: Quantity
     unit: Unit
@@ -123,29 +129,34 @@ class Mean:
     """A point is the mean of others: the midpoint of two, the centroid of three."""
 
     point: str
-    of: tuple[str, ...]
+    points: tuple[str, ...]
 
 
 Relation = Equal | Parallel | Perpendicular | Mean
 
 
 def plus(*parts: Quantity) -> Quantity:
+    """The sum of one or more quantities."""
     return parts[0] if len(parts) == 1 else Combined(function="+", parts=parts)
 
 
 def minus(left: Quantity, right: Quantity) -> Quantity:
+    """The first quantity without the second."""
     return Combined(function="-", parts=(left, right))
 
 
 def times(*parts: Quantity) -> Quantity:
+    """The product of quantities."""
     return Combined(function="*", parts=parts)
 
 
-def over(left: Quantity, right: Quantity) -> Quantity:
-    return Combined(function="/", parts=(left, right))
+def over(numerator: Quantity, denominator: Quantity) -> Quantity:
+    """The quotient of two quantities."""
+    return Combined(function="/", parts=(numerator, denominator))
 
 
 def power(base: Quantity, exponent: float) -> Quantity:
+    """A quantity to a constant exponent."""
     return Combined(function="^", parts=(base, Constant(exponent)))
 
 
@@ -194,7 +205,7 @@ def points_in(relation: Relation) -> Iterator[str]:
         yield from points_in_quantity(relation.left)
         yield from points_in_quantity(relation.right)
     elif isinstance(relation, Mean):
-        yield from (relation.point, *relation.of)
+        yield from (relation.point, *relation.points)
     else:
         yield from (relation.a, relation.b, relation.c, relation.d)
 

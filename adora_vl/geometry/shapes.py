@@ -57,10 +57,12 @@ class Circle:
 
 
 def cross(u: complex, w: complex) -> float:
+    """The cross product of two vectors: positive where `w` lies against the clock from `u`."""
     return (u.conjugate() * w).imag
 
 
 def dot(u: complex, w: complex) -> float:
+    """The scalar product of two vectors."""
     return (u.conjugate() * w).real
 
 
@@ -74,15 +76,15 @@ def cosine(u: complex, w: complex) -> float:
     return dot(u, w) / (abs(u) * abs(w)) if u and w else 0.0
 
 
-def cross_each_other(ends: Sequence[complex], least: float = 0.0) -> bool:
+def cross_each_other(ends: Sequence[complex], tolerance: float = 0.0) -> bool:
     """Whether the segment between the first two ends crosses that between the others, inside both.
 
-    `least`: the product of two areas that counts as no crossing.
+    `tolerance`: the product of two areas that counts as no crossing.
     """
     a, b, c, d = ends
     first = cross(b - a, c - a) * cross(b - a, d - a)
     second = cross(d - c, a - c) * cross(d - c, b - c)
-    return first < -least and second < -least
+    return first < -tolerance and second < -tolerance
 
 
 def unwrapped(term: Term) -> Term:
@@ -160,7 +162,7 @@ class Drawing:
         drawn = {circle.centre for circle in self.circles}
         if len(drawn) != 1:
             return {}
-        known = {*self.form.points, *self.neighbours}.union(
+        drawn_names = {*self.form.points, *self.neighbours}.union(
             *(circle.points for circle in self.circles)
         )
         called = {
@@ -170,7 +172,7 @@ class Drawing:
             if part.head == "Circle" and part.names and _POINT.fullmatch(part.names[0])
         }
         centre = drawn.copy().pop()
-        return dict.fromkeys(sorted(called - known - drawn), centre)
+        return dict.fromkeys(sorted(called - drawn_names - drawn), centre)
 
     def point(self, name: str) -> str:
         """The point of that name, or the one that it is another name of. Raises `UnreadError`."""
@@ -204,7 +206,7 @@ class Drawing:
             else:
                 nameless.append((circle.names[0] if circle.names else circle.head, point))
         for centre in self.form.circles:
-            if centre and not any(centre == known for known, _ in on_circle):
+            if centre and not any(centre == listed_centre for listed_centre, _ in on_circle):
                 on_circle[centre, ""] = []
         for centre, point in nameless:
             key = next((key for key in on_circle if key[0] == centre), (centre, ""))
@@ -273,10 +275,12 @@ class Drawing:
         """Whether an arc of three letters, by the point between, is the longer way round in the
         picture.
         """
-        first, middle, last = (phase(self.places[name] - self.places[centre]) for name in names)
-        whole = (last - first) % math.tau
-        through = (middle - first) % math.tau < whole
-        return (whole if through else math.tau - whole) > math.pi
+        first = phase(self.places[names[0]] - self.places[centre])
+        middle = phase(self.places[names[1]] - self.places[centre])
+        last = phase(self.places[names[2]] - self.places[centre])
+        sweep = (last - first) % math.tau
+        through = (middle - first) % math.tau < sweep
+        return (sweep if through else math.tau - sweep) > math.pi
 
     # Places that the annotation lacks
 
@@ -321,7 +325,8 @@ class Drawing:
         for term in self.terms:
             if term.head not in ("Similar", "Congruent") or len(term.arguments) != 2:
                 continue
-            first, second = (tuple(unwrapped(shape).names) for shape in term.arguments)
+            first = tuple(unwrapped(term.arguments[0]).names)
+            second = tuple(unwrapped(term.arguments[1]).names)
             if len(first) < 3 or len(first) != len(second):
                 named = list(dict.fromkeys(self._named_polygons()))
                 if len(named) != 2 or len(named[0]) != len(named[1]):
@@ -332,9 +337,11 @@ class Drawing:
                 if not set(source) <= self.places.keys() or set(copy) & self.places.keys():
                     continue
                 places = [self.places[name] for name in source]
-                wide = max(place.real for place in places) - min(place.real for place in places)
-                for name, place in zip(copy, places, strict=True):
-                    self.places[name] = place + 1.6 * wide
+                wide = max(location.real for location in places) - min(
+                    location.real for location in places
+                )
+                for name, location in zip(copy, places, strict=True):
+                    self.places[name] = location + 1.6 * wide
                     self.imagined.add(name)
 
     def _named_polygons(self) -> Iterator[tuple[str, ...]]:
@@ -347,23 +354,23 @@ class Drawing:
         """Where AB, BC and AC are drawn and B lies between in the picture, ABC is one line: (B, A,
         C).
         """
-        seen = []
+        straight = []
         for first, last in self.form.lines:
             for middle in sorted(self.neighbours[first] & self.neighbours[last]):
                 if not {first, middle, last} <= self.places.keys():
                     continue
                 before = self.places[middle] - self.places[first]
                 behind = self.places[last] - self.places[middle]
-                whole = abs(self.places[last] - self.places[first])
-                known = self.on_segment.get((first, last), set()) | self.on_segment.get(
+                length = abs(self.places[last] - self.places[first])
+                listed_points = self.on_segment.get((first, last), set()) | self.on_segment.get(
                     (last, first), set()
                 )
                 is_between = dot(before, behind) > 0
-                is_beside = abs(cross(before, behind)) >= _STRAIGHT * whole**2
-                if is_between and not is_beside and middle not in known:
+                is_beside = abs(cross(before, behind)) >= _STRAIGHT * length**2
+                if is_between and not is_beside and middle not in listed_points:
                     self.on_segment[first, last].add(middle)
-                    seen.append((middle, first, last))
-        return seen
+                    straight.append((middle, first, last))
+        return straight
 
     # Lines
 
@@ -403,8 +410,9 @@ class Drawing:
         return lines
 
     def are_on_one_row(self, names: Iterable[str]) -> bool:
-        wanted = set(names)
-        return any(wanted <= set(row) for row in self.lines)
+        """Whether one line of the drawing has all of these points."""
+        required = set(names)
+        return any(required <= set(row) for row in self.lines)
 
     def segment(self, term: Term) -> tuple[str, str]:
         """The two points of a line; of `Line(m)`, of the segment whose length is m.
@@ -505,7 +513,10 @@ class Drawing:
             if name not in self.places:
                 continue
             direction = math.degrees(phase(self.places[name] - self.places[corner]))
-            if not any(abs((direction - known + 180) % 360 - 180) < _SAME_RAY for known, _ in rays):
+            if not any(
+                abs((direction - ray_direction + 180) % 360 - 180) < _SAME_RAY
+                for ray_direction, _ in rays
+            ):
                 rays.append((direction, name))
         return rays
 
@@ -553,19 +564,19 @@ class Drawing:
         """The inner regions that the drawn lines enclose, each as the points around it against the
         clock.
         """
-        seen: set[tuple[str, str]] = set()
+        visited: set[tuple[str, str]] = set()
         faces = []
         for start in sorted(self._borders):
             for end in sorted(self._borders[start]):
-                face = self._face(start, end, seen)
+                face = self._face(start, end, visited)
                 if len(face) > 2 and len(set(face)) == len(face) and self.signed_area(face) > 0:
                     faces.append(face)
         return faces
 
-    def _face(self, start: str, end: str, seen: set[tuple[str, str]]) -> list[str]:
+    def _face(self, start: str, end: str, visited: set[tuple[str, str]]) -> list[str]:
         face: list[str] = []
-        while (start, end) not in seen and len(face) < _MOST_FACES:
-            seen.add((start, end))
+        while (start, end) not in visited and len(face) < _MOST_FACES:
+            visited.add((start, end))
             face.append(start)
             back = self._direction(end, start)
             onward = [name for name in sorted(self._borders[end]) if name != start] or [start]
@@ -575,6 +586,7 @@ class Drawing:
         return face
 
     def signed_area(self, names: Sequence[str]) -> float:
+        """The area in square pixels by the shoelace formula; positive against the clock."""
         places = [self.places[name] for name in names]
         return sum(cross(places[i - 1], places[i]) for i in range(len(places))) / 2
 
@@ -641,17 +653,17 @@ class Drawing:
     @cached_property
     def components(self) -> list[set[str]]:
         """The parts of the drawing that no line connects, from left to right."""
-        left = set(self.neighbours)
+        remaining = set(self.neighbours)
         components = []
-        while left:
-            waiting = [min(left)]
+        while remaining:
+            waiting = [min(remaining)]
             component: set[str] = set()
             while waiting:
                 name = waiting.pop()
                 if name not in component:
                     component.add(name)
                     waiting += sorted(self.neighbours[name] - component)
-            left -= component
+            remaining -= component
             components.append(component)
         return sorted(components, key=self._leftmost)
 
@@ -764,7 +776,7 @@ class Drawing:
         """How far a polygon of the picture is from its kind; 0 for one that has no kind to be like."""
         if len(names) != 4:
             return 0.0
-        a, b, c, d = (self.places[name] for name in names)
+        a, b, c, d = [self.places[name] for name in names]
         sides = [b - a, c - b, d - c, a - d]
         lengths = [abs(side) for side in sides]
         askew = [abs(sine(sides[0], sides[2])), abs(sine(sides[1], sides[3]))]
@@ -797,9 +809,10 @@ class Drawing:
             return names[1]
 
         def leaning(i: int) -> float:
-            here = self.places[names[i]]
+            """How far the corner is from a right angle: the cosine between its sides."""
+            corner = self.places[names[i]]
             return abs(
-                cosine(self.places[names[i - 1]] - here, self.places[names[(i + 1) % 3]] - here)
+                cosine(self.places[names[i - 1]] - corner, self.places[names[(i + 1) % 3]] - corner)
             )
 
         return names[min(range(3), key=leaning)]
@@ -824,17 +837,17 @@ class Drawing:
     def with_base_first(self, names: Sequence[str]) -> list[str]:
         """The corners of a trapezoid, turned so that the first side is parallel to the third."""
         sides = [frozenset((names[i], names[(i + 1) % 4])) for i in range(4)]
-        said = [
+        parallel_pairs = [
             {frozenset(line.names) for line in term.arguments}
             for term in self.facts
             if term.head == "Parallel"
         ]
         for i in (0, 1):
-            if {sides[i], sides[i + 2]} in said:
+            if {sides[i], sides[i + 2]} in parallel_pairs:
                 return [*names[i:], *names[:i]]
         if not set(names) <= self.places.keys():
             return list(names)
-        a, b, c, d = (self.places[name] for name in names)
+        a, b, c, d = [self.places[name] for name in names]
         first_leans = abs(sine(b - a, c - d)) > abs(sine(c - b, d - a))
         return [*names[1:], names[0]] if first_leans else list(names)
 
@@ -844,9 +857,10 @@ class Drawing:
             return names[0]
 
         def difference(i: int) -> float:
-            here = self.places[names[i]]
-            before = abs(here - self.places[names[i - 1]])
-            behind = abs(here - self.places[names[(i + 1) % 3]])
+            """How unequal the two sides at a corner are: the logarithm of their ratio."""
+            corner = self.places[names[i]]
+            before = abs(corner - self.places[names[i - 1]])
+            behind = abs(corner - self.places[names[(i + 1) % 3]])
             return abs(math.log(before / behind)) if before and behind else math.inf
 
         return names[min(range(3), key=difference)]
@@ -874,7 +888,8 @@ class Drawing:
             return marked
         parts = [part for part in self.components if len(part) >= 3 and part <= self.places.keys()]
         if len(parts) == 2:
-            first, second = (self.outline(part) for part in parts)
+            first = self.outline(parts[0])
+            second = self.outline(parts[1])
             if first and len(first) == len(second):
                 return first, self._matched(first, second)[1]
         shapes = list(
@@ -898,7 +913,8 @@ class Drawing:
         partners: dict[str, str] = {}
         for fact in self.facts:
             if fact.head == "Equals" and len(fact.arguments) == 2:
-                first, second = (_inner_names(angle, "MeasureOf") for angle in fact.arguments)
+                first = _inner_names(fact.arguments[0], "MeasureOf")
+                second = _inner_names(fact.arguments[1], "MeasureOf")
                 if len(first) == 3 and len(second) == 3:
                     partners[first[1]] = second[1]
         if len(partners) < 3 or self.neighbours.keys() <= self.places.keys():
@@ -938,9 +954,9 @@ class Drawing:
         """The angles of a polygon in degrees and the lengths of its sides, in the picture."""
         places = [self.places[name] for name in names]
         angles = []
-        for i, place in enumerate(places):
+        for i, location in enumerate(places):
             turn = phase(
-                (places[i - 1] - place) * (places[(i + 1) % len(places)] - place).conjugate()
+                (places[i - 1] - location) * (places[(i + 1) % len(places)] - location).conjugate()
             )
             angles.append(abs(math.degrees(turn)))
         return angles, [max(abs(places[i] - places[i - 1]), 1e-9) for i in range(len(places))]

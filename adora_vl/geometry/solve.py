@@ -51,12 +51,12 @@ class Budget:
     """How many evaluations of equations are left."""
 
     def __init__(self, evaluations: int) -> None:
-        self.left = evaluations
+        self.remaining = evaluations
 
     def take(self) -> bool:
         """Whether one more may be done; it counts as done."""
-        self.left -= 1
-        return self.left >= 0
+        self.remaining -= 1
+        return self.remaining >= 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,20 +145,21 @@ class FigureProblem:
         system = self.system
         v = np.zeros(system.count)
         noise = _NOISE[number % len(_NOISE)]
-        stretch = (_STRETCHES if self.is_scaled else _WIDE_STRETCHES)[number % len(_NOISE)]
+        stretches = _STRETCHES if self.is_scaled else _WIDE_STRETCHES
+        stretch = stretches[number % len(_NOISE)]
         on_circle = {circle.centre: circle.points for circle in self.drawing.circles}
         for point in system.points:
             if point in self.places:
-                place = self._from_picture(point) * stretch
+                location = self._from_picture(point) * stretch
             else:
-                place = complex(*random.normal(0, 0.4, 2))
+                location = complex(*random.normal(0, 0.4, 2))
                 around = on_circle.get(point, ())
                 if len(around) > 1 and set(around) <= self.places.keys():
-                    place = sum(self._from_picture(name) for name in around) / len(around)
+                    location = sum(self._from_picture(name) for name in around) / len(around)
             shift = random.normal(0, noise, 2)
             i = 2 * system.position[point]
-            v[i] = place.real + shift[0]
-            v[i + 1] = place.imag + shift[1]
+            v[i] = location.real + shift[0]
+            v[i + 1] = location.imag + shift[1]
         radii = {circle.radius: circle for circle in self.drawing.circles}
         for i, name in enumerate(system.unknowns, start=system.first_unknown):
             v[i] = random.uniform(1, 30)
@@ -172,16 +173,17 @@ class FigureProblem:
             if name.startswith("radius "):
                 v[i] = 0.3 * self.size
             if circle is not None and circle.points:
-                centre = self.place(v, circle.centre)
+                centre = self.location(v, circle.centre)
                 v[i] = self.size * float(
-                    np.mean([abs(self.place(v, point) - centre) for point in circle.points])
+                    np.mean([abs(self.location(v, point) - centre) for point in circle.points])
                 )
         return v
 
     def _from_picture(self, point: str) -> complex:
         return (self.places[point] - self.middle) / self.pixels
 
-    def place(self, v: Vector, point: str) -> complex:
+    def location(self, v: Vector, point: str) -> complex:
+        """A point's place in the figure, in shares of its size."""
         i = 2 * self.system.position[point]
         return complex(v[i], v[i + 1])
 
@@ -253,14 +255,16 @@ class FigureProblem:
             v, _ = self.improved(
                 v, budget=budget, steps=_LETTER_STEPS, first=self.system.first_unknown
             )
-        for pull in _PULLS if self.places else ():
-            v, _ = self.improved(v, budget=budget, steps=_PULLED_STEPS, pull=pull)
+        if self.places:
+            for pull in _PULLS:
+                v, _ = self.improved(v, budget=budget, steps=_PULLED_STEPS, pull=pull)
         v, residual = self.improved(v, budget, steps=_STEPS)
         if not math.isfinite(residual) or residual > loose:
             return None
         return self.judged(v, residual, number)
 
     def judged(self, v: Vector, residual: float, start: int) -> Solution | None:
+        """The solution at `v` with its answer and faults; None where the answer is not finite."""
         value, gradient = self.system.goal_at(v)
         if not math.isfinite(value):
             return None
@@ -286,8 +290,8 @@ class FigureProblem:
         lengths = np.sqrt(np.einsum("ij,ij->j", jacobian, jacobian))
         scales = 1 / np.maximum(lengths, 1e-9)
         slope = gradient * scales
-        whole = float(np.linalg.norm(slope))
-        if whole < 1e-12:
+        steepness = float(np.linalg.norm(slope))
+        if steepness < 1e-12:
             return 0.0, np.zeros_like(v), 1.0
         if not len(jacobian):
             return 1.0, slope, 1.0
@@ -307,7 +311,7 @@ class FigureProblem:
         allowed = directions[rank:]
         shares = allowed @ slope
         movement = (shares @ allowed) * scales
-        return float(np.linalg.norm(shares)) / whole, movement, flattest
+        return float(np.linalg.norm(shares)) / steepness, movement, flattest
 
     # The kind of figure
 
@@ -335,8 +339,8 @@ class FigureProblem:
         placed = [line for line in self.segments if set(line) <= places.keys()]
         if len(placed) < 30:
             rows = [set(row) for row in drawing.rows]
-            for segment, other in combinations(placed, 2):
-                ends = (*segment, *other)
+            for segment, second_segment in combinations(placed, 2):
+                ends = (*segment, *second_segment)
                 shares = len(set(ends)) < 4 or any(len(set(ends) & row) >= 3 for row in rows)
                 if not shares and not cross_each_other([places[name] for name in ends]):
                     self.apart.append(ends)
@@ -360,9 +364,13 @@ class FigureProblem:
         """
         if not self.used:
             return 0
-        at = {name: self.place(v, name) for name in self.used}
-        wide = max(place.real for place in at.values()) - min(place.real for place in at.values())
-        high = max(place.imag for place in at.values()) - min(place.imag for place in at.values())
+        at = {name: self.location(v, name) for name in self.used}
+        wide = max(location.real for location in at.values()) - min(
+            location.real for location in at.values()
+        )
+        high = max(location.imag for location in at.values()) - min(
+            location.imag for location in at.values()
+        )
         size = max(wide, high)
         count = 0
         for start, end in self.segments:
@@ -375,7 +383,9 @@ class FigureProblem:
             if bend * sine(at[first] - at[corner], at[last] - at[corner]) < 0:
                 count += 1
         for ends in (*self.apart, *self.sides):
-            if cross_each_other([self.place(v, name) for name in ends], least=1e-9 * size**4):
+            if cross_each_other(
+                [self.location(v, name) for name in ends], tolerance=1e-9 * size**4
+            ):
                 count += 1
         for i, name in enumerate(self.system.unknowns, start=self.system.first_unknown):
             if name.startswith("radius ") and v[i] <= 0:
@@ -389,9 +399,9 @@ class FigureProblem:
         """The lines whose points do not lie in the order that the picture or the facts give."""
         lines = []
         for row in self.orders:
-            start = self.place(v, row[0])
-            way = self.place(v, row[-1]) - start
-            along = [dot(self.place(v, name) - start, way) for name in row]
+            start = self.location(v, row[0])
+            way = self.location(v, row[-1]) - start
+            along = [dot(self.location(v, name) - start, way) for name in row]
             lines += ["".join(row) for before, behind in pairwise(along) if before >= behind]
         return lines
 
@@ -419,12 +429,12 @@ class FigureProblem:
         names = [name for name in sorted(self.places) if name not in self.drawing.imagined]
         if len(names) < 2:
             return 0.0
-        wanted = np.array([self.places[name] for name in names])
-        reached = np.array([self.place(v, name) for name in names])
-        wanted = wanted - wanted.mean()
+        target = np.array([self.places[name] for name in names])
+        reached = np.array([self.location(v, name) for name in names])
+        target = target - target.mean()
         reached = reached - reached.mean()
-        turn = np.vdot(reached, wanted) / (np.vdot(reached, reached) + 1e-30)
-        return float(np.linalg.norm(wanted - turn * reached) / (np.linalg.norm(wanted) + 1e-12))
+        turn = np.vdot(reached, target) / (np.vdot(reached, reached) + 1e-30)
+        return float(np.linalg.norm(target - turn * reached) / (np.linalg.norm(target) + 1e-12))
 
     # Which figure
 
@@ -439,17 +449,21 @@ class FigureProblem:
         )
         if starts is None:
             starts = STARTS if has_places else STARTS_WITHOUT_PLACES
-        most = starts if self.places else max(starts, _MOST_STARTS)
+        max_starts = starts if self.places else max(starts, _MOST_STARTS)
         solutions: list[Solution] = []
-        for number in range(most):
+        for number in range(max_starts):
             flawless = sum(1 for solution in solutions if solution.faults == 0)
-            if budget.left <= 0 or (number >= starts and flawless >= _WANTED):
+            if budget.remaining <= 0 or (number >= starts and flawless >= _WANTED):
                 break
             solution = self.solution(number, budget, loose)
             if solution is None:
                 continue
             solutions.append(solution)
-            tight = [other for other in solutions if other.residual < TIGHT and other.faults == 0]
+            tight = [
+                candidate
+                for candidate in solutions
+                if candidate.residual < TIGHT and candidate.faults == 0
+            ]
             agree = len(tight) >= 2 and is_same(tight[0].value, tight[-1].value)
             if agree and self.places:
                 break
@@ -480,10 +494,12 @@ def is_same(first: float, second: float, share: float = _SAME) -> bool:
 
 
 def is_collapsed(solution: Solution) -> bool:
+    """Whether points of the figure fall together, so that it is none."""
     return solution.faults >= _COLLAPSED
 
 
 def is_free(solution: Solution) -> bool:
+    """Whether the facts let the goal move in this figure."""
     return solution.free > _FREE
 
 
@@ -494,8 +510,8 @@ def _flatness(places: Sequence[complex]) -> float:
     if len(places) < 3:
         return 1.0
     first = places[0]
-    end = max(places, key=lambda place: abs(place - first))
+    end = max(places, key=lambda location: abs(location - first))
     way = end - first
     if abs(way) == 0:
         return 0.0
-    return max(abs(cross(way, place - first)) for place in places) / abs(way) ** 2
+    return max(abs(cross(way, location - first)) for location in places) / abs(way) ** 2

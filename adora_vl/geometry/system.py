@@ -66,8 +66,8 @@ class System:
         self.count = self.first_unknown + len(self.unknowns)
         self.distances = [atom for atom in atoms if isinstance(atom, Distance)]
         self.turns = [atom for atom in atoms if isinstance(atom, Angle | Sweep)]
-        self.others = [atom for atom in atoms if isinstance(atom, LineDistance | Area)]
-        ordered: list[Quantity] = [*self.distances, *self.turns, *self.others]
+        self.reaches_and_areas = [atom for atom in atoms if isinstance(atom, LineDistance | Area)]
+        ordered: list[Quantity] = [*self.distances, *self.turns, *self.reaches_and_areas]
         ordered += [Unknown(name) for name in self.unknowns]
         self.row = {atom: number for number, atom in enumerate(ordered)}
         self._compile_atoms()
@@ -110,8 +110,8 @@ class System:
             for axis in (0, 1):
                 row = self._means[2 * number + axis]
                 row[2 * position[mean.point] + axis] += 1.0
-                for name in mean.of:
-                    row[2 * position[name] + axis] -= 1.0 / len(mean.of)
+                for name in mean.points:
+                    row[2 * position[name] + axis] -= 1.0 / len(mean.points)
         linear: list[tuple[Vector, float, float, bool]] = []
         self._curved: list[tuple[Combined, float, bool]] = []
         for equation in equations:
@@ -210,7 +210,7 @@ class System:
                 values[count : count + turns],
                 None if gradient is None else gradient[count:],
             )
-        for number, atom in enumerate(self.others, start=count + turns):
+        for number, atom in enumerate(self.reaches_and_areas, start=count + turns):
             value, slope = self._other(atom, places)
             values[number] = value
             if gradient is not None:

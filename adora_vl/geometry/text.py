@@ -66,6 +66,7 @@ class _Draft:
         return term("Line", start, end)
 
     def polygon(self, head: str, names: Sequence[str]) -> Term:
+        """A shape with these corners, whose sides are drawn."""
         for i in range(len(names)):
             self.line(names[i - 1], names[i])
         return term(head, *names)
@@ -80,6 +81,7 @@ class _Draft:
         return term("Circle", centre)
 
     def on_circle(self, point: str, centre: str | None) -> Term:
+        """The fact that a point lies on a circle, which then has it."""
         circle = self.circle(centre)
         name = circle.names[0]
         if point not in self.circles[name]:
@@ -117,7 +119,7 @@ def form_of_text(text: str) -> Form:
         circles=tuple(draft.circles),
         points=dict(draft.places),
         facts=tuple(str(fact) for fact in draft.facts),
-        question=tuple(str(asked) for asked in draft.question),
+        question=tuple(str(goal) for goal in draft.question),
     )
 
 
@@ -191,9 +193,11 @@ def _shape(draft: _Draft, kind: str, names: str) -> None:
 def _special(draft: _Draft, adjective: str, kind: str, names: str) -> None:
     corners = _split(names)
     head = "Polygon" if kind == "polygon" else kind.capitalize()
-    wanted = CORNERS.get(head, len(corners))
-    if len(corners) != wanted or len(set(corners)) != len(corners):
-        raise _NotReadError(f"a {kind} has {wanted} corners, and {names} names {len(set(corners))}")
+    corner_count = CORNERS.get(head, len(corners))
+    if len(corners) != corner_count or len(set(corners)) != len(corners):
+        raise _NotReadError(
+            f"a {kind} has {corner_count} corners, and {names} names {len(set(corners))}"
+        )
     if (
         head == "Triangle"
         and adjective in ("isosceles", "right")
@@ -362,8 +366,8 @@ def _draw(draft: _Draft, start: str, end: str) -> None:
     draft.line(start, end)
 
 
-def _find(draft: _Draft, what: str) -> None:
-    draft.question.append(term("Find", _side(draft, what)))
+def _find(draft: _Draft, measure: str) -> None:
+    draft.question.append(term("Find", _side(draft, measure)))
 
 
 # Equations
@@ -373,10 +377,10 @@ def _equation(draft: _Draft, text: str) -> None:
     sides = [_side(draft, side) for side in text.split("=")]
     for first, second in pairwise(sides):
         # A measure stands on the left, as everywhere in logic forms.
-        left, right = (
-            (first, second) if first.arguments or not second.arguments else (second, first)
-        )
-        draft.facts.append(term("Equals", left, right))
+        if second.arguments and not first.arguments:
+            draft.facts.append(term("Equals", second, first))
+        else:
+            draft.facts.append(term("Equals", first, second))
 
 
 _ATOM = re.compile(
@@ -442,18 +446,21 @@ class _Sides:
         self.depth = 0
 
     def peek(self) -> str:
+        """The next sign, or the kind of the next piece; empty at the end."""
         if self.next >= len(self.pieces):
             return ""
         kind, text = self.pieces[self.next]
         return text if kind == "sign" else kind
 
     def whole(self) -> Term:
+        """The term of all pieces. Raises `_NotReadError` where some remain."""
         side = self.sum()
         if self.next < len(self.pieces):
             raise _NotReadError(f"{self.pieces[self.next][1]!r} stands where nothing can stand")
         return side
 
     def sum(self) -> Term:
+        """Products with plus and minus between them; brackets are at most 10 deep."""
         self.depth += 1
         if self.depth > 10:
             raise _NotReadError("it has brackets over 10 deep")
@@ -466,6 +473,7 @@ class _Sides:
         return side
 
     def product(self) -> Term:
+        """Atoms with times, divided by, squared or nothing between them."""
         side = self.atom()
         while True:
             sign = self.peek()
@@ -484,6 +492,7 @@ class _Sides:
                 return side
 
     def atom(self) -> Term:
+        """A bracket, a measure or a value."""
         if self.next >= len(self.pieces):
             raise _NotReadError("something is missing behind a sign")
         kind, text = self.pieces[self.next]

@@ -204,14 +204,18 @@ def _with_looks(form: Form, problem: FigureProblem, result: Outcome, budget: Bud
         if reading.goal is None or len(reading.assumed) == len(problem.reading.assumed):
             continue
         trial = FigureProblem(reading)
-        seen = outcome(trial, budget)
-        if seen.status == "answered" and seen.solution is not None and seen.solution.faults == 0:
-            return _seen(form, trial, seen)
+        trial_outcome = outcome(trial, budget)
+        if (
+            trial_outcome.status == "answered"
+            and trial_outcome.solution is not None
+            and trial_outcome.solution.faults == 0
+        ):
+            return _seen(form, trial, trial_outcome)
     return _open(form, problem, result)
 
 
 def _open(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
-    values = [value for value in (result.value, *result.others) if value is not None]
+    values = [value for value in (result.value, *result.rival_values) if value is not None]
     examples = " or ".join(f"{value:.4g}" for value in values[:2])
     return Verdict(
         status="open",
@@ -220,7 +224,7 @@ def _open(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
 
 
 def _ambiguous(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
-    values = [value for value in (result.value, *result.others) if value is not None]
+    values = [value for value in (result.value, *result.rival_values) if value is not None]
     examples = " and ".join(f"{value:.6g}" for value in values[:2])
     if len(values) < 2:
         why = (

@@ -1,5 +1,6 @@
-"""Processed images, each held once: a cache of the processor's results, and banks that batches
-refer to.
+"""Storage of processed images: a cache of the processor's results, and banks for the batches.
+
+A batch holds references into a bank, the numbers of patches, in place of pixels.
 """
 
 import hashlib
@@ -20,20 +21,20 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 from adora_vl.data.images import KeptImage, content_digest
 
 Preprocess = Callable[..., BatchFeature]
-PASSING = "adora_passing"  # in the `info` of an image that will not be seen again
+PASSING = "adora_passing"  # key in the `info` of an image that is used once and not cached
 
 
 @dataclass(frozen=True)
 class ProcessedImage:
-    """One image as the processor cuts it up, before rescaling and normalisation."""
+    """One image as the processor cuts it into patches, before rescaling and normalisation."""
 
-    key: str  # of the content and of how it was processed
+    key: str  # digest of the image's content and of the processor's settings
     patches_RD: Tensor  # uint8; R patches of D = channels x temporal patch x height x width
     grid_3: Tensor  # (temporal, height, width) in patches
 
 
-def can_cache(image_processor: Any) -> bool:
-    """Whether this is a processor whose output the cache knows how to take apart."""
+def can_cache(image_processor: object) -> bool:
+    """Whether the cache can take apart the output of this processor."""
     return isinstance(image_processor, Qwen2VLImageProcessor)
 
 
@@ -42,7 +43,7 @@ def normalized(image_processor: Any, patches_RD: Tensor, settings: dict[str, Any
     patch = settings["patch_size"]
     temporal = settings["temporal_patch_size"]
     channels_first = patches_RD.view(len(patches_RD), -1, temporal, patch, patch).transpose(1, 2)
-    done: Tensor = image_processor.rescale_and_normalize(
+    pixels: Tensor = image_processor.rescale_and_normalize(
         channels_first,
         settings["do_rescale"],
         settings["rescale_factor"],
@@ -50,27 +51,29 @@ def normalized(image_processor: Any, patches_RD: Tensor, settings: dict[str, Any
         settings["image_mean"],
         settings["image_std"],
     )
-    return done.transpose(1, 2).reshape(len(patches_RD), -1)
+    return pixels.transpose(1, 2).reshape(len(patches_RD), -1)
 
 
 def effective_settings(image_processor: Any, overrides: dict[str, Any]) -> dict[str, Any]:
-    """The processor's settings under the arguments of one call."""
-    settings = {
-        **image_processor.to_dict(),
-        **{k: v for k, v in overrides.items() if k != "return_tensors"},
-    }
-    low = settings.pop("min_pixels", None)
-    high = settings.pop("max_pixels", None)
-    if low is not None and high is not None:
-        settings["size"] = {"shortest_edge": low, "longest_edge": high}
+    """The processor's settings, overridden by the arguments of one call.
+
+    Pixel limits are found under `size`, whichever way they were set.
+    """
+    arguments = {name: value for name, value in overrides.items() if name != "return_tensors"}
+    settings = {**image_processor.to_dict(), **arguments}
+    min_pixels = settings.pop("min_pixels", None)
+    max_pixels = settings.pop("max_pixels", None)
+    if min_pixels is not None and max_pixels is not None:
+        settings["size"] = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
     settings["size"] = dict(settings["size"])
     return settings
 
 
 class ImageCache:
-    """Processed images by content, the most recently used ones, bounded in bytes.
+    """A cache of processed images by content: least recently used first out, bounded in bytes.
 
-    `processed` counts how often an image really went through the processor.
+    `processed` counts how often an image really went through the processor. `bytes_held` is the
+    size of the cached patches.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -80,13 +83,16 @@ class ImageCache:
         self._images: OrderedDict[str, ProcessedImage] = OrderedDict()
 
     def get(self, image_processor: Any, image: Any, settings: dict[str, Any]) -> ProcessedImage:
-        """The processed `image`."""
+        """The processed `image`, from the cache or else from the processor.
+
+        `settings`: the result of `effective_settings`.
+        """
         key = _key(image, settings)
         if key in self._images:
             self._images.move_to_end(key)
             return self._images[key]
         size = settings["size"]
-        # The class's own method: that of the object may be one that asks this cache.
+        # The method of the class: the object's may have been replaced by one that asks this cache.
         output = type(image_processor).preprocess(
             image_processor,
             [image],
@@ -108,15 +114,16 @@ class ImageCache:
         return entry
 
     def preprocess(self, image_processor: Any) -> Preprocess:
-        """The processor's `preprocess` with this cache before it: the same arguments, the same
-        output.
+        """The processor's `preprocess` with this cache before it.
+
+        It has the same arguments and the same output.
         """
 
         def cached(images: Any, **overrides: Any) -> BatchFeature:
             settings = effective_settings(image_processor, overrides)
             entries = [self.get(image_processor, image, settings) for image in flat(images)]
             patches = [entry.patches_RD for entry in entries]
-            # one image is handed on without a copy
+            # a single image is passed on without a copy
             pixels = torch.cat(patches) if len(patches) > 1 else patches[0]
             if settings["do_rescale"] or settings["do_normalize"]:
                 pixels = normalized(image_processor, pixels, settings)
@@ -127,7 +134,7 @@ class ImageCache:
 
 
 def flat(images: Any) -> Sequence[Any]:
-    """The images of a batch in order, whatever the nesting."""
+    """The images of a batch in order, whatever their nesting."""
     if isinstance(images, Image.Image):
         return [images]
     flattened: Sequence[Any] = make_flat_list_of_images(
@@ -137,6 +144,7 @@ def flat(images: Any) -> Sequence[Any]:
 
 
 def _key(image: Any, settings: dict[str, Any]) -> str:
+    """A digest of the image's content and of the settings that its patches depend on."""
     shape = {
         name: settings[name]
         for name in ("size", "resample", "patch_size", "temporal_patch_size", "merge_size")
@@ -158,7 +166,8 @@ def _key(image: Any, settings: dict[str, Any]) -> str:
 def first_patches(references: Tensor, grids: Tensor) -> list[int]:
     """The number of each image's first patch, which identifies the image.
 
-    `references`: (R, 1), the patches of N images one after the other. `grids`: (N, 3).
+    `references`: (R, 1), the patches of N images one after the other. `grids`: (N, 3), each image's
+    (temporal, height, width) in patches.
     """
     patches = grids.prod(dim=-1)
     firsts: list[int] = references[(patches.cumsum(0) - patches).to(references.device), 0].tolist()
@@ -166,20 +175,21 @@ def first_patches(references: Tensor, grids: Tensor) -> list[int]:
 
 
 class ImageBank:
-    """The patches of distinct images.
+    """Stores the patches of distinct images under consecutive numbers.
 
-    `first` is the number of the first patch; no two banks share numbers.
+    `first` is the number of the first patch and `end` that behind the last one; no two banks share
+    numbers. `frozen_features` keeps the features by the number of an image's first patch, if the
+    vision tower is frozen. `features_due` tells whether images may have been added since.
     """
 
     def __init__(self, first: int) -> None:
         self.first = first
         self.end = first
         self._starts: dict[str, int] = {}
-        self._images: dict[int, tuple[str, Tensor, Tensor]] = {}  # start -> key, patches, grid
-        self.frozen_features: dict[
-            int, Any
-        ] = {}  # start -> features, if the vision tower is frozen
-        self.features_due = True  # whether images may have been added since
+        # first patch of an image -> its key, patches (R, D) and grid (3,)
+        self._images: dict[int, tuple[str, Tensor, Tensor]] = {}
+        self.frozen_features: dict[int, Any] = {}
+        self.features_due = True
 
     def __len__(self) -> int:
         return len(self._images)
@@ -187,20 +197,19 @@ class ImageBank:
     def references(
         self, image: ProcessedImage, normalize: Callable[[Tensor], Tensor], device: torch.device
     ) -> Tensor:
-        """(R, 1) numbers of the patches of `image`.
+        """The numbers of the patches of `image`, (R, 1).
 
-        An image that is new is normalised and moved to `device` first.
+        An image that is new is normalised, moved to `device` and stored first.
         """
         if image.key in self._starts:
             return self._numbers(self._starts[image.key])
-        return self.hold(
-            image.key, normalize(image.patches_RD).to(device, non_blocking=True), image.grid_3
-        )
+        patches_RD = normalize(image.patches_RD).to(device, non_blocking=True)
+        return self.hold(image.key, patches_RD, image.grid_3)
 
     def hold(self, key: str, patches_RD: Tensor, grid_3: Tensor) -> Tensor:
-        """(R, 1) numbers of these patches, which are ready for the model.
+        """The numbers of these patches, (R, 1), which are normalised and on the model's device.
 
-        They are stored if `key` is new.
+        The patches are stored if `key` is new.
         """
         if key not in self._starts:
             self._starts[key] = self.end
@@ -222,10 +231,11 @@ class ImageBank:
 
     @property
     def starts(self) -> list[int]:
+        """The number of each image's first patch, in the order of storing."""
         return list(self._images)
 
 
-_ANOTHER = "another"  # beside the modes `train` and `eval`
+_ANOTHER = "another"  # a third bank beside those of the modes `train` and `eval`
 
 
 class ImageBanks:
@@ -245,9 +255,10 @@ class ImageBanks:
         return self._banks[mode]
 
     def more(self, mode: str = "train") -> ImageBank | None:
-        """The bank of the batch, to which every rank is about to add images.
+        """The bank of the present batch, to which every rank is about to add images.
 
-        None before the first batch.
+        All ranks call it together, so that all compute features of frozen towers anew. None before
+        the first batch.
         """
         bank = self._banks.get(mode)
         if bank is not None:
@@ -255,12 +266,12 @@ class ImageBanks:
         return bank
 
     def of_training(self) -> ImageBank | None:
-        """The bank of the training batch, or the one in its place. None before the first batch."""
+        """The bank of the training batch, or its stand-in (`another`); None before a batch."""
         return self._banks.get(_ANOTHER, self._banks.get("train"))
 
     @contextmanager
     def another(self) -> Iterator[ImageBank]:
-        """An empty bank that takes the place of the training batch's inside the block."""
+        """Inside the block an empty bank takes the place of the training batch's bank."""
         bank = self.new(_ANOTHER)
         try:
             yield bank
@@ -269,7 +280,7 @@ class ImageBanks:
             del self._banks[_ANOTHER]
 
     def of(self, reference: int) -> ImageBank:
-        """The bank that holds this patch."""
+        """The bank that stores the patch of this number."""
         for bank in self._banks.values():
             if bank.first <= reference < bank.end:
                 return bank

@@ -1,5 +1,6 @@
-"""Each distinct image of a generation: processed once, held once, and seen by the vision tower
-once.
+"""The distinct images of a generation.
+
+Each is processed once, stored once and passed through the vision tower once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,11 @@ from adora_vl.types import Batch, Row
 
 
 def may_have_images(dataset: Any) -> bool:
-    """Whether any row of a training data set may have an image; True where that cannot be told."""
+    """Whether any row of a training data set may have an image; True where that is unknown.
+
+    A `datasets.Dataset` is asked by its table; rows of another kind tell nothing before they are
+    read.
+    """
     table = getattr(getattr(dataset, "data", None), "table", None)
     if table is None:
         return True
@@ -29,29 +34,32 @@ def may_have_images(dataset: Any) -> bool:
 
 
 def with_image_columns(columns: dict[str, Any], tokens_BT: Tensor) -> dict[str, Any]:
-    """The columns of a batch, or of a pass, with those of images added where they are missing.
+    """The columns of a batch or a pass, with empty image columns where they are missing.
 
-    `tokens_BT`: any tensor of the shape of prompts with their completions.
+    `tokens_BT`: any tensor with the shape of prompts and completions, (B, P + C).
     """
     if columns.get("pixel_values") is not None:
         return columns
     device = tokens_BT.device
-    none: dict[str, Any] = {
+    empty: dict[str, Any] = {
         "pixel_values": torch.zeros(0, 1, dtype=torch.long, device=device),
         "image_grid_thw": torch.zeros(0, 3, dtype=torch.long, device=device),
         "num_images": [0] * len(tokens_BT),
         "mm_token_type_ids": torch.zeros_like(tokens_BT),
     }
-    return {**columns, **none}
+    return {**columns, **empty}
 
 
 def reads_ahead(device: torch.device) -> bool:
-    """Whether images are processed while the policy learns: on a CPU it needs the processor itself."""
+    """Whether images are processed while the policy learns. A CPU has no time to spare for it."""
     return device.type != "cpu"
 
 
 class DistinctImages:
-    """Owns the distinct images of the present generation."""
+    """Owns the distinct images of the present generation.
+
+    `shown`: whether rows may have images. `vision`: the vision towers, which accept references.
+    """
 
     def __init__(
         self,
@@ -65,8 +73,8 @@ class DistinctImages:
     ) -> None:
         """`models`: the policy, and the reference model if there is one.
 
-        `dataset`: the rows that are trained on. `draws`: whether an image may be shown on the way
-        where a row has none.
+        `dataset`: the rows that are trained on. `draws`: whether a rollout may be shown an image
+        (by a tool) where its row has none.
         """
         self.banks = ImageBanks()
         self.vision = SharedVision(self.banks)
@@ -75,24 +83,23 @@ class DistinctImages:
         self._config = config
         # a list, so that every model is tried
         takes_references = [self.vision.install(model) for model in models]
-        # whether rows may have images
         self.shown = all(takes_references) and (draws or may_have_images(dataset))
         self.image_processor: Any = getattr(processor, "image_processor", None)
-        able = all(takes_references) and can_cache(self.image_processor)
-        self._cache = ImageCache(config.adora_image_cache_mb * 2**20) if able else None
+        supported = all(takes_references) and can_cache(self.image_processor)
+        self._cache = ImageCache(config.adora_image_cache_mb * 2**20) if supported else None
 
     @property
     def cache(self) -> ImageCache | None:
         """The cache of processed images, which the engine uses too.
 
-        None if sharing is impossible or switched off.
+        None where images cannot be cached, or `cache_images` is switched off.
         """
         return self._cache if self._config.own("cache_images") else None
 
     def process(self, row: Mapping[str, Any]) -> int:
-        """Put the images of a row into the cache, for a generation to come.
+        """Put the images of a row into the cache, for a later generation.
 
-        Returns the bytes that they take there.
+        Returns the number of bytes that they take in the cache.
         """
         cache = self.cache
         processor = self.image_processor
@@ -102,12 +109,11 @@ class DistinctImages:
         return sum(entry.patches_RD.nbytes for entry in entries)
 
     def prefetch(self, rows: DistinctRows, order: EpochRepeatSampler, dataset: Any) -> NoPrefetch:
-        """What reads and processes the next generation's images.
+        """The object that reads and processes the next generation's images in the background.
 
-        `dataset`: the data set behind `rows`.
-
-        It does nothing where a worker of the loader reads ahead, or where reading a row may draw a
-        random number.
+        `dataset`: the data set that `rows` reads. The object does nothing where a worker of the
+        loader reads ahead already, or where reading a row may draw a random number: drawn earlier,
+        it would change the run.
         """
         if not reads_ahead(self._device) or self.cache is None or not self.shown:
             return NoPrefetch()
@@ -118,23 +124,23 @@ class DistinctImages:
         )
 
     def completed(self, batch: Batch) -> Batch:
-        """The batch, with empty image columns if other rows have images but its own have none."""
+        """The batch, with empty image columns where it has no image but other batches may."""
         if not self.shown:
             return batch
         tokens_BT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         return cast("Batch", with_image_columns(dict(batch), tokens_BT))
 
-    def prompts(self, rows: Sequence[Row], mode: str, *, further: bool) -> PromptBatch:
-        """The prompts of these rows; their images are held until the next generation of this mode.
+    def prompts(self, rows: Sequence[Row], mode: str, *, refill: bool) -> PromptBatch:
+        """The prompts of these rows; their images are stored until the next batch of this mode.
 
-        `mode` is `train` or `eval`. With `further` the rows join the present batch; else its images
-        are released.
+        `mode` is `train` or `eval`. With `refill` the rows join the present batch; otherwise the
+        images of the present batch are released.
         """
-        # Without a cache there are no references, and every pass takes the tower's way, also on a
-        # rank without images.
+        # Without a cache there are no references, and every pass runs the tower, also on a rank
+        # without images.
         self.vision.share = self._config.own("share_vision") and self.cache is not None
         self.vision.batch_windows(self._config.own("batch_windows"))
-        bank = self.banks.more() if further else None
+        bank = self.banks.more() if refill else None
         if bank is None:
             bank = self.banks.new(mode)
         if self.cache is None or not any(row.get("images") for row in rows):
@@ -146,8 +152,10 @@ class DistinctImages:
     def shown_later(
         self, prompts: PromptBatch, pictures: Sequence[Sequence[Any]], mode: str
     ) -> PromptBatch:
-        """The prompts with the images of each row behind its own that its rollout was shown on the
-        way, (B,). They are held as long as those of the batch. All ranks call it together.
+        """The prompts with the images that tools have shown to each rollout after the row's own.
+
+        `pictures`: the shown images of each row, (B,). They are stored as long as those of the
+        batch. All ranks call it together, since the bank's features become due on all of them.
         """
         bank = self.banks.more(mode)
         cache = self.cache
@@ -162,7 +170,7 @@ class DistinctImages:
             )
 
     def tokens_of(self, image: Any) -> int:
-        """How many image tokens an image takes that is shown on the way."""
+        """The number of image tokens of an image that a tool shows."""
         processor = self.image_processor
         settings = effective_settings(self.image_processor, {})
         grid_3 = (self._cache or ImageCache(0)).get(processor, image, settings).grid_3
@@ -171,7 +179,10 @@ class DistinctImages:
     def read(
         self, rows: Sequence[Row], processing: AbstractContextManager[Any] | None = None
     ) -> PromptBatch:
-        """As `prompts`, with pixels instead of references to them."""
+        """The prompts of these rows, with pixels instead of references to them.
+
+        `processing`: a context in which the processor is called.
+        """
         return read_prompts(
             rows, self._processor, self._config.chat_template_kwargs or {}, processing
         )

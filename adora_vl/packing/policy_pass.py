@@ -1,6 +1,7 @@
-"""The policy's pass over a micro-batch, in which the prompt of a group is computed once.
+"""The policy's forward pass over a micro-batch, in which a group's prompt is computed once.
 
-Its log-probabilities are compared with those of separate rows once per run.
+The log-probabilities of the packed pass are compared with those of separate rows once per run. If
+they differ by more than rounding, the run goes on with separate rows and says why.
 """
 
 import warnings
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.utils.generic import is_flash_attention_requested
 
 from adora_vl.config.keys import AdoraKeys
@@ -23,12 +25,13 @@ from adora_vl.packing.split_attention import ARGUMENT, install, own_attention, p
 from adora_vl.packing.vision import vision_model
 from adora_vl.types import Batch, HostRows
 
-# log-probabilities (B, C), entropies, auxiliary loss
+# log-probabilities (B, C), entropies (B, C) or None, auxiliary loss or None
 Result = tuple[Tensor, Tensor | None, Tensor | None]
-Seen = Callable[[Tensor, Tensor | None], None]  # log-probabilities without gradients, entropies
-Pass = Callable[..., Result]  # TRL's `_get_per_token_logps_and_entropies`, of a model
-# What TRL hands on to a pass besides tokens, as in its `_compute_loss`, and which of them are not
-# the policy's
+# takes the detached log-probabilities (B, C) and the entropies of a pass
+PassObserver = Callable[[Tensor, Tensor | None], None]
+Pass = Callable[..., Result]  # TRL's `_get_per_token_logps_and_entropies`, bound to a model
+# The columns that TRL's `_compute_loss` hands to a pass besides the tokens. `tool_mask` is not one
+# of the model's inputs: it tells which tokens the policy has sampled.
 _INPUTS = (
     "pixel_values",
     "image_grid_thw",
@@ -45,25 +48,26 @@ _INPUTS = (
 
 
 def bound_of(dtype: torch.dtype) -> float:
-    """How far packed and separate log-probabilities may differ by rounding in this dtype, on
-    average, in nats.
-    """
+    """Largest mean difference, in nats, that rounding explains between packed and separate rows."""
     return 1e-5 if torch.finfo(dtype).bits >= 32 else 0.05
 
 
-def packable(config: Any) -> bool:
-    """Whether the model's attention can use the layout, and every layer has full attention."""
+def packable(config: PreTrainedConfig) -> bool:
+    """Whether every layer has full attention, and in an implementation that knows the layout."""
     attention = own_attention(config)
     flash = is_flash_attention_requested(requested_attention_implementation=attention)
     return shares_prompts(config) and (flash or attention in ("sdpa", "eager"))
 
 
 class PackedForward:
-    """Log-probabilities of a batch with each prompt once and without padding."""
+    """Computes the log-probabilities of a batch with each prompt once and without padding.
+
+    `refused` says why prompts are not shared, once that is known. `passes` counts packed passes.
+    """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self.refused = ""  # why prompts are not shared, once that is known
+        self.refused = ""
         self.passes = 0
         self._checked = False
 
@@ -79,12 +83,22 @@ class PackedForward:
         separate: Callable[..., Result],
         host: HostRows | None = None,
     ) -> Result | None:
-        """As TRL's `_get_per_token_logps_and_entropies`.
+        """Compute what TRL's `_get_per_token_logps_and_entropies` does, from a packed sequence.
 
-        None if separate rows are less work or the only way.
+        Args:
+            model: the policy or the reference model, in whatever wrapper.
+            input_ids: (B, P + C), prompts padded on the left, completions on the right.
+            attention_mask: (B, P + C), 0 at padding.
+            completion: C, the width of the completions.
+            batch_size: rows of one forward pass; None for all B at once.
+            compute_entropy: whether entropies are returned too.
+            inputs: further columns of the batch, by name.
+            separate: the same pass over separate rows; its arguments are the number of first rows
+                and their inputs.
+            host: copies of the rows that are on the host already; None copies them here.
 
-        `separate`: of the first rows, given their number and inputs. `host`: what the host knows of
-        these rows already.
+        Returns:
+            None where separate rows are less work, or the only way.
         """
         config = self._accelerator.unwrap_model(model).config
         if not packable(config):
@@ -100,9 +114,12 @@ class PackedForward:
             for start in range(0, len(input_ids), step)
         ]
         pixels = inputs.get("pixel_values")
-        # else nothing tells whether two images are the same
-        known = pixels is None or not pixels.is_floating_point()
-        groups = [_grouped(chunk, host) if known else [[row] for row in chunk] for chunk in chunks]
+        # Integers are references into an image bank. Pixels do not tell which images are the same.
+        comparable = pixels is None or not pixels.is_floating_point()
+        if comparable:
+            groups = [_grouped(chunk, host) for chunk in chunks]
+        else:
+            groups = [[[row] for row in chunk] for chunk in chunks]
         pays = all(_pays(part, host) for part in groups)
 
         def packed(chunks: int | None = None) -> Result:
@@ -118,11 +135,15 @@ class PackedForward:
             )
 
         if not self._checked:
-            alone = partial(separate, step, _of_first(step, inputs, host))
-            mask = attention_mask[:step, -completion:]
+            separate_chunk = partial(separate, step, _of_first(step, inputs, host))
+            # A rank on which sharing does not pay takes part with separate rows on both sides.
+            packed_chunk = partial(packed, 1) if pays else separate_chunk
+            mask_BC = attention_mask[:step, -completion:]
             if host.policy_mask is not None:
-                mask = mask * host.policy_mask[:step, :completion].to(mask.device)
-            self._check(model, partial(packed, 1) if pays else alone, alone, mask, pays)
+                mask_BC = mask_BC * host.policy_mask[:step, :completion].to(mask_BC.device)
+            self._check(
+                model, packed=packed_chunk, separate=separate_chunk, mask_BC=mask_BC, pays=pays
+            )
         if not pays or self.refused:
             return None
         self.passes += 1
@@ -136,20 +157,22 @@ class PackedForward:
         mask_BC: Tensor,
         pays: bool,
     ) -> None:
-        """Compare both passes over one chunk, on every rank.
+        """Compare both passes over one chunk. All ranks call it together.
 
-        If they disagree, go on with separate rows and say so.
+        If they disagree on any rank, every rank goes on with separate rows and says so.
         """
         gather = self._accelerator.gather
+        # Both passes gather sharded weights, so all ranks compare as soon as one can share prompts.
         if not gather(torch.tensor([int(pays)], device=mask_BC.device)).any():
-            return  # nowhere to be used yet
+            return
         self._checked = True
-        with torch.no_grad(), evaluating(model):  # else each pass would have a dropout of its own
+        # Without evaluation mode each pass would draw dropout anew, and no two would agree.
+        with torch.no_grad(), evaluating(model):
             gap = (packed()[0] - separate()[0]).abs() * mask_BC
         mean = gap.sum() / mask_BC.sum().clamp(min=1)
         worst = float(gather(mean.reshape(1)).max())
         bound = bound_of(computing_dtype(self._accelerator, model))
-        if not worst <= bound:
+        if not worst <= bound:  # NaN is refused too
             self.refused = (
                 f"packed and separate log-probabilities differ by {worst:.2g} nats, more than "
                 f"{bound:.2g}"
@@ -168,10 +191,12 @@ class PackedForward:
         compute_entropy: bool,
         host: HostRows,
     ) -> tuple[Tensor, Tensor | None]:
+        """One packed pass: log-probabilities and entropies of the rows of `groups`, (rows, C)."""
         plain = self._accelerator.unwrap_model(model)
         rows = [row for group in groups for row in group]
         first = [group[0] for group in groups]
-        images = [pair for row in first if (pair := prompt_images(host, row)) is not None]
+        by_prompt = [prompt_images(host, row) for row in first]
+        images = [pair for pair in by_prompt if pair is not None]
         grids = torch.cat([grid for _, grid in images]) if images else None
         types = host.token_types[first] if host.token_types is not None else None
         positions = prompt_positions(
@@ -182,50 +207,53 @@ class PackedForward:
             grids=grids,
         )
         install(plain)
-        own = [[row - rows[0] for row in group] for group in groups]
-        part = slice(rows[0], rows[-1] + 1)  # groups are neighbours
-        behind = answer_positions(plain, host, rows)
+        local_groups = [[row - rows[0] for row in group] for group in groups]
+        part = slice(rows[0], rows[-1] + 1)  # a chunk's rows are neighbours
+        completion_positions = answer_positions(plain, host, rows)
         packed = pack(
             input_ids[part],
             attention_mask=attention_mask[part],
             completion=completion,
-            groups=own,
+            groups=local_groups,
             positions=positions,
             host=host.taken(rows),
-            behind=behind,
+            completion_positions=completion_positions,
         )
-        if behind is not None:
+        if completion_positions is not None:  # completions have images too
             images = _in_order(host, groups)
             grids = torch.cat([grid for _, grid in images])
-        given: dict[str, Any] = {
+        kwargs: dict[str, Any] = {
+            "input_ids": packed.ids_NS,
             "attention_mask": prepared_mask(input_ids.device),
+            "position_ids": packed.positions,
             ARGUMENT: packed.shared,
         }
-        given |= {"input_ids": packed.ids_NS, "position_ids": packed.positions}
         if grids is not None:
-            given["pixel_values"] = torch.cat([references for references, _ in images])
-            given["image_grid_thw"] = grids
+            kwargs["pixel_values"] = torch.cat([references for references, _ in images])
+            kwargs["image_grid_thw"] = grids
         with self._accelerator.autocast():
-            outputs = model(**given, shift_labels=packed.labels, fused_lm_head=True)
-        # the reference model's head computes no entropy
-        return packed.unpacked(outputs.log_probs), packed.unpacked(
-            outputs.entropy
-        ) if compute_entropy else None
+            outputs = model(**kwargs, shift_labels=packed.labels, fused_lm_head=True)
+        logps_BC = packed.unpacked(outputs.log_probs)
+        if not compute_entropy:  # the reference model's head computes none
+            return logps_BC, None
+        return logps_BC, packed.unpacked(outputs.entropy)
 
 
 def _in_order(host: HostRows, groups: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
-    """The images of a sequence of groups: those of a prompt, then those of each of its rollouts,
-    the longest first.
+    """References and grids of all images, in the order in which a packed sequence shows them.
+
+    A prompt's images come first, then those of each of its rollouts, the longest rollout first.
     """
-    found = []
+    images = []
     for group in groups:
         rollouts = longest_first(group, host.lengths)
-        found += [prompt_images(host, group[0]), *(answer_images(host, row) for row in rollouts)]
-    return [pair for pair in found if pair is not None]
+        images.append(prompt_images(host, group[0]))
+        images += [answer_images(host, row) for row in rollouts]
+    return [pair for pair in images if pair is not None]
 
 
 def computing_dtype(accelerator: Accelerator, model: Any) -> torch.dtype:
-    """The dtype that passes of the model compute in: that of autocast, or of the weights."""
+    """The dtype that the model's passes compute in: autocast's, else that of the weights."""
     device = accelerator.device.type
     with accelerator.autocast():
         if torch.is_autocast_enabled(device):
@@ -235,17 +263,17 @@ def computing_dtype(accelerator: Accelerator, model: Any) -> torch.dtype:
 
 
 def _of_first(rows: int, inputs: dict[str, Any], host: HostRows) -> dict[str, Any]:
-    """The inputs of the first rows.
+    """The inputs of the first `rows` rows.
 
-    Images have as many places in their columns as they have patches.
+    `pixel_values` has an entry per patch and `image_grid_thw` one per image, not one per row.
     """
     images = [pair for pair in host.images[:rows] if pair is not None]
-    places = {
-        "pixel_values": sum(len(p) for p, _ in images),
+    entries = {
+        "pixel_values": sum(len(patches) for patches, _ in images),
         "image_grid_thw": sum(len(grid) for _, grid in images),
     }
     return {
-        name: value if value is None else value[: places.get(name, rows)]
+        name: value if value is None else value[: entries.get(name, rows)]
         for name, value in inputs.items()
     }
 
@@ -253,39 +281,40 @@ def _of_first(rows: int, inputs: dict[str, Any], host: HostRows) -> dict[str, An
 def _grouped(chunk: range, host: HostRows) -> list[list[int]]:
     """The rows of a chunk, grouped by their prompt."""
     rows = list(chunk)
-    shown = [
-        first_patches(*held) if (held := prompt_images(host, row)) is not None else []
-        for row in rows
-    ]
-    groups = groups_of(host.prompt_ids[rows], host.prompt_mask[rows], shown)
+    image_keys: list[list[int]] = []
+    for row in rows:
+        images = prompt_images(host, row)
+        image_keys.append([] if images is None else first_patches(*images))
+    groups = groups_of(host.prompt_ids[rows], host.prompt_mask[rows], image_keys)
     return [[rows[row] for row in group] for group in groups]
 
 
 def prompt_images(host: HostRows, row: int) -> tuple[Tensor, Tensor] | None:
-    """References or pixels, and grids, of the images that the prompt of a row has; None where it
-    has none.
-    """
-    held = host.images[row]
-    if held is None or host.answer_types is None:
-        return held
-    pixels, grids = held
+    """References (or pixels) and grids of the images in a row's prompt; None where it has none."""
+    images = host.images[row]
+    if images is None or host.answer_types is None:
+        return images
+    pixels, grids = images
     grids = grids[: host.images_of_prompt(row)]
     return pixels[: int(grids.prod(dim=-1).sum())], grids
 
 
 def answer_images(host: HostRows, row: int) -> tuple[Tensor, Tensor] | None:
-    """The same of those that its completion has."""
-    held = host.images[row]
-    first = prompt_images(host, row)
-    if held is None or first is None or not host.lengths[row]:
+    """References and grids of the images in a row's completion; None where it has no tokens."""
+    images = host.images[row]
+    in_prompt = prompt_images(host, row)
+    if images is None or in_prompt is None or not host.lengths[row]:
         return None
-    return held[0][len(first[0]) :], held[1][len(first[1]) :]
+    pixels, grids = images
+    prompt_pixels, prompt_grids = in_prompt
+    return pixels[len(prompt_pixels) :], grids[len(prompt_grids) :]
 
 
 def answer_positions(model: Any, host: HostRows, rows: list[int]) -> Tensor | None:
-    """Positions of the completions of these rows, (3, rows, C), where one has an image: behind it
-    the next token stands as far away as the image is high or wide. None where each token stands one
-    behind the other.
+    """M-RoPE positions of the completions of these rows, (3, rows, C), where one has an image.
+
+    The token after an image is as far away as the image is high or wide. None where no completion
+    has an image, so that positions simply count on by one.
     """
     if host.answer_types is None or not host.answer_types[rows].any():
         return None
@@ -295,7 +324,8 @@ def answer_positions(model: Any, host: HostRows, rows: list[int]) -> Tensor | No
     lengths = torch.tensor([host.lengths[row] for row in rows])
     filled = torch.arange(host.answer_types.size(1)) < lengths[:, None]
     mask = torch.cat([prompts, filled.to(prompts.dtype)], dim=1)
-    grids = torch.cat([held[1] for row in rows if (held := host.images[row]) is not None])
+    pairs = [host.images[row] for row in rows]
+    grids = torch.cat([pair[1] for pair in pairs if pair is not None])
     positions = prompt_positions(
         model,
         prompt_ids=torch.zeros_like(types, dtype=torch.long),
@@ -307,6 +337,7 @@ def answer_positions(model: Any, host: HostRows, rows: list[int]) -> Tensor | No
 
 
 def _pays(groups: list[list[int]], host: HostRows) -> bool:
+    """Whether packing these groups is less work than separate rows."""
     prompts = host.prompt_mask[[group[0] for group in groups]].sum(dim=1).tolist()
     return sharing_pays(prompts, [[host.lengths[row] for row in group] for group in groups])
 
@@ -318,8 +349,9 @@ def prompt_positions(
     token_types: Tensor | None,
     grids: Tensor | None,
 ) -> Tensor:
-    """Positions of left-padded prompts as the model itself counts them: (3, N, P) with M-RoPE, else
-    (N, P).
+    """Positions of left-padded prompts as the model itself counts them.
+
+    Returns (3, N, P) for a vision-language model, whose M-RoPE has three axes, else (N, P).
     """
     inner = vision_model(model)
     if inner is not None and token_types is not None and grids is not None:
@@ -337,15 +369,16 @@ def prompt_positions(
 def has_dropout(model: nn.Module) -> bool:
     """Whether the model has active dropout, so that two passes over the same tokens differ."""
     config = getattr(model, "config", None)
-    attention = getattr(
-        config.get_text_config() if config is not None else None, "attention_dropout", 0.0
-    )
-    return bool(attention) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
+    text_config = config.get_text_config() if config is not None else None
+    # attention dropout is an argument of the kernel and no module
+    if getattr(text_config, "attention_dropout", 0.0):
+        return True
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
 
 
 @contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """Inside the block the model has no dropout."""
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model into evaluation mode inside the block, so that it has no dropout."""
     training = model.training
     model.eval()
     try:
@@ -357,7 +390,7 @@ def evaluating(model: Any) -> Iterator[None]:
 def generation_logps(batch: Batch, policy: Pass, rows: int, pixels: Tensor | None = None) -> Tensor:
     """Log-probabilities of a generation's completions, (B, C), without gradients.
 
-    `pixels`: in place of the batch's.
+    `rows`: rows of one forward pass. `pixels`: used in place of the batch's pixels.
     """
     inputs = {name: batch[name] for name in _INPUTS if name in batch}  # type: ignore[literal-required]
     if pixels is not None:
@@ -373,34 +406,33 @@ def generation_logps(batch: Batch, policy: Pass, rows: int, pixels: Tensor | Non
 
 
 class PolicyPass:
-    """What TRL's `_get_per_token_logps_and_entropies` computes, for the policy, the old policy and
-    the reference.
+    """TRL's `_get_per_token_logps_and_entropies`, with shared prompts where they save work.
+
+    It serves the policy, the old policy and the reference model.
     """
 
     def __init__(
         self, accelerator: Accelerator, config: AdoraKeys, *, images: bool = False
     ) -> None:
-        """`images`: whether rows of other passes have images, so that rows without any get the same
-        columns.
-        """
+        """`images`: whether any pass may have images; rows without any then get empty columns."""
         self._config = config
         self._images = images
         self.packed = PackedForward(accelerator)
-        self._seen: Seen | None = None
+        self._observer: PassObserver | None = None
         self._micro = Batch()
 
     @contextmanager
-    def watched(self, seen: Seen, micro: Batch) -> Iterator[None]:
-        """Inside, `seen` gets the first pass once: the detached log-probabilities, and the entropies.
+    def watched(self, observer: PassObserver, micro: Batch) -> Iterator[None]:
+        """Call `observer` once inside the block, with the results of the first pass.
 
-        `micro`: the rows of all.
+        `micro`: the micro-batch whose rows all passes inside the block read.
         """
-        self._seen = seen
+        self._observer = observer
         self._micro = micro
         try:
             yield
         finally:
-            self._seen = None
+            self._observer = None
             self._micro = Batch()
 
     def __call__(
@@ -415,14 +447,14 @@ class PolicyPass:
         compute_aux_loss: bool = False,
         **inputs: Any,
     ) -> Result:
-        """Same arguments and result as TRL's method, which is `separate_rows`.
+        """Compute log-probabilities (B, C), entropies or None, and the auxiliary loss or None.
 
-        The result is log-probabilities (B, C), entropies or None, and the auxiliary loss or None.
-        Of tokens that the policy has not sampled (`tool_mask`) they are 0, so that no two passes
-        differ where the loss looks at nothing.
+        The arguments are those of TRL's method, which is `separate_rows`. Tokens that the policy
+        has not sampled (`tool_mask`) get a log-probability of 0, so that no two passes differ where
+        the loss does not look.
 
         A pass without gradients scores tokens for a comparison, with an engine, an older policy or
-        a reference. None of them has dropout, so the pass has none either; TRL's has.
+        a reference. None of these has dropout, so the pass has none either; TRL's pass has.
         """
         learns = torch.is_grad_enabled()
         with nullcontext() if learns else evaluating(model):
@@ -437,10 +469,10 @@ class PolicyPass:
                 compute_aux_loss,
                 inputs,
             )
-        if self._seen is not None:
-            seen = self._seen
-            self._seen = None
-            seen(result[0].detach(), result[1])
+        if self._observer is not None:
+            observer = self._observer
+            self._observer = None
+            observer(result[0].detach(), result[1])
         return result
 
     def _computed(
@@ -456,22 +488,25 @@ class PolicyPass:
         inputs: dict[str, Any],
     ) -> Result:
         """The result of the pass, packed where that is less work."""
-        own = inputs.get("tool_mask", self._micro.get("tool_mask"))
-        inputs = inputs if own is None else {**inputs, "tool_mask": own}
-        inputs = with_image_columns(inputs, input_ids) if self._images else inputs
+        sampled_BC = inputs.get("tool_mask", self._micro.get("tool_mask"))
+        if sampled_BC is not None:
+            inputs = {**inputs, "tool_mask": sampled_BC}
+        if self._images:
+            inputs = with_image_columns(inputs, input_ids)
         tokens = (input_ids, attention_mask, logits_to_keep, batch_size)
 
         def separate(first: int | None = None, inputs: dict[str, Any] = inputs) -> Result:
             rows = (input_ids[:first], attention_mask[:first], logits_to_keep, batch_size)
-            given = {name: value for name, value in inputs.items() if name != "tool_mask"}
-            return separate_rows(model, *rows, compute_entropy, compute_aux_loss, **given)
+            columns = {name: value for name, value in inputs.items() if name != "tool_mask"}
+            return separate_rows(model, *rows, compute_entropy, compute_aux_loss, **columns)
 
         result: Result | None = None
         if self._config.own("share_prompt") and not compute_aux_loss and not self.packed.refused:
             host = self._micro.get("host")
             result = self.packed(model, *tokens, compute_entropy, inputs, separate, host)
-        result = result if result is not None else separate()
-        if own is not None:
+        if result is None:
+            result = separate()
+        if sampled_BC is not None:
             logps, entropies, auxiliary = result
-            result = torch.where(own.bool(), logps, 0.0), entropies, auxiliary
+            result = torch.where(sampled_BC.bool(), logps, 0.0), entropies, auxiliary
         return result

@@ -1,5 +1,6 @@
-"""The prompts of a generation, as the engine and the policy read them: each distinct one is
-processed once.
+"""The prompts of a generation, as the engine and the policy read them.
+
+Each distinct prompt is processed once, whatever the number of its rollouts.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -23,32 +24,35 @@ class PromptBatch:
 
     messages: list[Any]  # (B,), with their images inside if any row has one; or texts
     ids: list[list[int]]  # (B,), with image tokens expanded
-    # (B,), None for a row without any, and where no row has one
+    # (B,), None for a row without images; None instead of the list where no row has any
     images: list[list[Any] | None] | None
-    # beside the ids: values for each token as lists, and of images the pixels and grids
+    # the processor's other outputs: lists with a value per token, and the images' pixels and grids
     fields: dict[str, Any]
 
     @property
     def num_images(self) -> list[int]:
-        """Of each row, (B,)."""
+        """The number of images of each row, (B,)."""
         return [len(row or ()) for row in self.images or [None] * len(self.ids)]
 
 
 def distinct_rows(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
-    """The first row of each distinct key, and for every row the number of its key."""
-    number: dict[Hashable, int] = {}
-    numbers = [number.setdefault(key, len(number)) for key in keys]
-    return [numbers.index(one) for one in number.values()], numbers
+    """The first row of each distinct key, and for every row the number of its key.
+
+    Keys are numbered in the order in which they come first.
+    """
+    number_of: dict[Hashable, int] = {}
+    numbers = [number_of.setdefault(key, len(number_of)) for key in keys]
+    return [numbers.index(number) for number in number_of.values()], numbers
 
 
 def messages_of(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The prompts of rows as TRL hands them on: with their images inside, if any row has one."""
+    """The prompts of rows in TRL's form: with their images inside, if any row has one."""
     images = [images_of(row) for row in rows]
     if not any(images):
         return [row["prompt"] for row in rows]
     return [
-        prepare_multimodal_messages(row["prompt"], images=own)
-        for row, own in zip(rows, images, strict=True)
+        prepare_multimodal_messages(row["prompt"], images=row_images)
+        for row, row_images in zip(rows, images, strict=True)
     ]
 
 
@@ -58,15 +62,16 @@ def read_prompts(
     template: Mapping[str, Any],
     processing: AbstractContextManager[Any] | None = None,
 ) -> PromptBatch:
-    """What a processor, or a tokenizer, makes of the prompts of rows.
+    """Apply the chat template to the prompts of rows, tokenize them and process their images.
 
-    Stock TRL asks it twice for every copy.
+    Each distinct prompt goes through the processor (or tokenizer) once. Stock TRL calls it twice
+    for every copy.
 
     `template`: arguments of the chat template. `processing`: a context in which the processor is
     called.
     """
     messages = messages_of(rows)
-    shown = [images_of(row) for row in rows]
+    row_images = [images_of(row) for row in rows]
     if isinstance(messages[0], str):
         return PromptBatch(
             messages=messages,
@@ -74,34 +79,40 @@ def read_prompts(
             images=None,
             fields={},
         )
-    first, number = distinct_rows([repr(_described(one)) for one in messages])
-    asked = [messages[row] for row in first]
+    first, numbers = distinct_rows([repr(_described(message)) for message in messages])
+    conversations = [messages[row] for row in first]
     if hasattr(processor, "tokenizer"):  # templates of processors take no plain texts
-        asked = [prepare_multimodal_messages(one) for one in asked]
+        conversations = [
+            prepare_multimodal_messages(conversation) for conversation in conversations
+        ]
     with processing or nullcontext():
-        read = processor.apply_chat_template(
-            conversation=asked,
+        output = processor.apply_chat_template(
+            conversation=conversations,
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
             **template,
         )
-    made = {name: value for name, value in read.items() if name != "attention_mask"}
-    of_images = {
-        name: made.pop(name) for name in ("pixel_values", "image_grid_thw") if name in made
+    columns = {name: value for name, value in output.items() if name != "attention_mask"}
+    image_columns = {
+        name: columns.pop(name) for name in ("pixel_values", "image_grid_thw") if name in columns
     }
     fields: dict[str, Any] = {
-        name: [list(values[one]) for one in number] for name, values in made.items()
+        name: [list(values[number]) for number in numbers] for name, values in columns.items()
     }
     ids = fields.pop("input_ids")
-    if not of_images:
+    if not image_columns:
         return PromptBatch(messages=messages, ids=ids, images=None, fields=fields)
-    pixels = torch.as_tensor(of_images["pixel_values"])
-    pairs = _by_row(of_images["image_grid_thw"], pixels, [len(shown[row]) for row in first])
-    fields["pixel_values"] = torch.cat([pairs[one][1] for one in number])
-    fields["image_grid_thw"] = torch.cat([pairs[one][0] for one in number])
+    pixels = torch.as_tensor(image_columns["pixel_values"])
+    counts = [len(row_images[row]) for row in first]
+    pairs = _by_row(image_columns["image_grid_thw"], pixels, counts)
+    fields["pixel_values"] = torch.cat([pairs[number][1] for number in numbers])
+    fields["image_grid_thw"] = torch.cat([pairs[number][0] for number in numbers])
     return PromptBatch(
-        messages=messages, ids=ids, images=[row or None for row in shown], fields=fields
+        messages=messages,
+        ids=ids,
+        images=[images or None for images in row_images],
+        fields=fields,
     )
 
 
@@ -110,41 +121,49 @@ def with_pictures(
     pictures: Sequence[Sequence[Any]],
     process: Callable[[list[Any]], Mapping[str, Any]],
 ) -> PromptBatch:
-    """The prompts with further images of each row, (B,), behind its own.
+    """The prompts with further images of each row after the prompt's own.
 
-    `process`: makes their fields.
+    `pictures`: the further images, (B,), such as those that tools have returned. `process`: the
+    image processor, which returns their pixels and grids.
     """
-    made = process([image for row in pictures for image in row])
-    read = made["image_grid_thw"], torch.as_tensor(made["pixel_values"])
-    further = _by_row(*read, [len(row) for row in pictures])
+    output = process([image for row in pictures for image in row])
+    new_grids = output["image_grid_thw"]
+    new_pixels = torch.as_tensor(output["pixel_values"])
+    new_pairs = _by_row(new_grids, new_pixels, [len(row) for row in pictures])
     fields = dict(prompts.fields)
-    images = prompts.images or [None] * len(prompts.ids)
-    own = [(read[0][:0], read[1][:0])] * len(prompts.ids)
     if prompts.images is not None:
-        own = _by_row(fields["image_grid_thw"], fields["pixel_values"], prompts.num_images)
+        prompt_images = prompts.images
+        prompt_pairs = _by_row(fields["image_grid_thw"], fields["pixel_values"], prompts.num_images)
+    else:
+        prompt_images = [None] * len(prompts.ids)
+        prompt_pairs = [(new_grids[:0], new_pixels[:0])] * len(prompts.ids)
     fields.setdefault("mm_token_type_ids", [[0] * len(ids) for ids in prompts.ids])
-    pairs = [pair for both in zip(own, further, strict=True) for pair in both]
+    pairs = [pair for row in zip(prompt_pairs, new_pairs, strict=True) for pair in row]
     fields["image_grid_thw"] = torch.cat([grids for grids, _ in pairs])
     fields["pixel_values"] = torch.cat([pixels for _, pixels in pairs])
-    shown = [[*(has or ()), *row] or None for has, row in zip(images, pictures, strict=True)]
-    return PromptBatch(messages=prompts.messages, ids=prompts.ids, images=shown, fields=fields)
+    images = [
+        [*(before or ()), *after] or None
+        for before, after in zip(prompt_images, pictures, strict=True)
+    ]
+    return PromptBatch(messages=prompts.messages, ids=prompts.ids, images=images, fields=fields)
 
 
 def _by_row(grids: Any, pixels: Tensor, counts: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Grids (images, 3) and pixels of each of the rows, which have so many images."""
-    parts = torch.split(torch.as_tensor(grids), list(counts))
-    return [
-        *zip(
-            parts, torch.split(pixels, [int(own.prod(dim=-1).sum()) for own in parts]), strict=True
-        )
-    ]
+    """Split grids (images, 3) and pixels (patches, D) by row.
+
+    `counts`: the number of images of each row.
+    """
+    row_grids = torch.split(torch.as_tensor(grids), list(counts))
+    row_patches = [int(row.prod(dim=-1).sum()) for row in row_grids]
+    return list(zip(row_grids, torch.split(pixels, row_patches), strict=True))
 
 
 def referring(
     image_processor: Any, cache: ImageCache, bank: ImageBank, device: torch.device
 ) -> AbstractContextManager[None]:
-    """Inside, the image processor returns references into the bank instead of pixels
-    (`dedup.image_store`).
+    """Let the image processor return references into the bank instead of pixels.
+
+    References are the numbers of patches (see `adora_vl.packing.image_store`).
     """
 
     def preprocess(images: Any, **overrides: Any) -> BatchFeature:
@@ -162,9 +181,7 @@ def referring(
 
 
 def _described(messages: Any) -> Any:
-    """The messages with each image replaced by its identity, so that comparing them compares no
-    pixels.
-    """
+    """The messages with each image replaced by its `id`, so that comparing them reads no pixels."""
     if isinstance(messages, dict):
         return {key: _described(value) for key, value in messages.items()}
     if isinstance(messages, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The vision tower, once per distinct image, with windows of equal size in one call."""
+"""The vision tower: run once per distinct image, with windows of equal size in one call."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -26,14 +26,14 @@ from adora_vl.packing.image_store import ImageBank, ImageBanks, first_patches
 from adora_vl.packing.split_attention import ARGUMENT
 from adora_vl.utils import compat
 
-# Transformers gives an implementation with "flash" in its name the bounds of all windows, and calls
-# others for each.
+# Transformers passes the bounds of all windows to an implementation with "flash" in its name, and
+# calls every other implementation once per window.
 BATCHED = "sdpa_windows_flash_bounds"
 STOCK = "sdpa"
 
 
-def can_batch(tower: Any) -> bool:
-    """Whether every attention module of the tower is of the kind that we know."""
+def can_batch(tower: nn.Module) -> bool:
+    """Whether every attention module of the tower is Qwen2.5-VL's."""
     blocks = getattr(tower, "blocks", None) or []
     return len(blocks) > 0 and all(
         type(getattr(block, "attn", None)) is Qwen2_5_VLVisionAttention for block in blocks
@@ -41,13 +41,11 @@ def can_batch(tower: Any) -> bool:
 
 
 def batch_windows(tower: Any, on: bool) -> bool:
-    """Switch a vision tower between the batched windows and Transformers' loop.
+    """Switch a vision tower between batched windows and Transformers' loop over windows.
 
-    Returns whether they are batched now.
-
-    A tower of another kind, or with another attention than `sdpa`, is left unchanged. Only the
-    attention modules get a configuration that names the implementation. With the tower's own no
-    other model could be built from it.
+    Returns whether the windows are batched now. A tower of another kind, or with another attention
+    than `sdpa`, is left unchanged. Only the attention modules get a configuration that names the
+    implementation; if the tower's own did, no other model could be built from it.
     """
     if tower.config._attn_implementation != STOCK or not can_batch(tower):
         return False
@@ -64,9 +62,11 @@ def batch_windows(tower: Any, on: bool) -> bool:
 def by_size(
     lengths: tuple[int, ...], device: torch.device
 ) -> tuple[list[tuple[int, int]], Tensor | None, Tensor | None]:
-    """Sort the windows by size: returns (size, number of windows), the permutation of the patches
-    into that order, and its inverse. Both permutations are None if the patches are in that order
-    already.
+    """Sort windows by size, in the order in which the sizes come first.
+
+    `lengths`: the number of patches of each window. Returns (size, number of windows) for each
+    size, the permutation of the patches into that order, and its inverse. Both permutations are
+    None if the patches are in that order already.
     """
     sizes = list(dict.fromkeys(lengths))
     ordered = sorted(range(len(lengths)), key=lambda window: sizes.index(lengths[window]))
@@ -93,12 +93,11 @@ def attend(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of packed patches within their windows, with the signature of a kernel for variable
-    lengths.
+    """Attention of packed patches within their windows, one kernel call per window size.
 
-    `query`, `key`, `value`: (1, heads, S, head size). `cu_seq_lens_q`, `cu_seq_lens_k`: (windows +
-    1,), the bounds of the windows. Returns (1, S, heads, head size), and None for the attention
-    weights.
+    It has the signature of a kernel for variable lengths. `query`, `key`, `value`: (1, heads, S,
+    head size). `cu_seq_lens_q`, `cu_seq_lens_k`: (windows + 1,), the bounds of the windows. Returns
+    (1, S, heads, head size), and None for the attention weights.
     """
     assert (
         cu_seq_lens_q is cu_seq_lens_k
@@ -114,8 +113,8 @@ def attend(
     outputs = []
     at = 0
     for size, windows in sizes:
-        own = [part[:, at : at + size * windows] for part in parts]
-        batch = [part.reshape(len(part), windows, size, -1).transpose(0, 1) for part in own]
+        slices = [part[:, at : at + size * windows] for part in parts]
+        batch = [part.reshape(len(part), windows, size, -1).transpose(0, 1) for part in slices]
         output, _ = sdpa_attention_forward(
             module, *batch, None, dropout=dropout, scaling=scaling, is_causal=False
         )
@@ -131,11 +130,11 @@ See = Callable[[Tensor, Tensor], Any]  # a vision pass: pixels, grids -> feature
 def look(
     tower: Any, original: Any, kwargs: dict[str, Any], device: Any, pixels: Tensor, grids: Tensor
 ) -> Any:
-    """A pass of `original` (`get_image_features`) over pixels on `device`.
+    """Run `original` (`get_image_features`) over pixels on `device`.
 
     `grids`: (images, 3), on the host.
     """
-    # of the text's attention: Qwen3-VL hands its arguments on to the tower's
+    # This argument is for the text's attention, but Qwen3-VL passes it on to the tower.
     kwargs.pop(ARGUMENT, None)
     if not can_batch(tower):
         return original(pixels, grids.to(device, non_blocking=True), **kwargs)
@@ -143,34 +142,32 @@ def look(
 
 
 def host_bounds(tower: Any, grids: Tensor, device: Any) -> dict[str, Any]:
-    """What Qwen2.5-VL's tower computes from the grids, as the arguments that take its place.
+    """The values that Qwen2.5-VL's tower computes from the grids, as arguments of its forward.
 
-    From grids on a device every block would wait for the bounds of its windows and for the longest.
-    A flash kernel reads the bounds on the device; all else reads them on the host.
+    With grids on a device every block would wait for the bounds of its windows and for the longest
+    window. Here they are computed on the host. A flash kernel reads the bounds on the device; every
+    other kernel reads them on the host.
     """
     merge = tower.spatial_merge_size
     index, windows = get_vision_window_index(grids, merge, tower.window_size, tower.patch_size)
     bounds = {"cu_seqlens": get_vision_cu_seqlens(grids), "cu_window_seqlens": windows}
     longest = {
-        name.replace("cu_", "max_").rstrip("s"): int(each.diff().max())
-        for name, each in bounds.items()
+        name.replace("cu_", "max_").rstrip("s"): int(ends.diff().max())
+        for name, ends in bounds.items()
     }
     if is_flash_attention_requested(tower.config):
         bounds = {name: tensor.to(device, non_blocking=True) for name, tensor in bounds.items()}
-    places = {"window_index": index, "position_ids": get_vision_position_ids(grids, merge)}
-    places = {name: tensor.to(device, non_blocking=True) for name, tensor in places.items()}
-    return {f"image_{name}": value for name, value in {**bounds, **longest, **places}.items()}
+    indices = {"window_index": index, "position_ids": get_vision_position_ids(grids, merge)}
+    indices = {name: tensor.to(device, non_blocking=True) for name, tensor in indices.items()}
+    return {f"image_{name}": value for name, value in {**bounds, **longest, **indices}.items()}
 
 
-# of one image: by field, a tensor (image tokens, width) for each layer it enters at
+# One image's features: for each field a tensor (image tokens, width) per layer that it enters at.
 Features = dict[str, list[Tensor]]
 
 
 def vision_model(model: nn.Module) -> Any | None:
-    """The submodule that holds the vision tower (`visual`), inside any wrappers.
-
-    None if there is none.
-    """
+    """The submodule that has the vision tower (`visual`), inside any wrappers; else None."""
     for module in model.modules():
         if (
             "visual" in module._modules
@@ -182,9 +179,10 @@ def vision_model(model: nn.Module) -> Any | None:
 
 
 class SharedVision:
-    """Makes a model accept references (`adora_vl.packing.image_store`) in place of pixels.
+    """Makes models accept references (`adora_vl.packing.image_store`) in place of pixels.
 
-    `seen` counts the images that went through the vision tower.
+    `share` tells whether a pass runs the tower once per distinct image. `seen` counts the images
+    that went through the vision tower.
     """
 
     def __init__(self, banks: ImageBanks) -> None:
@@ -196,9 +194,8 @@ class SharedVision:
     def install(self, model: nn.Module) -> bool:
         """Make `model` accept references from now on.
 
-        Returns False if it has no vision tower of a known kind.
-
         Pixels still go to the model's own method, so generation and everything else work as before.
+        Returns False if the model has no vision tower of a known kind.
         """
         inner = vision_model(model)
         if inner is None or family_of(inner.config) is None:
@@ -226,8 +223,9 @@ class SharedVision:
 
     @contextmanager
     def unshared(self) -> Iterator[None]:
-        """Inside, every pass computes its own images, so that a rank without any makes the passes
-        of the others.
+        """Inside the block every pass computes the features of its own images.
+
+        So the ranks make the same passes, also where one of them has no image.
         """
         share = self.share
         self.share = False
@@ -237,13 +235,12 @@ class SharedVision:
             self.share = share
 
     def batch_windows(self, on: bool) -> None:
-        """Switch on or off that the towers attend to all windows of one size at once (see
-        `attend`).
-        """
+        """Switch batched windows on or off for all towers (see `attend`)."""
         for tower in self._towers:
             batch_windows(tower, on)
 
     def _features(self, inner: Any, see: See, starts: list[int]) -> Any:
+        """Features of the images whose first patches are `starts`, each distinct one seen once."""
         bank = self.banks.of(starts[0])
         if not self.share:
             return self._pass(bank, starts, see)
@@ -251,20 +248,19 @@ class SharedVision:
         if _is_frozen(inner):
             return self._frozen(bank, starts=starts, inner=inner, see=see)
         output = self._pass(bank, distinct, see)
-        own = _by_image(output, inner)
-        place = {start: position for position, start in enumerate(distinct)}
-        return _joined(output, [own[place[start]] for start in starts])
+        features_of = dict(zip(distinct, _by_image(output, inner), strict=True))
+        return _joined(output, [features_of[start] for start in starts])
 
     def _pass(self, bank: ImageBank, starts: list[int], see: See) -> Any:
+        """Run the tower over these images."""
         self.seen += len(starts)
         return see(*bank.pixels(starts))
 
     def _frozen(self, bank: ImageBank, starts: list[int], inner: Any, see: See) -> Any:
-        """Features of a frozen tower: computed for all images of the bank when first needed, then
-        read from memory.
+        """Features of a frozen tower, computed once for all images of the bank and then reused.
 
-        A rank with fewer new images than others computes one image again. All ranks must take part
-        in the same passes, because these gather sharded weights.
+        All ranks take part in the same passes, because these gather sharded weights. A rank with
+        fewer new images than others computes one image again.
         """
         if bank.features_due:
             new = [start for start in bank.starts if start not in bank.frozen_features]
@@ -273,32 +269,32 @@ class SharedVision:
                 part = parts[number] if number < len(parts) else bank.starts[:1]
                 with torch.no_grad():
                     output = self._pass(bank, part, see)
-                for start, own in zip(part, _by_image(output, inner), strict=True):
-                    bank.frozen_features.setdefault(start, own)
+                for start, features in zip(part, _by_image(output, inner), strict=True):
+                    bank.frozen_features.setdefault(start, features)
             bank.features_due = False
-        return _joined(
-            BaseModelOutputWithPooling(), [bank.frozen_features[start] for start in starts]
-        )
+        images = [bank.frozen_features[start] for start in starts]
+        return _joined(BaseModelOutputWithPooling(), images)
 
     def _nothing(self, inner: Any, see: Callable[..., Any], device: Any) -> Any:
-        """The features of no image.
+        """Empty features, for a batch without images.
 
-        With several processes the tower still runs whenever others run it, because it gathers
-        weights and reduces gradients. The gradients are zero here.
+        With several processes the tower still runs whenever it runs on other ranks, because it
+        gathers weights and reduces gradients. Its gradients are zero here.
         """
         config = inner.config
         width = config.get_text_config().hidden_size
-        none = torch.zeros(0, width, dtype=inner.visual.dtype, device=device)
+        empty = torch.zeros(0, width, dtype=inner.visual.dtype, device=device)
         layers = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
-        images: list[Features] = [
-            {EMBEDDINGS: [none], **({DEEPSTACK: [none] * layers} if layers else {})}
-        ]
+        features: Features = {EMBEDDINGS: [empty]}
+        if layers:
+            features[DEEPSTACK] = [empty] * layers
+        images = [features]
         if not distributed.is_initialized() or distributed.get_world_size() == 1:
             return _joined(BaseModelOutputWithPooling(), images)
         bank = self.banks.of_training() if self.share and _is_frozen(inner) else None
         if bank is not None and not bank.features_due:
             return _joined(BaseModelOutputWithPooling(), images)
-        if bank is not None and bank.starts:  # of other rows of this rank
+        if bank is not None and bank.starts:  # other rows of this rank have images
             self._frozen(bank, starts=bank.starts[:1], inner=inner, see=partial(see, device))
             return _joined(BaseModelOutputWithPooling(), images)
         for _ in range(1 if bank is None else _most_of_ranks(1, device)):
@@ -312,30 +308,32 @@ class SharedVision:
 
 
 def in_passes(starts: Sequence[int], patches: Sequence[int], limit: int) -> list[list[int]]:
-    """The images, divided in their order into passes of at most `limit` patches; a larger image has
-    one of its own.
+    """Divide images, in their order, into passes of at most `limit` patches.
+
+    `patches`: the number of each image's patches. A larger image has a pass of its own.
     """
     parts: list[list[int]] = []
-    room = 0
+    remaining = 0
     for start, count in zip(starts, patches, strict=True):
-        if count > room:
+        if count > remaining:
             parts.append([])
-            room = limit
+            remaining = limit
         parts[-1].append(start)
-        room -= count
+        remaining -= count
     return parts
 
 
 def _most_of_ranks(passes: int, device: Any) -> int:
-    """The largest number on any rank, which all ranks ask for together; at least 1."""
+    """The largest number of passes on any rank, at least 1. All ranks call it together."""
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return max(passes, 1)
-    most = torch.tensor([passes], device=device)
-    distributed.all_reduce(most, op=distributed.ReduceOp.MAX)
-    return max(int(most), 1)
+    largest = torch.tensor([passes], device=device)
+    distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
+    return max(int(largest), 1)
 
 
 def _is_frozen(inner: Any) -> bool:
+    """Whether no parameter of the vision tower is trained."""
     return not any(parameter.requires_grad for parameter in inner.visual.parameters())
 
 
@@ -350,22 +348,21 @@ def _empty_picture(inner: Any, see: See, device: Any) -> Any:
 
 
 def _by_image(output: Any, inner: Any) -> list[Features]:
-    """The features of a vision pass, image by image, in all fields that its family names."""
+    """Split the output of a vision pass by image, in all fields that the model's family has."""
     family = family_of(inner.config)
     assert family is not None and family.vision is not None
     embeddings = output[EMBEDDINGS]  # a tensor per image
-    found: list[Features] = [{EMBEDDINGS: [own]} for own in embeddings]
+    images: list[Features] = [{EMBEDDINGS: [embedding]} for embedding in embeddings]
     if DEEPSTACK in family.vision.features:
+        lengths = [len(embedding) for embedding in embeddings]
         for layer in output[DEEPSTACK]:  # a tensor for all images
-            for image, part in zip(
-                found, torch.split(layer, [len(own) for own in embeddings]), strict=True
-            ):
+            for image, part in zip(images, torch.split(layer, lengths), strict=True):
                 image.setdefault(DEEPSTACK, []).append(part)
-    return found
+    return images
 
 
 def _joined(output: Any, images: list[Features]) -> Any:
-    """`output` with the features of these images, in the form in which the model reads them."""
+    """Fill `output` with the features of these images, in the form that the model reads."""
     output[EMBEDDINGS] = tuple(image[EMBEDDINGS][0] for image in images)
     if DEEPSTACK in images[0]:
         output[DEEPSTACK] = [

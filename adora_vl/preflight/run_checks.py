@@ -632,7 +632,7 @@ def _fingerprint(run: ResolvedRun) -> Fingerprint:
         revision=run.revision,
         processes=run.context.sharding.processes,
         sharding=run.context.sharding.name if run.context.dry_run else sharding_of(run.config),
-        own=run.user_code_hashes,
+        code_hashes=run.user_code_hashes,
         left_out=run.overlong.left_out,
     )
     if run.adapters:

@@ -76,7 +76,7 @@ class RunFolder:
             now = self.now if checkpoints(self.path) or names_a_folder else {}
             return choose_start(
                 self.path,
-                wanted=resume_from_checkpoint,
+                resume_from_checkpoint=resume_from_checkpoint,
                 overwrite=self.overwrite,
                 now=now,
                 inputs=self._inputs,
@@ -106,7 +106,7 @@ class RunFolder:
                 self._refuse_earlier_run()
             start = choose_start(
                 self.path,
-                wanted=resume_from_checkpoint,
+                resume_from_checkpoint=resume_from_checkpoint,
                 overwrite=self.overwrite,
                 now=self.now,
                 inputs=self._inputs,

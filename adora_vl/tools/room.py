@@ -6,7 +6,7 @@ Without this check each call would be an error, or end its rollout, and nothing 
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from PIL import Image
 
@@ -15,6 +15,9 @@ from adora_vl.rollout.turns import CALL, MIN_TOKENS_LEFT, ToolLoop
 from adora_vl.tools.ours import OURS, SHORTEST_TEXT
 from adora_vl.tools.run import Toolbox
 from adora_vl.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 _SHORTEST = {"integer": 0, "number": 0, "string": "", "boolean": True, "array": [], "object": {}}
 
@@ -36,7 +39,10 @@ class Room:
 
 
 def refuse_no_room(
-    toolbox: Toolbox, processor: Any, template: Mapping[str, Any], room: Room
+    toolbox: Toolbox,
+    processor: "ProcessorMixin | PreTrainedTokenizerBase | None",
+    template: Mapping[str, Any],
+    room: Room,
 ) -> None:
     """Raise `UserError` where a limit is below the minimum that a tool needs.
 

@@ -339,7 +339,7 @@ class Toolbox:
                 raise CallError(f"no further pictures, there are {before} of {self.options.images}")
         return parts or ["nothing"]
 
-    def _part(self, value: Any) -> Part:
+    def _part(self, value: object) -> Part:
         """One value of a result as text or picture; any JSON value becomes its text.
 
         Raises `CallError`.

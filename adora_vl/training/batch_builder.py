@@ -116,7 +116,7 @@ class BatchBuilder:
         generation.rows = rows
         generation.rollouts = rollouts
         if not prompts:
-            prompts = self.images.prompts(rows, mode, further=generation.attempt > 0)
+            prompts = self.images.prompts(rows, mode, refill=generation.attempt > 0)
         completions = [rollout.policy_tokens for rollout in rollouts]
         # What is graded is the last turn.
         answers = answers_of(
@@ -274,8 +274,8 @@ class BatchBuilder:
             batch["tool_mask"] = self._padded(policy_mask, 1, "right")
         moved: Batch = self.to_device(batch)
         if logps is not None:
-            known = [[torch.nan if logp is None else logp for logp in row] for row in logps]
-            logps_BC = self._padded(known, fill=0.0, side="right", dtype=torch.float32)
+            nan_logps = [[torch.nan if logp is None else logp for logp in row] for row in logps]
+            logps_BC = self._padded(nan_logps, fill=0.0, side="right", dtype=torch.float32)
             moved["sampling_per_token_logps"] = logps_BC.to(
                 moved["prompt_ids"].device, non_blocking=True
             )

@@ -4,7 +4,7 @@ This file alone knows which columns are as wide as prompts, completions, or both
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate.utils import recursively_apply, send_to_device
@@ -21,6 +21,7 @@ SplitBatch = dict[str, Any]
 # The columns of some rows, on the CPU. In `images` stands each distinct image, by the number of its
 # first patch.
 PackedRows = dict[str, Any]
+Nested = TypeVar("Nested")  # tensors in lists, tuples and dicts
 _OWN_WIDTH = ("pixel_values", "image_grid_thw", "grades")  # whatever the number of their columns
 
 
@@ -74,9 +75,10 @@ def unpack_rows(packed: PackedRows, banks: ImageBanks, device: torch.device) -> 
     return join_images(rows)
 
 
-def to_cpu(values: Any) -> Any:
+def to_cpu(values: Nested) -> Nested:
     """A copy of nested values whose tensors are on the CPU, each with storage of its own."""
-    return recursively_apply(lambda tensor: tensor.detach().cpu().clone(), values)
+    copied: Nested = recursively_apply(lambda tensor: tensor.detach().cpu().clone(), values)
+    return copied
 
 
 def take_rows(split: SplitBatch, rows: Sequence[int]) -> SplitBatch:
@@ -140,12 +142,12 @@ def _token_axis(name: str, value: object, prompt: int, completion: int) -> str:
     return {completion: "answer", prompt + completion: "both"}.get(value.size(1), "")
 
 
-def concat_rows(batch: Batch, further: Batch, pad_id: int) -> Batch:
+def concat_rows(batch: Batch, appended: Batch, pad_id: int) -> Batch:
     """The rows of both batches, padded to the wider of the two.
 
     Values without rows are taken from `batch`.
     """
-    batches = (batch, further)
+    batches = (batch, appended)
     prompt = max(part["prompt_ids"].size(1) for part in batches)
     completion = max(part["completion_ids"].size(1) for part in batches)
     sequence_ratio = all(_sequence_ratio(part) for part in batches)

@@ -79,6 +79,8 @@ def asked_extensions(config: AdoraGRPOConfig) -> dict[str, dict[str, Any]]:
 
 
 def _loaded(entry: str) -> FromFile:
+    """The class that an entry of the key names, from its file."""
+
     def is_extension(value: object) -> bool:
         return isinstance(value, type) and issubclass(value, Extension)
 

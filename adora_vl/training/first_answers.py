@@ -52,8 +52,8 @@ def unmet(rows: Sequence[Row], scores: Scores) -> list[str]:
         extracted = "no answer" if answer is None else shown(answer, _SHOWN_CHARS)
         beside.setdefault(str(gold), f"{extracted} ({reason})")
     examples = [
-        f"  reference answer {gold}, read {said}"
-        for gold, said in list(beside.items())[:_SHOWN_ROWS]
+        f"  reference answer {gold}, read {extracted}"
+        for gold, extracted in list(beside.items())[:_SHOWN_ROWS]
     ]
     return [
         f"warning: none of the first {len(verdicts)} rollouts is right; see whether these reference "

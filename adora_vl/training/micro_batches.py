@@ -40,8 +40,12 @@ MEAN_OVER_TOKENS = frozenset({"dapo", "cispo", "vespo"})
 
 
 def live_units(advantages: Tensor, unit: int) -> list[bool]:
-    """For each unit, whether any of its advantages is not 0. `advantages`: (B,) or (B, C)."""
-    alive: list[bool] = advantages.bool().view(-1, unit * advantages[0].numel()).any(dim=1).tolist()
+    """Whether any advantage of each unit is not 0.
+
+    The advantages are (B,) or (B, C); a unit is `unit` neighbouring rows.
+    """
+    values_per_unit = unit * advantages[0].numel()
+    alive: list[bool] = advantages.bool().view(-1, values_per_unit).any(dim=1).tolist()
     return alive
 
 

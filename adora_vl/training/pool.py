@@ -71,7 +71,7 @@ class Continuation:
     tokens_before: int  # tokens that the policy had sampled before this generation
 
 
-Place = tuple[int, int]  # of a rollout: the number of its group, and its own in the group
+RolloutKey = tuple[int, int]  # the number of the group, and the rollout's own in the group
 TokenLimits = dict[int, int | None]  # by the number of the group; None: up to the rollouts' ends
 
 
@@ -363,28 +363,28 @@ class Pool:
             missing = self._most_missing(live)
             if not missing:
                 break
-            further = replace(generation, attempt=attempt)
-            wanted = schedule.groups_for(schedule.OVERSAMPLE * missing, [share], self.slots)
+            retry = replace(generation, attempt=attempt)
+            max_graded = schedule.groups_for(schedule.OVERSAMPLE * missing, [share], self.slots)
             groups = self._sample_further(
-                further, groups=groups, budget=budget, count=wanted - min_complete
+                retry, groups=groups, budget=budget, count=max_graded - min_complete
             )
-            more_groups, groups, min_complete = self._grade_complete(further, groups, wanted)
+            more_groups, groups, min_complete = self._grade_complete(retry, groups, max_graded)
             if not more_groups:  # on no rank: none has ended within the budget
                 continue
-            lengths = (*lengths, *_lengths(further))
+            lengths = (*lengths, *_lengths(retry))
             # Collective: where only one of the two batches has images on some rank, their rows have
             # different columns, and no rank exchanges any.
-            if not all(gather_object([further.batch.keys() == generation.batch.keys()])):
+            if not all(gather_object([retry.batch.keys() == generation.batch.keys()])):
                 continue
             free_slots_for = self.slots if self.has_stale else 0
             chosen = schedule.admitted(
-                live, live_units(further.batch["signal"], size), free_slots_for
+                live, live_units(retry.batch["signal"], size), free_slots_for
             )
             replaced += sum(number != slot for slot, number in enumerate(chosen[: len(live)]))
             candidates = [*learned, *more_groups]
             generation.batch = chosen_groups(
                 generation.batch,
-                further=further.batch,
+                further=retry.batch,
                 groups=chosen,
                 size=size,
                 pad_id=self.context.pad_id,
@@ -513,7 +513,7 @@ class Pool:
         """
         unfinished = open_rollouts(groups, limits)
 
-        def sample_turn(going: dict[Place, Rollout]) -> dict[Place, Rollout]:
+        def sample_turn(going: dict[RolloutKey, Rollout]) -> dict[RolloutKey, Rollout]:
             nonlocal pending
             requested_before = pending
             pending = None  # holds the first turn alone
@@ -521,11 +521,11 @@ class Pool:
                 continuations, going, prompts=prompts, pending=requested_before, now=generation.step
             )
 
-        def answer_calls(place: Place, rollout: Rollout) -> Rollout:
-            return self._answer_calls(continuations[place], rollout, generation.step)
+        def answer_calls(key: RolloutKey, rollout: Rollout) -> Rollout:
+            return self._answer_calls(continuations[key], rollout, generation.step)
 
-        def has_room(place: Place, rollout: Rollout) -> bool:
-            return self._max_tokens(continuations[place], rollout) > 0
+        def has_room(key: RolloutKey, rollout: Rollout) -> bool:
+            return self._max_tokens(continuations[key], rollout) > 0
 
         with self.phase("rollout"), self.guard.watching():
             continuations, prompts = self._continuations(generation, groups, limits, unfinished)
@@ -549,44 +549,42 @@ class Pool:
 
     def _sample_turn(
         self,
-        continuations: Mapping[Place, Continuation],
-        going: Mapping[Place, Rollout],
+        continuations: Mapping[RolloutKey, Continuation],
+        going: Mapping[RolloutKey, Rollout],
         *,
         prompts: PromptBatch | None,
         pending: PendingSamples | None,
         now: int,
-    ) -> dict[Place, Rollout]:
+    ) -> dict[RolloutKey, Rollout]:
         """Sample one turn of the rollouts, or take it from the pending samples.
 
         Args:
-            continuations: by the place of each rollout.
+            continuations: by the keys of the rollouts.
             going: the rollouts that have a turn to sample.
             prompts: of all rollouts of the generation, for a sampler that reads them itself.
             pending: samples of this turn that were requested before; None: sample now.
             now: optimizer steps that have been made.
         """
-        requests = [
-            self._request(continuations[place], rollout) for place, rollout in going.items()
-        ]
+        requests = [self._request(continuations[key], rollout) for key, rollout in going.items()]
         max_turn = None if self.tool_loop is None else self.tool_loop.turn_tokens
         step = now
-        with mismatch_named([continuations[place].group.row for place in going]):
+        with mismatch_named([continuations[key].group.row for key in going]):
             if pending is not None:
                 step = pending.step
                 results = pending.join()
             else:
                 results = self.sampler.sample(requests, prompts)
-        longer: dict[Place, Rollout] = {}
-        for (place, rollout), request, result in zip(going.items(), requests, results, strict=True):
-            longer[place] = append_result(
+        longer: dict[RolloutKey, Rollout] = {}
+        for (key, rollout), request, result in zip(going.items(), requests, results, strict=True):
+            longer[key] = append_result(
                 rollout,
                 request,
                 result,
-                max_length=continuations[place].max_length,
+                max_length=continuations[key].max_length,
                 max_turn=max_turn,
                 has_ended=self._has_ended,
                 step=step,
-                compared=continuations[place].compared,
+                compared=continuations[key].compared,
             )
         return longer
 
@@ -605,21 +603,21 @@ class Pool:
         generation: Generation,
         groups: list[RolloutGroup],
         limits: TokenLimits,
-        unfinished: Mapping[Place, Rollout],
-    ) -> tuple[dict[Place, Continuation], PromptBatch | None]:
-        """What the sampler needs to continue these rollouts, by their places, and their prompts.
+        unfinished: Mapping[RolloutKey, Rollout],
+    ) -> tuple[dict[RolloutKey, Continuation], PromptBatch | None]:
+        """What the sampler needs to continue these rollouts, by their keys, and their prompts.
 
         A rank without unfinished rollouts reads nothing, and has no prompts.
         """
         if not unfinished:
             return {}, None
         rows = [groups[number].row for number, _ in unfinished]
-        prompts = self.images.prompts(rows, generation.mode, further=generation.attempt > 0)
+        prompts = self.images.prompts(rows, generation.mode, refill=generation.attempt > 0)
         self._last_read = [groups[number].problem for number, _ in unfinished], prompts
         extensions = self.extensions if generation.mode == "train" else ()
         images = prompts.images or [None] * len(rows)
         replacements = other_images(extensions, groups=groups, members=[*unfinished], images=images)
-        continuations: dict[Place, Continuation] = {}
+        continuations: dict[RolloutKey, Continuation] = {}
         for (number, member), prompt_ids, trainer_images, replacement in zip(
             unfinished, prompts.ids, images, replacements, strict=True
         ):

@@ -196,10 +196,7 @@ class PoolAhead(Pool):
             unfinished = open_rollouts(groups, limits)
             continuations, _ = self._continuations(later, groups, limits, unfinished)
             samples = self.servers.begin(
-                [
-                    self._request(continuations[place], rollout)
-                    for place, rollout in unfinished.items()
-                ]
+                [self._request(continuations[key], rollout) for key, rollout in unfinished.items()]
             )
             pending = PendingGeneration(
                 row_numbers=row_numbers, groups=tuple(groups), token_limits=limits, samples=samples
@@ -247,10 +244,10 @@ class PoolAhead(Pool):
         spare: list[RolloutGroup] = []
         max_groups = self.slots * (1 + self.options.refill)
         expected = groups_for(self.slots, self.state.signal_shares, max_groups)
-        wanted = expected - self.slots - self.state.min_complete
-        while len(spare) < wanted:
-            further = replace(later, attempt=1 + len(spare) // self.slots)
-            spare += self._draw_further(further, min(self.slots, wanted - len(spare)))
+        count = expected - self.slots - self.state.min_complete
+        while len(spare) < count:
+            attempt = replace(later, attempt=1 + len(spare) // self.slots)
+            spare += self._draw_further(attempt, min(self.slots, count - len(spare)))
         return [replace(group, began=began) for group in spare]
 
     def _sample_further(

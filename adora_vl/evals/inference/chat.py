@@ -1,6 +1,4 @@
-"""What all engines have in common, in one place: prompt text, pixel limits, token bans, decoding,
-dtype.
-"""
+"""What all engines share: the text of a prompt, pixel limits, token bans, decoding and dtype."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ from adora_vl.models.families import KNOWN, has_linear_attention, misplaced_by_v
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import BatchEncoding
+    from transformers import BatchEncoding, PreTrainedTokenizerBase, ProcessorMixin
 
     from adora_vl.evals.inference.requests import AnswerEngineSettings
 
-# more than any chat template and the rounding of image sizes add to a prompt
+# More tokens than any chat template and the rounding of image sizes add to a prompt.
 _TEMPLATE_TOKENS = 256
 
 
@@ -40,11 +38,17 @@ class ChatProcessor:
         revision: str | None = None,
         *,
         template: Mapping[str, Any] | None = None,
-        processor: Any = None,
+        processor: ProcessorMixin | PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """`template`: arguments of the chat template.
+        """Load the configuration and the processor of a model.
 
-        `processor`: in place of the model's own, a trainer's.
+        Args:
+            model: A folder or a hub id.
+            min_pixels: The least pixels of an image; None: the model's own limit.
+            max_pixels: The most pixels of an image; None: the model's own limit.
+            revision: The revision on the hub.
+            template: Arguments of the chat template.
+            processor: A trainer's, in place of the model's own.
         """
         # Imported here, because scoring loads no model and should not wait for them.
         from transformers import AutoProcessor, AutoTokenizer
@@ -53,14 +57,14 @@ class ChatProcessor:
         from adora_vl.rollout.prompt_tokens import never_sampled_ids
         from adora_vl.utils.hub import only_here, why_missing
 
-        here = only_here(model)
+        is_local = only_here(model)
         try:
             self.config: Any = read_config("model", model, revision)
             self.auto_class = auto_class(self.config)
             self.text_only = not sees_images(self.config)
             kind: Any = AutoTokenizer if self.text_only else AutoProcessor
             self.processor: Any = processor or kind.from_pretrained(
-                model, revision=revision, local_files_only=here, trust_remote_code=False
+                model, revision=revision, local_files_only=is_local, trust_remote_code=False
             )
             self._image_processor: Any = None if self.text_only else self.processor.image_processor
         except UserError:
@@ -71,29 +75,29 @@ class ChatProcessor:
                 f"model: {model!r} cannot be loaded as a (vision-)language model ({reason})"
             ) from error
         self._template = template or {}
-        own = pixel_limits(self._image_processor)
-        if not self.text_only and own is None:
+        model_limits = pixel_limits(self._image_processor)
+        if not self.text_only and model_limits is None:
             raise UserError(
                 f"model: {model!r} has model_type {self.config.model_type}, whose image processor "
                 "has no limits in pixels; serve it and use --engine openai, or name a model of "
                 f"the families {KNOWN}"
             )
-        given = {
-            name: value
-            for name, value in (("min_pixels", min_pixels), ("max_pixels", max_pixels))
-            if value
-        }
-        if given and not own:
+        user_limits: dict[str, int] = {}
+        if min_pixels:
+            user_limits["min_pixels"] = min_pixels
+        if max_pixels:
+            user_limits["max_pixels"] = max_pixels
+        if user_limits and not model_limits:
             raise UserError("max_pixels: the model sees no images; leave the pixel limits out")
-        self._limits: dict[str, int] = {**(own or {}), **given}
-        self.pixel_limits = self._limits if given else {}
-        least, most = (self._limits.get(name, 0) for name in ("min_pixels", "max_pixels"))
-        over = (
-            f"min_pixels: {least} is over max_pixels, {most} (what is not given comes from the "
-            "model's processor)"
-        )
-        if given and least > most:
-            raise UserError(f"{over}; give both")
+        self._limits: dict[str, int] = {**(model_limits or {}), **user_limits}
+        self.pixel_limits = self._limits if user_limits else {}
+        lower = self._limits.get("min_pixels", 0)
+        upper = self._limits.get("max_pixels", 0)
+        if user_limits and lower > upper:
+            raise UserError(
+                f"min_pixels: {lower} is over max_pixels, {upper} (what is not given comes from "
+                "the model's processor); give both"
+            )
         self._tokenizer = self.processor if self.text_only else self.processor.tokenizer
         self._tokenizer.padding_side = "left"
         self.banned_ids: list[int] = never_sampled_ids(self._tokenizer)
@@ -103,8 +107,14 @@ class ChatProcessor:
 
     @classmethod
     def of(cls, settings: AnswerEngineSettings) -> Self:
-        limits = settings.min_pixels, settings.max_pixels
-        return cls(settings.model, *limits, settings.revision, template=settings.template)
+        """The processor of the model that the settings name, with their limits and template."""
+        return cls(
+            settings.model,
+            settings.min_pixels,
+            settings.max_pixels,
+            settings.revision,
+            template=settings.template,
+        )
 
     def check_vllm(self, model: str, dtype: str) -> None:
         """Raise `UserError` for a model that vLLM cannot run, or computes otherwise.
@@ -135,105 +145,108 @@ class ChatProcessor:
             messages = [
                 {**message, "content": _text_of(message["content"])} for message in messages
             ]
-        asked = {"add_generation_prompt": True, "tokenize": False, **self._template}
-        text: str = self.processor.apply_chat_template(messages, **asked)
+        kwargs = {"add_generation_prompt": True, "tokenize": False, **self._template}
+        text: str = self.processor.apply_chat_template(messages, **kwargs)
         return text
 
     def ids_of(self, messages: list[Message], images: Sequence[Image.Image]) -> list[int]:
-        """The prompt's tokens, as many image tokens for each placeholder as the model sees of its
-        image.
+        """The tokens of a prompt.
+
+        Each placeholder of an image becomes as many image tokens as the model sees of the image.
         """
-        found: list[int] = self._tokenizer(self.render(messages))["input_ids"]
+        token_ids: list[int] = self._tokenizer(self.render(messages))["input_ids"]
         ids = list[int]()
         counts = iter([self.tokens_of(image) for image in images])
-        for token in found:
+        for token in token_ids:
             ids += [token] * (next(counts) if token == self.image_id else 1)
         return ids
 
     def tokens_of(self, image: Image.Image) -> int:
-        """The number of its image tokens."""
-        known = self._image_processor
-        (width, height) = image.size
-        return (
-            int(known.get_number_of_image_patches(height, width, self.pixel_limits))
-            // int(known.merge_size) ** 2
-        )
+        """The number of tokens of an image, after it is resized within the pixel limits."""
+        image_processor = self._image_processor
+        width, height = image.size
+        patches = image_processor.get_number_of_image_patches(height, width, self.pixel_limits)
+        # A square of merge_size x merge_size patches becomes one token.
+        return int(patches) // int(image_processor.merge_size) ** 2
 
     def inputs(self, prompts: Sequence[list[int]], images: Sequence[Any]) -> BatchEncoding:
-        """Left-padded model inputs of tokens, and of all their images in order.
+        """The inputs of the model for several prompts: left-padded tokens (B, T) and images.
 
-        The model needs `mm_token_type_ids`.
+        `images` has those of all prompts in order. Position ids of images need `mm_token_type_ids`,
+        which is 1 at each image token.
         """
-        made: BatchEncoding = self._tokenizer.pad(
+        batch: BatchEncoding = self._tokenizer.pad(
             {"input_ids": list(prompts)}, padding=True, return_tensors="pt"
         )
         if self.image_id is not None:
-            made["mm_token_type_ids"] = (made["input_ids"] == self.image_id).int()
+            batch["mm_token_type_ids"] = (batch["input_ids"] == self.image_id).int()
         if images:
-            made.update(
+            batch.update(
                 self._image_processor(images=list(images), return_tensors="pt", **self.pixel_limits)
             )
-        return made
+        return batch
 
     def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
         text: str = self._tokenizer.decode(
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
 
     def dtype(self, name: str) -> str:
-        """`name`, or for `auto` the dtype in which the model was saved. vLLM's `auto` would make
-        float32 16 bits.
+        """The name of a dtype, which for `auto` is that in which the model was saved.
+
+        vLLM's own `auto` would make 16 bits of float32.
         """
         if name != "auto":
             return name
         import torch
 
-        own = getattr(self.config, "dtype", None)
-        fallback = "bfloat16" if torch.cuda.is_available() else "float32"
-        return str(own).removeprefix("torch.") if own is not None else fallback
+        saved_dtype = getattr(self.config, "dtype", None)
+        if saved_dtype is not None:
+            return str(saved_dtype).removeprefix("torch.")
+        return "bfloat16" if torch.cuda.is_available() else "float32"
 
     def resolved(self, dtype: str) -> dict[str, Any]:
-        """The dtype and the pixel limits that are used, with the model's own values where the user
-        gave none.
-        """
+        """The dtype and the pixel limits in use, the model's own where the user gave none."""
         return {"dtype": self.dtype(dtype), **self._limits}
 
     def overlong(self, ids: Sequence[int], context: int) -> str | None:
-        """Why a prompt leaves no room for an answer in a context of so many tokens; None where it
-        does.
+        """Why a prompt leaves no room for an answer in a context of `context` tokens.
+
+        None where there is room.
         """
         if len(ids) < context:
             return None
-        of_images = sum(token == self.image_id for token in ids)
-        of_text = len(ids) - of_images
-        if not of_images or of_text >= context:
+        image_tokens = sum(token == self.image_id for token in ids)
+        text_tokens = len(ids) - image_tokens
+        if not image_tokens or text_tokens >= context:
             return (
-                f"its text has {of_text} tokens and the model's context {context}; fewer pixels "
-                "would not help"
+                f"its text has {text_tokens} tokens and the model's context {context}; fewer "
+                "pixels would not help"
             )
-        lengths = (
-            f"its text has {of_text} tokens, its image {of_images}, and the model's context "
-            f"{context}"
+        return (
+            f"its text has {text_tokens} tokens, its image {image_tokens}, and the model's context "
+            f"{context}; lower --max-pixels"
         )
-        return f"{lengths}; lower --max-pixels"
 
     def context_needed(self, max_images: int, max_text_bytes: int, max_tokens: int) -> int:
         """A bound on the tokens of prompt and answer, at most the model's context.
 
         A byte is at most one token.
         """
-        most = max_text_bytes + _TEMPLATE_TOKENS + max_tokens
+        bound = max_text_bytes + _TEMPLATE_TOKENS + max_tokens
         if not self.text_only:
-            # pixels, of a token's side
+            # The side of the square of pixels that becomes one token.
             unit = self._image_processor.patch_size * self._image_processor.merge_size
-            most += max_images * -(-self._limits["max_pixels"] // unit**2)
-        return min(self.context, int(most))
+            bound += max_images * -(-self._limits["max_pixels"] // unit**2)
+        return min(self.context, int(bound))
 
 
 def _text_of(content: str | list[Message]) -> str:
-    """The content of a message as one text, as the templates of language models without vision
-    expect it.
+    """The content of a message as one text, which templates of models without vision expect.
+
+    Raises `UserError` where a part is no text.
     """
     if isinstance(content, str):
         return content

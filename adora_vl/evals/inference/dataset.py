@@ -1,6 +1,4 @@
-"""A benchmark's rows as their owners publish them: by hub id, or from a folder or file, Parquet or
-JSON.
-"""
+"""A benchmark's rows as their owners publish them: on the hub, or in Parquet or JSON files here."""
 
 import base64
 import re
@@ -35,16 +33,18 @@ _LONGEST_PATH = 300  # characters; a longer text is Base64
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows without encoded images, those by column, which are read one by one, and a hash of
-    the rows.
-    """
+    """The rows of a split, with their encoded images apart, so that memory need not hold them."""
 
     rows: list[Row]
+    """The rows, without encoded images."""
     encoded: Mapping[str, Any]
+    """The columns of encoded images by name, from which each is read when it is needed."""
     hash: str
+    """The hash of the data."""
     origin: str
-    # where the paths of images lead; None for data from the hub, which has no files
+    """The place of the data in messages."""
     folder: Path | None
+    """The folder in which paths of images lead; None for data from the hub, which has no files."""
 
     def pictures(self, index: int, columns: Sequence[str]) -> list[bytes]:
         """The first usable image of a row: bytes, a struct of bytes or path, a path, or base64."""
@@ -52,8 +52,8 @@ class _Rows:
             **self.rows[index],
             **{name: column[index].as_py() for name, column in self.encoded.items()},
         }
-        held = [value for column in columns if (value := row.get(column)) is not None]
-        for value in held:
+        values = [value for column in columns if (value := row.get(column)) is not None]
+        for value in values:
             if isinstance(value, dict):
                 value = value.get("bytes") or value.get("path")
             if isinstance(value, bytes):
@@ -62,7 +62,7 @@ class _Rows:
                 if not _is_path(value):
                     return [base64.b64decode(value, validate=True)]
                 file = None if self.folder is None else file_within(self.folder, value)
-                if file is not None and (value == held[-1] or file.is_file()):
+                if file is not None and (value == values[-1] or file.is_file()):
                     return [file.read_bytes()]
         raise ValueError("the row has no image")
 
@@ -73,7 +73,7 @@ def load_problems(
     image_columns: Sequence[str] = (),
     *,
     prompt: Callable[[Row], str],
-    kept: Sequence[str] = (),
+    stored_columns: Sequence[str] = (),
     check: Callable[[Row], str | None] = lambda row: None,
     id_column: str = "pid",
     split: str | None = None,
@@ -82,8 +82,9 @@ def load_problems(
     pictures: str = "",
     renamed: Mapping[str, str] | None = None,
 ) -> LoadedProblems:
-    """The problems of `options.data`, as a hub id, a file or a folder, and a hash of the data with
-    their pictures.
+    """The problems of `options.data`, and a hash of the data with their pictures.
+
+    The data are a hub id, a file or a folder.
 
     A folder has Parquet files named after the split (or one named after no split), or
     `{split}.json`, `.jsonl`, whose rows name image files within the folder. Raises `UserError` with
@@ -92,8 +93,8 @@ def load_problems(
 
     - `image_columns`: those that may hold the image; the first one that is not null counts.
       `blind`: ask without it.
-    - `kept`: the columns that a prediction keeps beside the id, which becomes its `pid`; by default
-      the needed ones.
+    - `stored_columns`: the columns that a prediction keeps beside the id, which becomes its `pid`;
+      by default the needed ones.
     - `prompt(row)`: the text that is asked. `check(row)`: as a predictions row without a response.
     - `split`: by default that of the options. `config`: the part of a dataset on the hub that has
       several.
@@ -121,16 +122,18 @@ def load_problems(
             {renamed.get(name, name): value for name, value in row.items()} for row in loaded.rows
         ]
         loaded = replace(loaded, rows=rows)
-    seen = bool(image_columns) and not blind
+    has_image = bool(image_columns) and not blind
     faults: list[str] = []
     for number, row in enumerate(loaded.rows, start=1):
-        found = row.get(id_column)
-        pid = str(found) if isinstance(found, int) and not isinstance(found, bool) else found
+        stored_id = row.get(id_column)
+        pid = stored_id
+        if isinstance(stored_id, int) and not isinstance(stored_id, bool):
+            pid = str(stored_id)
         as_answered = {**row, "pid": pid, "response": ""}
         fault = missing_fields(row, needed) or row_fault(as_answered) or check(as_answered)
         fault = (
             fault
-            or unaskable(prompt(row), has_image=seen)
+            or unaskable(prompt(row), has_image=has_image)
             or _leads_out(row, image_columns, loaded.folder)
         )
         if fault:
@@ -138,16 +141,16 @@ def load_problems(
     refuse_rows(f"data: {loaded.origin}", faults)
     if not loaded.rows:
         raise UserError(f"data: {loaded.origin} has no rows")
-    names = kept or [name for name in needed if name != id_column]
+    names = stored_columns or [name for name in needed if name != id_column]
     problems = []
     for index, row in enumerate(loaded.rows):
         fields = {"pid": str(row[id_column]), **{name: row.get(name) for name in names}}
         stored = partial(loaded.pictures, index, image_columns)
-        problems.append(
-            pictured(fields, prompt=prompt(row), images=1, stored=stored)
-            if seen
-            else Problem(fields, prompt(row), 0, list)
-        )
+        if has_image:
+            problem = pictured(fields, prompt=prompt(row), images=1, stored=stored)
+        else:
+            problem = Problem(fields=fields, prompt=prompt(row), n_images=0, images=list)
+        problems.append(problem)
     return LoadedProblems(problems, _with_pictures(loaded, image_columns))
 
 
@@ -162,20 +165,30 @@ def pictured(
     stored: Callable[[], list[bytes]],
     decoded: Callable[[bytes], Image.Image] = _decoded_first,
 ) -> Problem:
-    """A problem whose encoded images are read when they are needed; for their sizes alone the
-    headers are.
+    """A problem whose encoded images are read when they are needed.
+
+    Args:
+        fields: What a prediction keeps of the row, with its `pid`.
+        prompt: The text that is asked.
+        images: The number of images.
+        stored: Reads the encoded images.
+        decoded: Decodes one of them. For their sizes only the headers are decoded.
     """
     return Problem(
-        fields, prompt, images, partial(_each, decoded, stored), partial(_each, image_size, stored)
+        fields=fields,
+        prompt=prompt,
+        n_images=images,
+        images=partial(_converted, decoded, stored),
+        sizes=partial(_converted, image_size, stored),
     )
 
 
-def _each(made: Callable[[bytes], Any], stored: Callable[[], list[bytes]]) -> list[Any]:
-    return [made(content) for content in stored()]
+def _converted(convert: Callable[[bytes], Any], stored: Callable[[], list[bytes]]) -> list[Any]:
+    return [convert(content) for content in stored()]
 
 
 def _leads_out(row: Row, image_columns: Sequence[str], folder: Path | None) -> str | None:
-    """The path of an image that leads out of the data's folder, as a fault; None where none does."""
+    """The fault of a row whose image has a path out of the data's folder; None where none has."""
     if folder is None:
         return None
     for column in image_columns:
@@ -187,7 +200,7 @@ def _leads_out(row: Row, image_columns: Sequence[str], folder: Path | None) -> s
     return None
 
 
-def unaskable(prompt: Any, *, has_image: bool = True) -> str | None:
+def unaskable(prompt: object, *, has_image: bool = True) -> str | None:
     """What is wrong with the text that the model would be asked; None where nothing is.
 
     The text may be empty if there is an image, because a question can be a part of its picture. A
@@ -207,11 +220,11 @@ def _local(path: Path, split: str, image_columns: Sequence[str], id_column: str)
     files = [path] if path.is_file() else _files(path, split)
     if files[0].suffix == ".parquet":
         folder = path if path.is_dir() else path.parent
-        held = content_hash(files)  # before they are read
+        file_hash = content_hash(files)  # before they are read
         return _from_table(
             _tables(files),
             image_columns=image_columns,
-            data_hash=held,
+            data_hash=file_hash,
             origin=str(path),
             folder=folder,
         )
@@ -219,21 +232,30 @@ def _local(path: Path, split: str, image_columns: Sequence[str], id_column: str)
 
 
 def _files(folder: Path, split: str) -> list[Path]:
-    """The files of a split: Parquet or else JSON named after it, or the only Parquet file there is."""
+    """The files of a split: those that are named after it, or the only Parquet file there is.
+
+    Parquet comes before JSON. Raises `UserError` where the folder has none of them.
+    """
     patterns = (f"{split}-*.parquet", f"{split}.parquet", f"{split}.jsonl", f"{split}.json")
-    places = [place for place in (folder, folder / "data") if place.is_dir()]
-    found = (sorted(place.glob(pattern)) for pattern in patterns for place in places)
-    if named := next(filter(None, found), None):
-        return named
+    directories = [directory for directory in (folder, folder / "data") if directory.is_dir()]
+    for pattern in patterns:
+        for directory in directories:
+            matches = sorted(directory.glob(pattern))
+            if matches:
+                return matches
     everything = [
-        path for place in places for path in sorted(place.iterdir()) if path.suffix in _ENDINGS
+        path
+        for directory in directories
+        for path in sorted(directory.iterdir())
+        if path.suffix in _ENDINGS
     ]
     tables = [path for path in everything if path.suffix == ".parquet"]
-    # MMStar's is named after the benchmark
+    # MMStar's only file is named after the benchmark. One that is named after another split is not
+    # taken for this one.
     if len(tables) == 1 and not _OF_A_SPLIT.match(tables[0].name):
         return tables
-    more = f" and {len(everything) - _NAMED} more" if len(everything) > _NAMED else ""
-    names = ", ".join(path.name for path in everything[:_NAMED]) + more or "no Parquet or JSON file"
+    rest = f" and {len(everything) - _NAMED} more" if len(everything) > _NAMED else ""
+    names = ", ".join(path.name for path in everything[:_NAMED]) + rest or "no Parquet or JSON file"
     raise UserError(
         f"data: {str(folder)!r} has nothing for the split {split!r}; it has {names}; see --split"
     )
@@ -303,39 +325,43 @@ def _from_table(
 
 
 def _with_pictures(loaded: _Rows, image_columns: Sequence[str]) -> str:
-    """The hash of the rows and of what the files of pictures hold that they name."""
+    """The hash of the rows, and of the files of pictures that they name."""
     named = {
         str(name) for row in loaded.rows for name in map(row.get, image_columns) if _is_path(name)
     }
     folder = loaded.folder
-    pictures = [folder / name for name in named if (folder / name).is_file()] if folder else []
-    return loaded.hash + (f"+{content_hash(pictures)}" if pictures else "")
+    if folder is None:
+        return loaded.hash
+    pictures = [folder / name for name in named if (folder / name).is_file()]
+    if not pictures:
+        return loaded.hash
+    return f"{loaded.hash}+{content_hash(pictures)}"
 
 
 def _from_json(path: Path, id_column: str) -> _Rows:
     """The rows of a JSON file: a list, an object of rows by id, or one object per line."""
-    place = ""
+    location = ""
     rows = cast(Any, [])
     try:
-        held = content_hash([path])  # before it is read
+        file_hash = content_hash([path])  # before it is read
         content = path.read_bytes()
         if path.suffix == ".jsonl":
             for number, line in enumerate(content.splitlines(), 1):
-                place = f"line {number} of "
+                location = f"line {number} of "
                 rows += [read_json(line)] if line.strip() else []
         else:
             rows = read_json(content)
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"data: {place}{str(path)!r} is not JSON ({error})") from None
+        raise UserError(f"data: {location}{str(path)!r} is not JSON ({error})") from None
     if isinstance(rows, dict):
         rows = [
             {id_column: name, **row} if isinstance(row, dict) else row for name, row in rows.items()
         ]
     if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
         raise UserError(f"data: {str(path)!r} is not a list of objects, nor an object of them")
-    return _Rows(rows=rows, encoded={}, hash=held, origin=str(path), folder=path.parent)
+    return _Rows(rows=rows, encoded={}, hash=file_hash, origin=str(path), folder=path.parent)
 
 
-def _is_path(value: Any) -> bool:
+def _is_path(value: object) -> bool:
     """Whether the value of an image column is a path, and not a text of Base64."""
     return isinstance(value, str) and 0 < len(value) <= _LONGEST_PATH

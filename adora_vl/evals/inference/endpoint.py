@@ -64,7 +64,7 @@ def endpoint_of(options: EngineOptions) -> Endpoint | None:
 
 
 class EndpointEngine:
-    """Asks for the answers of a batch, several at once."""
+    """Asks a server for the answers of a batch, several at once."""
 
     def __init__(self, settings: AnswerEngineSettings) -> None:
         assert settings.endpoint is not None
@@ -80,20 +80,19 @@ class EndpointEngine:
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable | None]:
         """The replies, None for a call that failed. Raises `UserError` if all of them failed."""
-        found = self._client.each(self._answer, requests)
-        failures = [str(each) for each in found if isinstance(each, EndpointError)]
-        if failures and len(failures) == len(found):
-            none = (
-                f"{self._client.endpoint.url} gave none of {amount(len(found), 'answer')}: "
-                f"{failures[0]}"
+        replies = self._client.each(self._answer, requests)
+        failures = [str(reply) for reply in replies if isinstance(reply, EndpointError)]
+        if failures and len(failures) == len(replies):
+            raise UserError(
+                f"base_url: {self._client.endpoint.url} gave none of "
+                f"{amount(len(replies), 'answer')}: {failures[0]}; what was answered before is kept"
             )
-            raise UserError(f"base_url: {none}; what was answered before is kept")
         if failures:
             print(
                 f"warning: {amount(len(failures), 'call')} failed, the first: {failures[0]}",
                 file=sys.stderr,
             )
-        return [None if isinstance(each, EndpointError) else each for each in found]
+        return [None if isinstance(reply, EndpointError) else reply for reply in replies]
 
     def _answer(self, request: AnswerRequest) -> Reply | Unanswerable | EndpointError:
         try:
@@ -106,17 +105,15 @@ def messages_of(request: AnswerRequest) -> Messages:
     """The conversation in OpenAI's form: each placeholder becomes its image."""
     pngs = (base64.b64encode(png_bytes(image.convert("RGB"))).decode() for image in request.images)
 
-    def shown(part: dict[str, Any]) -> dict[str, Any]:
+    def openai_part(part: dict[str, Any]) -> dict[str, Any]:
         if part["type"] != "image":
             return part
         return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{next(pngs)}"}}
 
-    return [
-        {
-            **each,
-            "content": each["content"]
-            if isinstance(each["content"], str)
-            else list(map(shown, each["content"])),
-        }
-        for each in request.messages
-    ]
+    converted = []
+    for message in request.messages:
+        content = message["content"]
+        if not isinstance(content, str):
+            content = [openai_part(part) for part in content]
+        converted.append({**message, "content": content})
+    return converted

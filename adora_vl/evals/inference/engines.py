@@ -1,5 +1,6 @@
-"""Which engine generates answers, vLLM or Transformers in this process or a server, and whether it
-can.
+"""Chooses the engine that generates answers, and checks that it can.
+
+It is vLLM or Transformers in this process, or a server.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def check_model(model: str) -> str:
                 "save_pretrained"
             )
         return str(folder.resolve())
-    # `runs/tyni` has the form of a hub id too, but if there is a folder `runs` it is rather a
-    # mistyped path.
+    # `runs/tyni` has the form of a hub id too, but where there is a folder `runs` it is rather a
+    # path with a slip.
     if not HUB_ID.fullmatch(model) or folder.parent.is_dir():
         raise UserError(
             f"model: {model!r} is neither a folder here nor a hub id of the form owner/name"
@@ -132,8 +133,9 @@ def _toolbox_of(options: EngineOptions, settings: AnswerEngineSettings) -> Toolb
 
 
 def check_loadable(settings: AnswerEngineSettings) -> None:
-    """Raise `UserError` for a model folder that cannot be loaded, before anything is written or
-    asked.
+    """Raise `UserError` for a model folder that cannot be loaded.
+
+    It is called before anything is written or asked.
     """
     from adora_vl.models.load import check_weights
 
@@ -151,9 +153,7 @@ def build_engine(settings: AnswerEngineSettings) -> AnswerEngine:
     """
     if settings.engine == "openai":
         return EndpointEngine(settings)
-    from adora_vl.evals.inference.local import (
-        TransformersEngine,
-        VLLMEngine,
-    )  # seconds, and a score needs no engine
+    # Imported here, because it takes seconds, and a score needs no engine.
+    from adora_vl.evals.inference.local import TransformersEngine, VLLMEngine
 
     return VLLMEngine(settings) if settings.engine == "vllm" else TransformersEngine(settings)

@@ -27,11 +27,10 @@ if TYPE_CHECKING:
 
 
 class Conversations:
-    """Answers requests by whoever samples tokens, in one turn or, where calls are answered, in
-    several.
-    """
+    """Answers requests with a sampler of tokens, in one turn or, with tools, in several."""
 
     turns: ToolLoop | None = None
+    """Answers the calls of tools; None where the model may call none."""
 
     def __init__(
         self,
@@ -43,10 +42,16 @@ class Conversations:
         ended: Callable[[Sequence[int]], bool] | None = None,
         any_rank: Callable[[bool], bool] = bool,
     ) -> None:
-        """`longest`: tokens of an answer, with what tools say.
+        """Set the sampler and its limits.
 
-        `ended`: whether a turn has an end, for those who sample and do not say it. `any_rank`:
-        whether something holds on any rank.
+        Args:
+            chat: Makes tokens of prompts, and text of answers.
+            sample: Samples one turn for each request.
+            longest: The tokens of an answer at most, with what tools say.
+            batch_size: The number of requests that the caller should hand over at once.
+            ended: Whether a turn has an end, for a sampler that does not say why it stopped.
+            any_rank: Whether something holds on any rank. Every rank has to call it, since with
+                tools all of them sample as often as the one with the most turns.
         """
         self.chat = chat
         self.sample = sample
@@ -56,7 +61,10 @@ class Conversations:
         self._any_rank = any_rank
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable]:
-        """One answer per request, in their order. Also of none: other ranks may have some."""
+        """One answer per request, in their order.
+
+        It is called with no requests too, since other ranks may have some.
+        """
         chat = self.chat
         turns = self.turns
         turn = turns.turn_tokens if turns else None
@@ -64,17 +72,14 @@ class Conversations:
         faults = [chat.overlong(ids, chat.context) for ids in prompts]
 
         def room(number: int, rollout: Rollout) -> int:
-            left = min(self.longest, chat.context - len(prompts[number])) - len(rollout.tokens)
-            return min(left, turn - len(rollout.last_turn_tokens)) if turn else left
+            remaining = min(self.longest, chat.context - len(prompts[number])) - len(rollout.tokens)
+            return min(remaining, turn - len(rollout.last_turn_tokens)) if turn else remaining
 
-        def asked(number: int, rollout: Rollout) -> SamplingRequest:
+        def request_for(number: int, rollout: Rollout) -> SamplingRequest:
             seed = requests[number].seed
             spans = len(rollout.segments)
-            seed = (
-                rollout_seed(seed, position=f"segment-{spans}", group=0, member=0)
-                if spans
-                else seed
-            )
+            if spans:  # a turn after the first has a seed of its own
+                seed = rollout_seed(seed, position=f"segment-{spans}", group=0, member=0)
             images = [*requests[number].images, *(picture.image for picture in rollout.pictures)]
             return SamplingRequest(
                 prompt_ids=[*prompts[number], *rollout.tokens],
@@ -85,48 +90,46 @@ class Conversations:
             )
 
         def ask(going: dict[int, Rollout]) -> dict[int, Rollout]:
-            asks = [asked(number, rollout) for number, rollout in going.items()]
+            asks = [request_for(number, rollout) for number, rollout in going.items()]
             return {
                 number: append_result(
                     rollout,
-                    request=one,
+                    request=request,
                     result=answer,
                     max_length=self.longest,
                     max_turn=turn,
                     has_ended=self._ended,
                 )
-                for (number, rollout), one, answer in zip(
+                for (number, rollout), request, answer in zip(
                     going.items(), asks, self.sample(asks), strict=True
                 )
             }
 
         def answered(number: int, rollout: Rollout) -> Rollout:
-            seen = requests[number].images
+            images = requests[number].images
             length = len(prompts[number])
             seed = str(requests[number].seed)
-            return (
-                turns(
-                    rollout, seen, prompt_length=length, max_length=self.longest, step=0, seed=seed
-                )
-                if turns
-                else rollout
+            if turns is None:
+                return rollout
+            return turns(
+                rollout, images, prompt_length=length, max_length=self.longest, step=0, seed=seed
             )
 
         begun = {number: Rollout() for number, fault in enumerate(faults) if fault is None}
-        played = run_turns(
+        conversations = run_turns(
             begun,
             sample=ask,
             answer_calls=answered,
-            has_room=lambda *one: room(*one) > 0,
+            has_room=lambda number, rollout: room(number, rollout) > 0,
             any_rank=self._any_rank if turns else bool,
         )
         return [
-            self._reply(played[number], ids) if fault is None else Unanswerable(fault)
+            self._reply(conversations[number], ids) if fault is None else Unanswerable(fault)
             for number, (ids, fault) in enumerate(zip(prompts, faults, strict=True))
         ]
 
     def _reply(self, rollout: Rollout, prompt: Sequence[int]) -> Reply:
-        """The last turn is what is graded, as in a training."""
+        """The answer of a rollout, whose last turn is what is graded, as in a training."""
         by_calls = rollout.ended == "stop" or bool(rollout.calls and rollout.ended)
         names = ("name", "arguments", "text", "failed")
         calls = [{name: getattr(call, name) for name in names} for call in rollout.calls]
@@ -154,14 +157,14 @@ class _Local(Conversations):
         self.resolved = chat.resolved(settings.dtype)
         if toolbox := settings.toolbox:
             self.turns = ToolLoop(
-                tools=toolbox,
-                processor=chat.processor,
-                template=settings.template,
-                tokens_of=chat.tokens_of,
-                max_answers=settings.max_tool_calling_iterations,
-                decode=chat.decode,
-                turn_tokens=toolbox.options.turn_tokens,
-                context_length=chat.context,
+                toolbox,
+                chat.processor,
+                settings.template,
+                chat.tokens_of,
+                settings.max_tool_calling_iterations,
+                chat.decode,
+                toolbox.options.turn_tokens,
+                chat.context,
             )
 
 
@@ -169,7 +172,9 @@ class VLLMEngine(_Local):
     """vLLM in this process, which gets one image token per image."""
 
     def __init__(self, settings: AnswerEngineSettings) -> None:
-        """Raises `UserError` if vLLM is not installed, or would compute this model differently from
+        """Start vLLM with the model of the settings.
+
+        Raises `UserError` if vLLM is not installed, or would compute this model differently from
         Transformers.
         """
         if importlib.util.find_spec("vllm") is None:
@@ -187,7 +192,8 @@ class VLLMEngine(_Local):
         longest = chat.context_needed(
             settings.max_images, settings.max_text_bytes, settings.max_tokens
         )
-        shown = max(settings.max_images, settings.toolbox.options.images if settings.toolbox else 1)
+        tool_images = settings.toolbox.options.images if settings.toolbox else 1
+        max_images = max(settings.max_images, tool_images)
         llm = PolicyLLM(
             model=settings.model,
             revision=settings.revision,
@@ -196,7 +202,7 @@ class VLLMEngine(_Local):
             # On a CPU this is a share of the memory of the whole machine.
             gpu_memory_utilization=0.9 if torch.cuda.is_available() else 0.3,
             **machine_options(longest, 4096),
-            limit_mm_per_prompt=None if chat.text_only else {"image": shown, "video": 0},
+            limit_mm_per_prompt=None if chat.text_only else {"image": max_images, "video": 0},
             mm_processor_kwargs=chat.pixel_limits or None,
             seed=settings.seed,
         )
@@ -214,9 +220,9 @@ class VLLMEngine(_Local):
 
 
 class TransformersEngine(_Local):
-    """`model.generate` on left-padded batches.
+    """The engine by `model.generate` on left-padded batches.
 
-    Slower than vLLM, but available wherever Transformers is.
+    It is slower than vLLM, but available wherever Transformers is.
     """
 
     def __init__(self, settings: AnswerEngineSettings) -> None:
@@ -233,9 +239,11 @@ class TransformersEngine(_Local):
         )
         self._model = model.to(self._device).eval()
         eos = model.generation_config.eos_token_id  # one, several or none
-        self._eos_ids: list[int] = (
-            [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-        )
+        self._eos_ids: list[int] = []
+        if isinstance(eos, int):
+            self._eos_ids = [eos]
+        elif eos is not None:
+            self._eos_ids = list(eos)
         # A fresh one, because `generate` fills in what is not given from the model's own:
         # Qwen2.5-VL's has a repetition penalty of 1.05, which vLLM (given explicit sampling
         # parameters) does not apply.
@@ -257,14 +265,18 @@ class TransformersEngine(_Local):
         with torch.inference_mode():
             longest = max(ask.max_tokens or self.longest for ask in asks)
             sequences_BT = self._model.generate(**inputs.to(self._device), max_new_tokens=longest)
-        made = sequences_BT[:, inputs["input_ids"].shape[1] :].tolist()
-        return [self._answer(ids[: ask.max_tokens]) for ids, ask in zip(made, asks, strict=True)]
+        completions = sequences_BT[:, inputs["input_ids"].shape[1] :].tolist()
+        return [
+            self._answer(ids[: ask.max_tokens]) for ids, ask in zip(completions, asks, strict=True)
+        ]
 
     def _answer(self, ids: list[int]) -> SamplingResult:
-        """Up to and with the first end token.
+        """The tokens up to the first end token and with it.
 
-        Without one it was cut off by the limit on its length.
+        Without one the answer was cut off by the limit on its length.
         """
         end = next((i for i, token in enumerate(ids) if token in self._eos_ids), None)
-        kept = ids if end is None else ids[: end + 1]
-        return SamplingResult(kept, [None] * len(kept), "length" if end is None else "stop")
+        completion = ids if end is None else ids[: end + 1]
+        return SamplingResult(
+            completion, [None] * len(completion), "length" if end is None else "stop"
+        )

@@ -1,4 +1,4 @@
-"""`predictions.jsonl`: one JSON object per answer and line.
+"""The file of answers, `predictions.jsonl`: one JSON object per answer and line.
 
 Rows are appended per batch, so a kill loses one batch.
 """
@@ -29,10 +29,10 @@ NOT_ASKED = (IMAGE_FAILED, TOO_LONG)
 
 
 def score_path(output: Path) -> Path:
-    """Where a score is written: `output` itself if its name ends in .json, otherwise score.json in
-    that folder.
-    """
-    return output if output.suffix == ".json" and not output.is_dir() else output / SCORE
+    """The file of a score: `output` itself if its name ends in .json, else score.json in it."""
+    if output.suffix == ".json" and not output.is_dir():
+        return output
+    return output / SCORE
 
 
 def key(row: Prediction) -> tuple[str, int]:
@@ -46,8 +46,10 @@ def read_predictions(
     id_column: str = "pid",
     columns: Mapping[str, str] | None = None,
 ) -> list[Prediction]:
-    """All rows of a predictions file, in its order: an object a line, or one list of objects, or one
-    object with a row under each id, as MathVista publishes them.
+    """All rows of a predictions file, in its order.
+
+    The file has an object a line, or one list of objects, or one object with a row under each id,
+    as MathVista publishes them.
 
     `check` says what a benchmark finds wrong with a row. A numeric `pid` becomes text, a missing
     one is taken from `id_column`, and a null response is an empty one. `columns`: from our names to
@@ -63,16 +65,13 @@ def read_predictions(
         raise UserError(f"predictions: {str(path)!r} cannot be read ({error.strerror})") from error
     rows: dict[tuple[str, int], tuple[int, Prediction]] = {}
     faults: list[str] = []
-    for number, found in enumerate(_found_in(content), start=1):
-        row = _completed(found, id_column, columns or {}) if isinstance(found, dict) else found
+    for number, parsed in enumerate(_found_in(content), start=1):
+        row = _completed(parsed, id_column, columns or {}) if isinstance(parsed, dict) else parsed
         fault = row if isinstance(row, str) else row_fault(row) or (check(row) if check else None)
         if fault is None and isinstance(row, dict):
             first, _ = rows.setdefault(key(row), (number, row))
-            fault = (
-                f"has the pid {row['pid']!r} of row {first}; keep one of them"
-                if first != number
-                else None
-            )
+            if first != number:
+                fault = f"has the pid {row['pid']!r} of row {first}; keep one of them"
         if fault:
             faults.append(f"row {number} {fault}")
     if faults and "lacks the field" in faults[0]:
@@ -89,21 +88,19 @@ _LONGEST = 300
 
 
 def refuse_rows(where: str, faults: Sequence[str]) -> None:
-    """Raise `UserError` with a line for each of the first of these faults of rows, if there are
-    any.
-    """
+    """Raise `UserError` if rows have faults, with a line for each of the first of them."""
     lines = [
         f"{where} {line if len(line) <= _LONGEST else line[:_LONGEST] + '...'}"
         for line in faults[:_SHOWN]
     ]
-    more = len(faults) - _SHOWN
-    rest = "1 more row is wrong" if more == 1 else f"{more} more rows are wrong"
+    n_hidden = len(faults) - _SHOWN
+    rest = "1 more row is wrong" if n_hidden == 1 else f"{n_hidden} more rows are wrong"
     if faults:
-        raise MistakesError(lines + ([f"{where}: {rest}"] if more > 0 else []))
+        raise MistakesError(lines + ([f"{where}: {rest}"] if n_hidden > 0 else []))
 
 
 def missing_fields(row: Prediction, needed: Sequence[str]) -> str | None:
-    """Names the fields that a row lacks; None where it has all."""
+    """A text that names the fields that a row lacks; None where it has all."""
     missing = [field for field in needed if field not in row]
     if not missing:
         return None
@@ -121,48 +118,52 @@ TEXTS: Kind = (
 
 
 def one_of(*words: str) -> Kind:
+    """A value that is one of these words."""
     return (lambda value: value in words), f"one of {', '.join(words)}"
 
 
 def matching(pattern: str, expected: str) -> Kind:
+    """A text that matches a pattern as a whole; `expected` says it in words."""
     return (
         lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None
     ), expected
 
 
 def or_null(kind: Kind) -> Kind:
+    """A value of a kind, or None."""
     return (lambda value: value is None or kind[0](value)), f"{kind[1]} or null"
 
 
 def wrong_fields(row: Prediction, kinds: Mapping[str, Kind]) -> str | None:
     """What is wrong with the fields of a row: one is missing, or is not of its kind.
 
-    None where nothing is.
+    It names the first such field, and is None where there is none.
     """
-    wrong = (
-        f"has {name} = {row[name]!r:.60}, expected {expected}"
-        for name, (holds, expected) in kinds.items()
-        if not holds(row[name])
-    )
-    return missing_fields(row, tuple(kinds)) or next(wrong, None)
+    missing = missing_fields(row, tuple(kinds))
+    if missing:
+        return missing
+    for name, (holds, expected) in kinds.items():
+        if not holds(row[name]):
+            return f"has {name} = {row[name]!r:.60}, expected {expected}"
+    return None
 
 
 def _found_in(content: bytes) -> Iterator[Prediction | str]:
-    """The objects of a predictions file, and what is wrong in the place of one."""
+    """The objects of a predictions file; a text says what is wrong where one is not an object."""
     lines = content.splitlines()
     first = _parsed(lines[0]) if lines else ""
     a_line_each = isinstance(first, dict) and not all(
         isinstance(row, dict) for row in first.values()
     )
-    whole = None
+    document = None
     if not a_line_each:
         with suppress(ValueError, RecursionError):
-            whole = read_json(content)
-    if isinstance(whole, list):
+            document = read_json(content)
+    if isinstance(document, list):
         kind = "is no object of the list"
-        yield from (row if isinstance(row, dict) else kind for row in whole)
-    elif isinstance(whole, dict) and all(isinstance(row, dict) for row in whole.values()):
-        yield from ({"pid": name, **row} for name, row in whole.items())
+        yield from (row if isinstance(row, dict) else kind for row in document)
+    elif isinstance(document, dict) and all(isinstance(row, dict) for row in document.values()):
+        yield from ({"pid": name, **row} for name, row in document.items())
     else:
         yield from map(_parsed, lines)
 
@@ -189,9 +190,10 @@ def _completed(row: Prediction, id_column: str, columns: Mapping[str, str]) -> P
     return row
 
 
-def _inside(row: Any, path: str) -> list[Any]:
-    """What stands under a name, or under names with dots between them, in a list, which is empty
-    where nothing does.
+def _inside(row: object, path: str) -> list[Any]:
+    """The value under a name, or under names with dots between them, as a list of one.
+
+    The list is empty where there is no such value.
     """
     if isinstance(row, dict) and path in row:
         return [row[path]]
@@ -206,20 +208,23 @@ def _inside(row: Any, path: str) -> list[Any]:
 
 
 def columns_of(words: Sequence[str]) -> dict[str, str]:
-    """`pid=index response=prediction` as a mapping from our names to theirs. Raises `UserError`."""
-    found = {}
+    """The words `pid=index response=prediction` as a mapping from our names to theirs.
+
+    Raises `UserError` for a word of another form.
+    """
+    names = {}
     for word in words:
         ours, sign, theirs = word.partition("=")
         if not (ours and sign and theirs):
             raise UserError(f"columns: {word!r:.60} is not OURS=THEIRS")
-        found[ours] = theirs
-    return found
+        names[ours] = theirs
+    return names
 
 
 def row_fault(row: Prediction) -> str | None:
     """What is wrong with the fields that every benchmark has, or None."""
-    there = {name: kind for name, kind in _OPTIONAL.items() if name in row}
-    return wrong_fields(row, dict.fromkeys(REQUIRED_FIELDS, TEXT)) or wrong_fields(row, there)
+    present = {name: kind for name, kind in _OPTIONAL.items() if name in row}
+    return wrong_fields(row, dict.fromkeys(REQUIRED_FIELDS, TEXT)) or wrong_fields(row, present)
 
 
 def _is_count(value: object) -> bool:
@@ -287,10 +292,10 @@ class PredictionLog:
         """
         rows = list(rows)
         before = self._file.seek(0, os.SEEK_END)
-        left = memoryview("".join(json.dumps(row) + "\n" for row in rows).encode())
+        remaining = memoryview("".join(json.dumps(row) + "\n" for row in rows).encode())
         try:
-            while left:
-                left = left[self._file.write(left) :]
+            while remaining:
+                remaining = remaining[self._file.write(remaining) :]
             os.fsync(self._file.fileno())
         except OSError as error:
             with suppress(OSError):
@@ -300,18 +305,14 @@ class PredictionLog:
 
 
 def _holder(file: BinaryIO) -> str:
-    """Who has locked a file, as far as the system says it: the process and its command."""
+    """The process that has locked a file, with its command, as far as the system says it."""
     inode = str(os.fstat(file.fileno()).st_ino)
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
-            _, kind, _, _, pid, place, *_ = line.split()
-            if kind == "FLOCK" and place.split(":")[2] == inode and int(pid) > 0:
-                words = (
-                    Path(f"/proc/{int(pid)}/cmdline")
-                    .read_bytes()
-                    .decode(errors="replace")
-                    .split("\0")
-                )
+            _, kind, _, _, pid, location, *_ = line.split()
+            if kind == "FLOCK" and location.split(":")[2] == inode and int(pid) > 0:
+                command_line = Path(f"/proc/{int(pid)}/cmdline").read_bytes()
+                words = command_line.decode(errors="replace").split("\0")
                 return f"process {pid} ({' '.join(words).strip():.120})"
     return "another process"
 
@@ -327,7 +328,7 @@ def part_path(folder: Path, rank: int) -> Path:
 
 
 def absorb_parts(folder: Path, log: PredictionLog) -> bool:
-    """Move the rows of the parts in `folder` into `log`; whether there were any.
+    """Move the rows of the parts in `folder` into `log`, and say whether there were any.
 
     A part goes only when its rows are on the disk in the log, so being killed here loses nothing
     and doubles nothing.

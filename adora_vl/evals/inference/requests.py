@@ -31,13 +31,18 @@ def default_engine() -> EngineName:
 
 
 class AnswerRequest(NamedTuple):
-    messages: list[Message]  # with one placeholder per image, in the order of the images
+    """One answer that an engine is asked for."""
+
+    messages: list[Message]
+    """The conversation, with one placeholder per image in the order of the images."""
     images: list[Image.Image]
-    seed: int = 0  # for sampling this answer
+    """The decoded images."""
+    seed: int = 0
+    """The seed for sampling this answer."""
 
 
 class Unanswerable(NamedTuple):
-    """A request that no attempt could answer, because its prompt does not fit the model's context."""
+    """A request that no attempt can answer, because its prompt does not fit the context."""
 
     reason: str
 
@@ -48,8 +53,9 @@ class AnswerEngine(Protocol):
     batch_size: int
 
     def generate(self, requests: Sequence[AnswerRequest]) -> Sequence[Reply | Unanswerable | None]:
-        """One answer per request, in their order; None for one that failed and can be asked for
-        again.
+        """One answer per request, in their order.
+
+        None stands for an answer that failed and can be asked for again.
         """
         ...
 
@@ -143,6 +149,8 @@ class EngineOptions(SamplingOptions):
 
 @dataclass(frozen=True)
 class AnswerEngineSettings:
+    """An engine that can be built: the model, its limits, and what it needs to know beforehand."""
+
     model: str
     engine: EngineName
     revision: str | None = None
@@ -164,15 +172,21 @@ class AnswerEngineSettings:
 
     @property
     def described(self) -> dict[str, Any]:
-        """What answers depend on beside the options, for a fingerprint; files by their hashes."""
-        found: dict[str, Any] = {}
+        """The fields of a fingerprint beside the options; files of tools by their hashes."""
+        fields: dict[str, Any] = {}
         if self.toolbox:
             chosen = self.toolbox.chosen
-            most = self.max_tool_calling_iterations
-            found = {"tools": [*chosen.functions], "max_tool_calling_iterations": most}
-            found |= {"tool_options": vars(self.toolbox.options)}
-            found |= {"tool_files": dict(chosen.hashes)} if chosen.hashes else {}
-        return found | ({"chat_template_kwargs": dict(self.template)} if self.template else {})
+            fields["tools"] = [*chosen.functions]
+            fields["max_tool_calling_iterations"] = self.max_tool_calling_iterations
+            fields["tool_options"] = vars(self.toolbox.options)
+            if chosen.hashes:
+                fields["tool_files"] = dict(chosen.hashes)
+        if self.template:
+            fields["chat_template_kwargs"] = dict(self.template)
+        return fields
 
-    def told(self, system_prompt: str | None) -> str | None:
-        return with_tools(system_prompt, self.toolbox.schemas) if self.toolbox else system_prompt
+    def with_tool_prompt(self, system_prompt: str | None) -> str | None:
+        """The system prompt with the descriptions of the tools behind it, if there are any."""
+        if self.toolbox is None:
+            return system_prompt
+        return with_tools(system_prompt, self.toolbox.schemas)

@@ -1,5 +1,6 @@
-"""Asks a model all problems of a benchmark: in batches, on several processes, and resumed after a
-stop.
+"""Asks a model all problems of a benchmark, in batches and on several processes.
+
+A run that was stopped is resumed: the file of predictions says which answers are there.
 """
 
 import hashlib
@@ -43,7 +44,7 @@ from adora_vl.utils.files import make_folder, written_to
 from adora_vl.utils.launch import STARTUP_LOG, StartupLog
 
 _PATIENCE = timedelta(days=7)  # how long a rank waits for the slowest one
-# Variables of a launcher; an engine that sees them would wait for the other processes.
+# The variables of a launcher. An engine that sees them would wait for the other processes.
 _LAUNCHER = (
     "RANK",
     "WORLD_SIZE",
@@ -57,21 +58,23 @@ _LAUNCHER = (
 
 @dataclass
 class Ranks:
-    """Which of how many processes this is."""
+    """The rank of this process among those that answer together."""
 
     rank: int = 0
     world: int = 1
-    store: Any = None  # at which several meet; the launcher or rank 0 holds it
-    run: str = ""  # a name of its own for each of several runs
+    store: Any = None
+    """The store at which several processes meet; the launcher or rank 0 holds it."""
+    run: str = ""
+    """A name for each of several runs of one process, so that their barriers differ."""
 
     def barrier(self, where: str) -> None:
         """Return when every process has come to `where`."""
         if self.store is None:
             return
-        place = f"adora_vl_eval/{self.run}/{where}"
-        if self.store.add(place, 1) == self.world:
-            self.store.set(f"{place}/all", "1")
-        self.store.wait([f"{place}/all"], _PATIENCE)
+        arrivals = f"adora_vl_eval/{self.run}/{where}"
+        if self.store.add(arrivals, 1) == self.world:
+            self.store.set(f"{arrivals}/all", "1")
+        self.store.wait([f"{arrivals}/all"], _PATIENCE)
 
 
 ALONE = Ranks()
@@ -95,36 +98,52 @@ def take_gpu(local_rank: int) -> None:
 
     To be called before CUDA starts.
     """
-    import torch
-
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = (
-        visible.split(",")
-        if visible
-        else [str(index) for index in range(torch.cuda.device_count())]
-    )
+    devices = _visible_devices()
     if local_rank < len(devices):
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[local_rank]
 
 
+def _visible_devices() -> list[str]:
+    """The GPUs that this process may use: those of the environment, else all of the machine."""
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        return visible.split(",")
+    # The count is taken only here, since it can start CUDA.
+    return [str(index) for index in range(torch.cuda.device_count())]
+
+
 class Ask(NamedTuple):
+    """One answer to ask for: a problem, and the number of the sample from 0 on."""
+
     problem: Problem
     sample: int
 
     @property
     def key(self) -> tuple[str, int]:
+        """The key of the row with the answer, as `predictions.key` has it."""
         return self.problem.pid, self.sample
 
 
 @dataclass(frozen=True)
 class Summary:
+    """The numbers of answers of a run of `infer`, and its time."""
+
     total: int
-    resumed: int  # of earlier runs
-    asked: int  # now
+    """The answers that the run asks for."""
+    resumed: int
+    """The answers that were there already."""
+    pending: int
+    """The answers that were asked for now."""
     image_failed: int
-    seconds: float  # of generation
-    missing: int = 0  # because the engine failed
-    too_long: int = 0  # prompts
+    """The answers of now whose image cannot be decoded."""
+    seconds: float
+    """The time of generation."""
+    missing: int = 0
+    """The answers that are not there at the end, because calls of the engine failed."""
+    too_long: int = 0
+    """The answers of now whose prompt does not fit the context."""
 
 
 def infer(
@@ -141,11 +160,21 @@ def infer(
 ) -> Summary:
     """Ask for every answer that `output` does not have yet.
 
-    The engine is built only if answers are missing.
+    The engine is built only if answers are missing. With several `ranks` each answers a slice into
+    a part of its own, and rank 0 merges the parts in the order of the problems.
 
-    `in_data`: number of problems in the data, of which `problems` may be the first. With several
-    `ranks` each answers a slice into a part of its own, and rank 0 merges the parts in the order of
-    the problems. Raises `UserError` if `output` holds predictions made with other settings, or rows
+    Args:
+        problems: The problems to ask.
+        output: The folder of the answers.
+        settings: The engine.
+        fingerprint: What the answers depend on.
+        system_prompt: The system prompt, with the descriptions of tools.
+        build: Makes the engine of the settings.
+        samples: The answers to each problem.
+        in_data: The number of problems in the data, of which `problems` may be the first.
+        ranks: The rank of this process.
+
+    Raises `UserError` if `output` holds predictions made with other settings, or rows
     of problems not asked for now, and as `refuse_control_tokens` does.
     """
     refuse_control_tokens(problems, system_prompt)
@@ -165,12 +194,18 @@ def infer(
         done = {key(row) for row in read_rows(output / PREDICTIONS)}
         answer_slice(done)
         ranks.barrier("end")
-        return Summary(total=len(asks), resumed=len(done), asked=0, image_failed=0, seconds=0.0)
+        return Summary(total=len(asks), resumed=len(done), pending=0, image_failed=0, seconds=0.0)
     with PredictionLog(output / PREDICTIONS) as log, _nothing_left(output):
         absorbed = absorb_parts(output, log)
-        asked = {"answers": len(asks), "in_data": samples * (in_data or len(problems))}
+        n_in_data = in_data or len(problems)
+        answer_counts = {"answers": len(asks), "in_data": samples * n_in_data}
         with written_to("output", output):
-            settle(output, fingerprint, has_predictions=bool(log.done), asked=asked)
+            settle(
+                output,
+                fingerprint,
+                has_predictions=bool(log.done),
+                answer_counts=answer_counts,
+            )
         pending = sum(ask.key not in log.done for ask in asks)
         resumed = len(asks) - pending
         if len(log.done) > resumed:
@@ -178,8 +213,10 @@ def infer(
                 f"limit: {str(output)!r} already has {len(log.done)} predictions and this run "
                 f"asks for {len(asks)}; raise --limit or use another --output"
             )
-        what = amount(len(problems), "problem") + (f" x {samples} answers" if samples > 1 else "")
-        print(f"{what}: {resumed} there already, {pending} to do", file=sys.stderr)
+        size = amount(len(problems), "problem")
+        if samples > 1:
+            size += f" x {samples} answers"
+        print(f"{size}: {resumed} there already, {pending} to do", file=sys.stderr)
         before = set(log.done)
         ranks.barrier("start")
         if ranks.world == 1:
@@ -188,7 +225,7 @@ def infer(
             seconds = answer_slice(before)
             ranks.barrier("end")
             absorbed |= absorb_parts(output, log)
-        # such answers are last in the file
+        # Answers that were missing, and further samples, are last in the file.
         late = resumed and pending and (settings.endpoint or samples > 1)
         if absorbed or late:
             sort_rows(output / PREDICTIONS, [ask.key for ask in asks])
@@ -198,7 +235,7 @@ def infer(
     return Summary(
         total=len(asks),
         resumed=resumed,
-        asked=pending,
+        pending=pending,
         image_failed=ends[IMAGE_FAILED],
         seconds=seconds,
         missing=missing,
@@ -208,17 +245,20 @@ def infer(
 
 @contextmanager
 def _nothing_left(output: Path) -> Iterator[None]:
-    """Remove the folder of a run without an answer; only whoever holds the file of predictions may."""
+    """Remove the folder of a run that fails without an answer.
+
+    The caller holds the lock of the file of predictions, so no other run is using the folder.
+    """
     try:
         yield
     except UserError:
         with suppress(OSError, KeyError):  # a folder with anything else in it stays
-            found = {path.name: path for path in output.iterdir()}
+            files = {path.name: path for path in output.iterdir()}
             if (
-                found.keys() <= {PREDICTIONS, FILE_NAME, STARTUP_LOG}
-                and not found[PREDICTIONS].stat().st_size
+                files.keys() <= {PREDICTIONS, FILE_NAME, STARTUP_LOG}
+                and not files[PREDICTIONS].stat().st_size
             ):
-                for path in found.values():
+                for path in files.values():
                     path.unlink()
                 output.rmdir()
         raise
@@ -233,9 +273,9 @@ def _answer_to(
     log: PredictionLog,
     asks: Sequence[Ask],
 ) -> float:
-    """Answer what the log does not have yet; the engine is built only when there is any.
+    """Answer what the log does not have yet, and return the seconds that it took.
 
-    Returns the seconds of it.
+    The engine is built only when an answer is missing.
     """
     resumed = sum(ask.key in log.done for ask in asks)
     if resumed == len(asks):
@@ -271,7 +311,7 @@ def answer(
     the engine could not get has no row.
     """
     rows: list[Prediction] = []
-    asked: list[Prediction] = []
+    asked_rows: list[Prediction] = []
     requests: list[AnswerRequest] = []
     for problem, sample in batch:
         row = dict(problem.fields) | ({"sample": sample} if sample else {})
@@ -289,13 +329,13 @@ def answer(
         messages = conversation_with_images(problem.prompt, len(images), system_prompt)
         # A separate seed for each answer, so that a resumed run samples what an uninterrupted one
         # would.
-        named = f"{seed}/{problem.pid}" + (f"/{sample}" if sample else "")
-        own_seed = int.from_bytes(hashlib.sha256(named.encode()).digest()[:4])
-        requests.append(AnswerRequest(messages, images, own_seed))
-        asked.append(row)
-    for row, generation in zip(asked, engine.generate(requests), strict=True):
+        name = f"{seed}/{problem.pid}" + (f"/{sample}" if sample else "")
+        answer_seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
+        requests.append(AnswerRequest(messages=messages, images=images, seed=answer_seed))
+        asked_rows.append(row)
+    for row, generation in zip(asked_rows, engine.generate(requests), strict=True):
         if generation is None:
-            rows = [other for other in rows if other is not row]
+            rows = [answered for answered in rows if answered is not row]
             continue
         if isinstance(generation, Unanswerable):
             print(f"warning: {row['pid']!r} is not asked: {generation.reason}", file=sys.stderr)
@@ -307,19 +347,24 @@ def answer(
                 error=generation.reason,
             )
             continue
-        counts = {"n_tokens": generation.n_tokens, "n_prompt_tokens": generation.n_prompt_tokens}
-        row.update(response=generation.text, finish_reason=generation.finish_reason, **counts)
-        row.update({} if generation.calls is None else {"calls": list(generation.calls)})
+        row.update(
+            response=generation.text,
+            finish_reason=generation.finish_reason,
+            n_tokens=generation.n_tokens,
+            n_prompt_tokens=generation.n_prompt_tokens,
+        )
+        if generation.calls is not None:
+            row["calls"] = list(generation.calls)
         if generation.thinking_opened:
             row["thinking_opened"] = True
     return rows
 
 
 def refuse_control_tokens(problems: Sequence[Problem], system_prompt: str | None = None) -> None:
-    """Hold what a model will be asked, as it stands at last, against its own tokens: one in the
-    system prompt, a template or the facts of a picture would begin a turn, or show no picture.
+    """Raise `UserError` for a text that has one of the model's own tokens.
 
-    Raises `UserError` for the first one.
+    The prompts are checked as they stand at last. A token of the model in the system prompt, a
+    template or the facts of a picture would begin a turn, or stand for a picture that is not there.
     """
     token = control_token_in(system_prompt)
     if token is not None:
@@ -338,12 +383,14 @@ def refuse_control_tokens(problems: Sequence[Problem], system_prompt: str | None
 def bounded(
     settings: AnswerEngineSettings, problems: Sequence[Problem], system_prompt: str | None
 ) -> AnswerEngineSettings:
-    """The settings with the bounds that the engine needs: the most images and the longest text of
-    any problem.
+    """The settings with the bounds that an engine needs for these problems.
+
+    They are the most images of a problem, and the bytes of the longest text with the system prompt.
     """
-    longest = max(len(problem.prompt.encode()) for problem in problems) + len(
-        (system_prompt or "").encode()
-    )
+    longest_prompt = max(len(problem.prompt.encode()) for problem in problems)
+    system_bytes = len((system_prompt or "").encode())
     return replace(
-        settings, max_images=max(problem.n_images for problem in problems), max_text_bytes=longest
+        settings,
+        max_images=max(problem.n_images for problem in problems),
+        max_text_bytes=longest_prompt + system_bytes,
     )

@@ -1,6 +1,4 @@
-"""What a model is shown of a problem: its picture, the facts of the picture in words, both, or
-neither.
-"""
+"""The views of a problem: its picture, the facts of the picture in words, both, or neither."""
 
 from __future__ import annotations
 
@@ -27,36 +25,49 @@ VIEWS = {
 def shown_as(problems: Sequence[Problem], view: str) -> list[Problem]:
     """The problems as one of the `VIEWS` shows them, without those that lack the facts for it.
 
-    Raises `UserError`.
+    Raises `UserError` where no problem can be shown so.
     """
     if view == "blank":
         if not any(problem.n_images for problem in problems):
             raise UserError("view: blank, and the problems have no images; leave it out")
         return [
-            replace(one, images=partial(_grey, one)) if one.n_images else one for one in problems
+            replace(problem, images=partial(_grey, problem)) if problem.n_images else problem
+            for problem in problems
         ]
     if view == "image":
         return list(problems)
-    known = [problem for problem in problems if problem.facts]
-    if not known:
+    with_facts = [problem for problem in problems if problem.facts]
+    if not with_facts:
         raise UserError(
             f"view: {view}, and no row of the data has facts in words (a column `facts`, as "
             "`python -m data_prep geometry3k --source intergps` writes it); ask with image or "
             "blank"
         )
-    told = [replace(problem, prompt=_told(problem, alone=view == "text")) for problem in known]
-    return [without_images(problem) for problem in told] if view == "text" else told
+    is_text = view == "text"
+    in_words = [
+        replace(problem, prompt=_prompt_with_facts(problem, alone=is_text))
+        for problem in with_facts
+    ]
+    if is_text:
+        return [without_images(problem) for problem in in_words]
+    return in_words
 
 
-def _told(problem: Problem, *, alone: bool) -> str:
-    """The facts before the question; `alone`: without the places of its pictures."""
-    asked = problem.prompt.replace(PLACEHOLDER, " ").strip() if alone else problem.prompt
-    if PLACEHOLDER in asked:
-        return f"{asked}\nWhat the picture shows: {problem.facts}"
-    return f"What the picture shows: {problem.facts}\n{asked}"
+def _prompt_with_facts(problem: Problem, *, alone: bool) -> str:
+    """The prompt of a problem with its facts: before the question, or behind a picture's place.
+
+    `alone`: without the placeholders of its pictures.
+    """
+    question = problem.prompt
+    if alone:
+        question = question.replace(PLACEHOLDER, " ").strip()
+    if PLACEHOLDER in question:
+        return f"{question}\nWhat the picture shows: {problem.facts}"
+    return f"What the picture shows: {problem.facts}\n{question}"
 
 
 def without_images(problem: Problem) -> Problem:
+    """The problem with no images, its text as it is."""
     return replace(problem, n_images=0, images=list, sizes=None)
 
 

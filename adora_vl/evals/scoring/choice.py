@@ -1,6 +1,6 @@
-"""Finds which choice a response means, by a letter or by the text of a choice.
+"""The choice that a response means, by a letter or by the text of a choice.
 
-The surest sign decides.
+Rules are tried from the surest sign to the weakest, and the first that finds a choice decides.
 """
 
 import re
@@ -94,11 +94,11 @@ _NO = re.compile(
 
 
 def lettered_options(text: str, mark: re.Pattern[str]) -> list[str]:
-    """The options in a text such as `A: a park, B: a dam`, in the order of their letters; [] where
-    it has none.
+    """The options in a text such as `A: a park, B: a dam`, in the order of their letters.
 
-    `mark`: what stands before an option, with its letter as a group. Only letters that follow one
-    another from A count, so that an `A: ` inside an option does no harm.
+    The list is empty where the text has none. `mark` matches what stands before an option, with its
+    letter as a group. Only letters that follow one another from A count, so that an `A: ` inside an
+    option does no harm.
     """
     spots: list[re.Match[str]] = []
     for match in mark.finditer(text):
@@ -111,7 +111,7 @@ def lettered_options(text: str, mark: re.Pattern[str]) -> list[str]:
     ]
 
 
-# A quick look before the longer one.
+# A quick look, before the longer pattern `joined_before` is tried.
 _OR_BEFORE = re.compile(
     r"(?:(?:\bor|\band|[/,，、;；&+或和与及])\s*(?:(?:option|choice)\s+)?[(（]?|[)）]\s*[(（])$",
     re.IGNORECASE,
@@ -173,61 +173,70 @@ class _Reader:
         self.repeated = _options_as_they_stand(choices, self.letters)
 
     def index(self, match: re.Match[str]) -> int:
+        """The choice whose letter a pattern has matched, in whichever of its groups."""
         letter = next(group for group in match.groups() if group)
         return self.letters.index(letter.upper())
 
     def last(self, pattern: re.Pattern[str], text: str, start: int = 0) -> int | None:
-        """The last letter behind `start` that a pattern finds, and that the text does not call
-        wrong.
+        """The choice of the last letter behind `start` that a pattern finds.
+
+        Letters that the text calls wrong, and letters that are one of several, do not count.
         """
-        found = [
+        indices = [
             self.index(match)
             for match in pattern.finditer(text, start)
             if not _dismissed(text, match) and not self.joined(text, match)
         ]
-        return found[-1] if found else None
+        return indices[-1] if indices else None
 
     def joined(self, text: str, match: re.Match[str]) -> bool:
-        """Whether the letter is one of several, as in `A or C` and `(A) (B) (C) (D)`."""
+        """Whether a letter is one of several, as in `A or C` and `(A) (B) (C) (D)`."""
         group = next(number for number, letter in enumerate(match.groups(), 1) if letter)
         before = text[max(0, match.start(group) - 30) : match.start(group)]
         behind = self.joined_behind.match(text, match.end(group), match.end(group) + 60)
-        return behind is not None or (
-            _OR_BEFORE.search(before) is not None and self.joined_before.search(before) is not None
+        if behind is not None:
+            return True
+        return _OR_BEFORE.search(before) is not None and (
+            self.joined_before.search(before) is not None
         )
 
     def several(self, text: str) -> bool:
         """Whether a text states several letters as its answer, or begins with them."""
-        found = [self.leading.match(text), self.in_brackets.match(text)]
+        openings = [self.leading.match(text), self.in_brackets.match(text)]
         return any(
             match is not None and self.joined(text, match)
-            for match in (*found, *self.stated.finditer(text))
+            for match in (*openings, *self.stated.finditer(text))
         )
 
     def without_options(self, text: str) -> str:
-        """A text without the options where it repeats all of them with their letters."""
+        """A text without the options, where it repeats all of them with their letters."""
         return self.repeated.sub(" ", text) if self.repeated else text
 
     def resolve(self, text: str) -> int | None:
-        """The choice that a short text (such as a box) means: by its text, by a letter, by its
-        value, or mentioned.
+        """The choice that a short text, such as a box, means.
+
+        It is found by the choice's text, by a letter, by its value, or because the text mentions
+        it; None where nothing or more than one choice is found.
         """
         key = _key(plain(text))
         if key and key in self.keys:
             return self.keys.index(key)
-        shown = plain(text)
+        stripped = plain(text)
         letters = self.letters
-        letter = re.fullmatch(rf"\W*(?:option|choice)?\W*([{letters}{letters.lower()}])\W*", shown)
+        letter = re.fullmatch(
+            rf"\W*(?:option|choice)?\W*([{letters}{letters.lower()}])\W*", stripped
+        )
         letter = (
             letter
-            or self.leading.match(shown)
-            or re.search(rf"(?<!\w)[(（]([{letters}])[)）]\W*$", shown)
+            or self.leading.match(stripped)
+            or re.search(rf"(?<!\w)[(（]([{letters}])[)）]\W*$", stripped)
         )
-        if letter and self.joined(shown, letter):
+        if letter and self.joined(stripped, letter):
             return None
         if letter:
             return self.index(letter)
-        if (equal := self.equal(text)) is not None:
+        equal = self.equal(text)
+        if equal is not None:
             return equal
         mentioned = self.mentioned(text)
         if mentioned:
@@ -237,38 +246,40 @@ class _Reader:
         return same[0] if len(same) == 1 else None
 
     def equal(self, text: str) -> int | None:
-        r"""The only choice with the value of a short text: `2\pi` is `2 \pi`, and `0.5` is
-        `\frac{1}{2}` and `1:2`.
+        r"""The only choice with the value of a short text.
+
+        `2\pi` has the value of `2 \pi`, and `0.5` that of `\frac{1}{2}` and `1:2`.
         """
         if len(text) > _LONGEST_VALUE or not _has_value(text):
             return None
-        held = rf"\boxed{{{text.replace(':', '/')}}}"
+        boxed = rf"\boxed{{{text.replace(':', '/')}}}"
         worded = [
             (index, choice.replace(":", "/"))
             for index, choice in enumerate(self.choices)
             if self.keys[index]
         ]
-        found = [index for index, choice in worded if grade(held, choice).verdict == "correct"]
-        return found[0] if len(found) == 1 else None
+        indices = [index for index, choice in worded if grade(boxed, choice).verdict == "correct"]
+        return indices[0] if len(indices) == 1 else None
 
     def described(self, text: str) -> int | None:
-        """The choice with which a text begins whose first word `A` is an article, also the choice's
-        own.
+        """The choice with which a text begins whose first word `A` is an article.
+
+        The choice may have the article too. Where several fit, the longest is meant.
         """
         if not text.startswith("A "):
             return None
         text = _key(text.split("\n")[0], keep_end=True)
-        found = [
+        matching = [
             i
             for i, key in enumerate(self.keys)
             if key and re.match(rf"(?:a )?{re.escape(key)}(?!\w)", text)
         ]
-        return max(found, key=lambda index: len(self.keys[index]), default=None)
+        return max(matching, key=lambda index: len(self.keys[index]), default=None)
 
     def mentioned(self, text: str, *, denied: bool = True) -> list[int]:
-        """The choices whose text stands in `text`, in order.
+        """The choices whose text stands in `text`, in order, as often as they do.
 
-        `denied`: also in `not a circle but a kite`.
+        `denied`: also count a choice that is denied, as the circle in `not a circle but a kite`.
         """
         text = _key(plain(text), keep_end=True)
         places: list[tuple[int, int]] = []
@@ -277,10 +288,10 @@ class _Reader:
             if not key or key in (self.keys[i] for i in range(index)):
                 continue
             pattern = rf"(?<![\w.\\^/]){re.escape(key)}(?![\w^/]|\.\d|\\)"
-            found = [match.start() for match in re.finditer(pattern, text)]
+            starts = [match.start() for match in re.finditer(pattern, text)]
             places += [
                 (at, index)
-                for at in found
+                for at in starts
                 if denied or not _DENIED.search(text[max(0, at - 20) : at])
             ]
             text = re.sub(pattern, "\0" * len(key), text)
@@ -299,8 +310,10 @@ def _options_as_they_stand(choices: Sequence[str], letters: str) -> re.Pattern[s
 
 
 def _key(text: str, *, keep_end: bool = False) -> str:
-    """A choice's text in one spelling: case, spaces, thousands separators, `.0`, degree words and
-    decorations aside.
+    """A choice's text in one spelling, by which texts are compared.
+
+    Case, spaces, thousands separators, `.0`, degree words and decorations do not count. `keep_end`:
+    keep full stops at the end.
     """
     text = plain(text).lower().replace("\\sqrt", "√").replace("\\pi", "π")
     text = re.sub(r" *([{}]) *", r"\1", text)
@@ -314,6 +327,7 @@ def _key(text: str, *, keep_end: bool = False) -> str:
 
 
 def _has_value(text: str) -> bool:
+    """Whether a text has a digit or a π, so that it may be a value."""
     return re.search(r"\d|\\pi|π", text) is not None
 
 
@@ -325,11 +339,11 @@ def _without_unit(key: str) -> str:
 
 
 def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
-    """The letter of the choice that a response means; else its last number or sentence, or nothing
-    for a refusal.
+    """The letter of the choice that a response means, and the rule that found it.
 
-    A block of thinking is set aside (`final_part`). Never raises, whatever the response is.
-    `choices` has 1 to 26 texts.
+    Where it means none, the text is its last number or sentence, for rules that take the nearest
+    choice, or it is empty for a refusal or several letters. A block of thinking is set aside
+    (`final_part`). Whatever the response is, nothing is raised. `choices` has 1 to 26 texts.
     """
     response = final_part(response)
     response = (answer_block(response) or response)[-MAX_CHARS:].strip()
@@ -345,25 +359,26 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
     valued = _has_value(box) and all(
         _has_value(key) and not _WORD.search(key) for key in reader.keys
     )
-    other = plain(box).strip() if valued and reader.resolve(box) is None else ""
-    for how, rule in _STATED_RULES if other else _RULES:
-        found = rule(reader, response if how == "box" else text)
-        if found is not None:
-            return Extraction(reader.letters[found], how)
-    if other:
-        return Extraction(other, "nearest")
+    unlisted = plain(box).strip() if valued and reader.resolve(box) is None else ""
+    rules = _STATED_RULES if unlisted else _RULES
+    for name, rule in rules:
+        index = rule(reader, response if name == "box" else text)
+        if index is not None:
+            return Extraction(reader.letters[index], name)
+    if unlisted:
+        return Extraction(unlisted, "nearest")
     if reader.several(text) or reader.several(plain(box)):
         return Extraction("", "several_letters")
     if refuses(text):
         return Extraction("", "refusal")
-    value = (
-        concluding_number(text) if all(re.match(r"-?[\d.]", key) for key in reader.keys) else None
-    )
+    value = None
+    if all(re.match(r"-?[\d.]", key) for key in reader.keys):
+        value = concluding_number(text)
     return Extraction(value or (sentences(text) or [text])[-1], "nearest")
 
 
 def _exact(reader: _Reader, text: str) -> int | None:
-    """The whole text is a choice."""
+    """The choice that the whole text is, or its letter."""
     key = _key(text)
     letter = reader.short.fullmatch(text) if len(text) < 40 else None
     if letter and key not in reader.keys:
@@ -372,9 +387,10 @@ def _exact(reader: _Reader, text: str) -> int | None:
 
 
 def _stated_letter(reader: _Reader, text: str) -> int | None:
-    """The last letter that is stated as the answer, as in `the answer is (B)`.
+    """The choice of the last letter that is stated as the answer, as in `the answer is (B)`.
 
-    Of `the answer is A circle` the choice `a circle` or `circle`.
+    A letter behind it that corrects it comes first. `The answer is A circle` states the choice `a
+    circle` or `circle`.
     """
     matches = [
         match
@@ -391,8 +407,9 @@ def _stated_letter(reader: _Reader, text: str) -> int | None:
 
 
 def _dismissed(text: str, match: re.Match[str]) -> bool:
-    """Whether the text calls this letter wrong, as in `the incorrect answer is A` or `option (D) is
-    incorrect`.
+    """Whether the text calls a letter wrong, as in `the incorrect answer is A`.
+
+    A letter in `option (D) is incorrect` is called wrong, and one that is only supposed, too.
     """
     before = text[max(0, match.start() - 15) : match.start()]
     behind = text[match.end() : match.end() + 40]
@@ -402,11 +419,11 @@ def _dismissed(text: str, match: re.Match[str]) -> bool:
 
 
 def _stated_text(reader: _Reader, text: str) -> int | None:
-    """The last sentence that speaks of the answer mentions the text of exactly one choice."""
+    """The only choice whose text the last sentence about the answer mentions."""
     for sentence in reversed(sentences(text)):
-        said = list(_SAYS_ANSWER.finditer(sentence))
-        if said:
-            rest = sentence[said[-1].end() :]
+        statements = list(_SAYS_ANSWER.finditer(sentence))
+        if statements:
+            rest = sentence[statements[-1].end() :]
             equal = reader.equal(rest.strip(" .:"))
             if equal is not None:
                 return equal
@@ -418,7 +435,7 @@ def _stated_text(reader: _Reader, text: str) -> int | None:
 
 
 def _judged(reader: _Reader, text: str) -> int | None:
-    """The one option that is called right where all others that are judged are called wrong."""
+    """The option that is called right where all others that are judged are called wrong."""
     verdicts = {reader.index(match): match[2] is not None for match in reader.judged.finditer(text)}
     right = [index for index, holds in verdicts.items() if holds]
     return right[0] if len(verdicts) > 1 and len(right) == 1 else None
@@ -426,10 +443,10 @@ def _judged(reader: _Reader, text: str) -> int | None:
 
 def _ordinal(reader: _Reader, text: str) -> int | None:
     """The option in `The third option.`, where that is all that is said."""
-    found = _ORDINAL.findall(text) if len(text) < _LONGEST_ORDINAL else []
-    if len(found) != 1:
+    ordinals = _ORDINAL.findall(text) if len(text) < _LONGEST_ORDINAL else []
+    if len(ordinals) != 1:
         return None
-    english, chinese = found[0]
+    english, chinese = ordinals[0]
     if english.lower() == "last":
         return len(reader.choices) - 1
     index = _ORDINALS.index(english.lower()) if english else "一二三四五六".index(chinese)
@@ -437,88 +454,117 @@ def _ordinal(reader: _Reader, text: str) -> int | None:
 
 
 def _in_brackets(reader: _Reader, text: str) -> int | None:
-    """The last letter in brackets that is not ruled out, as in `a triangle (C), not a square (B)`."""
-    found = [
+    """The choice of the last letter in brackets that is not ruled out.
+
+    It is C in `a triangle (C), not a square (B)`.
+    """
+    indices = [
         reader.index(match)
         for match in reader.in_brackets.finditer(text)
         if not _dismissed(text, match)
         and not reader.joined(text, match)
         and not _RULED_OUT.search(text[max(0, match.start() - 60) : match.start()])
     ]
-    return found[-1] if found else None
+    return indices[-1] if indices else None
 
 
 def _leading_letter(reader: _Reader, text: str) -> int | None:
-    found = reader.leading.match(text)
-    return None if found is None or reader.joined(text, found) else reader.index(found)
+    """The choice of the letter with which the text begins."""
+    match = reader.leading.match(text)
+    return None if match is None or reader.joined(text, match) else reader.index(match)
 
 
 def _yes_no(reader: _Reader, text: str) -> int | None:
-    """The text begins with yes or no, and one of the choices is that word."""
+    """The choice `yes` or `no`, where the text begins with that word."""
     match = re.match(r"\W*(yes|no)\b", text, re.IGNORECASE)
-    return (
-        reader.keys.index(match[1].lower()) if match and match[1].lower() in reader.keys else None
-    )
+    if match is None or match[1].lower() not in reader.keys:
+        return None
+    return reader.keys.index(match[1].lower())
 
 
 def _mentioned(reader: _Reader, text: str) -> int | None:
-    """The last sentence that mentions exactly one choice; sentences that conclude come before all
-    others.
+    """The choice of the last sentence that mentions exactly one.
+
+    Sentences that conclude come before all others.
     """
     parts = sentences(text)
     concluding = [part for part in parts if _CONCLUDES.search(part)]
     for part in [*reversed(concluding), *reversed(parts)]:
         head = _REASON.split(part, maxsplit=1)[0]  # a square, since a circle has no sides
-        for said, denied in ((part, True), (part, False), (head, True)):
-            found = set(reader.mentioned(said, denied=denied))
-            if len(found) == 1:
-                return found.pop()
+        for text_part, denied in ((part, True), (part, False), (head, True)):
+            indices = set(reader.mentioned(text_part, denied=denied))
+            if len(indices) == 1:
+                return indices.pop()
     return None
 
 
 def _all_words(reader: _Reader, text: str) -> int | None:
-    """The choice whose words all stand in the last sentence that has all the words of exactly one."""
+    """The choice of the last sentence that has all the words of exactly one."""
     for part in reversed(sentences(text)):
         words = set(re.findall(r"\w+", part.lower()))
-        found = {
+        indices = {
             i
             for i, key in enumerate(reader.keys)
             if " " in key and set(re.findall(r"\w+", key)) <= words
         }
-        if len(found) == 1:
-            return found.pop()
+        if len(indices) == 1:
+            return indices.pop()
     return None
 
 
 def _negated(reader: _Reader, text: str) -> int | None:
-    """Yes or no by whether a sentence that says neither has a negation."""
+    """The choice `yes` or `no`, by whether a sentence that says neither has a negation."""
     if set(reader.keys) != {"yes", "no"} or refuses(text):
         return None
     parts = sentences(text)
     concluding = [part for part in parts if _CONCLUDES.search(part)]
-    part = concluding[-1] if concluding else parts[0] if parts else text
+    if concluding:
+        part = concluding[-1]
+    elif parts:
+        part = parts[0]
+    else:
+        part = text
     return reader.keys.index("no" if _NO.search(part) else "yes")
 
 
+def _boxed(reader: _Reader, response: str) -> int | None:
+    """The choice that the last box means."""
+    box = last_boxed(response)
+    return None if box is None else reader.resolve(box)
+
+
+def _concluded_letter(reader: _Reader, text: str) -> int | None:
+    """The choice of the last letter that a conclusion ends with, as in `therefore it is B`."""
+    return reader.last(reader.concluded, text)
+
+
+def _letter_that_fits(reader: _Reader, text: str) -> int | None:
+    """The choice of the last letter that is said to fit, as in `B matches`."""
+    return reader.last(reader.fits, text)
+
+
+def _named_option(reader: _Reader, text: str) -> int | None:
+    """The choice of the last letter that is named as an option, as in `option B`."""
+    return reader.last(reader.named, text)
+
+
+# Rules by the name that an extraction gives of them, the surest first.
 _Rules = tuple[tuple[str, Callable[[_Reader, str], int | None]], ...]
 _STATED_RULES: _Rules = (
     ("exact", _exact),
-    (
-        "box",
-        lambda reader, text: None if (box := last_boxed(text)) is None else reader.resolve(box),
-    ),
+    ("box", _boxed),
     ("stated_letter", _stated_letter),
     ("stated_text", _stated_text),
 )
 _RULES: _Rules = (
     *_STATED_RULES,
     ("judged", _judged),
-    ("concluded_letter", lambda reader, text: reader.last(reader.concluded, text)),
+    ("concluded_letter", _concluded_letter),
     ("leading_letter", _leading_letter),
     ("letter_in_brackets", _in_brackets),
-    ("letter_that_fits", lambda reader, text: reader.last(reader.fits, text)),
+    ("letter_that_fits", _letter_that_fits),
     ("ordinal", _ordinal),
-    ("named_option", lambda reader, text: reader.last(reader.named, text)),
+    ("named_option", _named_option),
     ("yes_no", _yes_no),
     ("mentioned", _mentioned),
     ("all_words", _all_words),

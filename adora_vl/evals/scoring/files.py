@@ -1,5 +1,6 @@
-"""What `score` does: a file of predictions becomes a score file; and the same score as numbers for a
-log.
+"""Makes a score file of a file of predictions, as the verb `score` does.
+
+The same score as flat numbers goes into the log of a training.
 """
 
 import re
@@ -43,31 +44,33 @@ def write_score(benchmark: Benchmark, predictions: Path, options: ScoreOptions) 
 
 
 def score_file(benchmark: Benchmark, predictions: Path, options: ScoreOptions) -> Scored:
-    """The score of a predictions file, with the fingerprint that lies beside it, or null if there
-    is none.
+    """The score of a predictions file, with the fingerprint that lies beside it.
+
+    The fingerprint is None, null in the file, where there is none. Raises `UserError` for a file
+    with faults.
     """
     columns = columns_of(options.columns)
     rows = read_predictions(predictions, benchmark.check, benchmark.id_column, columns)
     path = predictions.parent / FILE_NAME
     fingerprint = read(path) if path.is_file() else None
-    asked = (fingerprint or {}).get("asked") or {}
+    answer_counts = (fingerprint or {}).get("asked") or {}
     fields = (fingerprint or {}).get("fields") or {}
     tags = asks_for_answer_tags(fields.get("system_prompt"), fields.get("prompt"))
-    figures, own = score(benchmark, rows, options, answer_tags=tags)
+    figures, summary = score(benchmark, rows, options, answer_tags=tags)
     coverage = {
         "answers": len(rows),
-        "asked": asked.get("answers"),
-        "in_data": asked.get("in_data"),
+        "asked": answer_counts.get("answers"),
+        "in_data": answer_counts.get("in_data"),
     }
     items = figures.pop("items")  # last in the file, because they are long
-    made = {
+    content = {
         **figures,
         "coverage": coverage,
         "versions": versions(),
         "fingerprint": fingerprint,
         "items": items,
     }
-    return Scored(made, own)
+    return Scored(content, summary)
 
 
 def figures_in_training(
@@ -77,23 +80,30 @@ def figures_in_training(
     *,
     answer_tags: bool = False,
 ) -> dict[str, float]:
-    """The score of at least one row as flat numbers for a log: `mathvista_accuracy`, its interval,
-    and all that it has.
+    """The score of rows as flat numbers for a log: `mathvista_accuracy`, its interval, and others.
 
-    `options`: of the benchmark's `score` verb; None: its defaults. `answer_tags`: the prompts asked
-    for `<answer>`.
+    Args:
+        benchmark: The benchmark, whose name is the prefix of each number.
+        rows: The answers, at least one.
+        options: Those of the benchmark's verb `score`; None: its defaults.
+        answer_tags: Whether the prompts asked for `<answer> </answer>`.
     """
-    made, _ = score(benchmark, rows, options or benchmark.score_options(), answer_tags=answer_tags)
-    low, high = made["wilson_95"]
-    flat = {"accuracy": made["accuracy"], "accuracy_low": low, "accuracy_high": high}
-    flat |= {f"tokens_{kind}": known["mean"] for kind, known in made["tokens"].items() if known}
+    content, _ = score(
+        benchmark, rows, options or benchmark.score_options(), answer_tags=answer_tags
+    )
+    low, high = content["wilson_95"]
+    flat = {"accuracy": content["accuracy"], "accuracy_low": low, "accuracy_high": high}
+    flat |= {
+        f"tokens_{kind}": length["mean"] for kind, length in content["tokens"].items() if length
+    }
     for key, name in (("truncated", "truncated"), ("reflective_words", "reflective")):
-        flat |= {name: made[key]["share"]} if made[key] else {}
-    for cells in own_cells(made).values():
+        if content[key]:
+            flat[name] = content[key]["share"]
+    for cells in own_cells(content).values():
         flat |= {f"accuracy_{name}": cell["accuracy"] for name, cell in cells.items()}
-    for name, cell in made["groups"].get("kind", {}).items():  # of drawn problems
+    for name, cell in content["groups"].get("kind", {}).items():  # of drawn problems
         flat[f"{re.sub(r'[^0-9A-Za-z]+', '_', name)}_accuracy"] = cell["accuracy"]
     flat |= {
-        name: figure["value"] for name, figure in made.get("samples", {}).items() if "@" in name
+        name: figure["value"] for name, figure in content.get("samples", {}).items() if "@" in name
     }
     return {f"{benchmark.name}_{name}": value for name, value in flat.items()}

@@ -1,5 +1,4 @@
-"""How the answer is read out of a response: by rules, from the file, or by a language model, the
-judge.
+"""Reads the answer out of a response: by rules, from the file, or by a language model, the judge.
 
 The judge stands behind an OpenAI-compatible endpoint and is off by default. A call that fails is
 counted as a failure: it is never taken for an answer, and never stored. Answers are kept on disk,
@@ -66,10 +65,16 @@ class ExtractionOptions(ScoreOptions):
 
 
 class Question(NamedTuple):
+    """A problem as an extraction needs it, with the response to it."""
+
     kind: Kind
+    """The form that the answer should have."""
     text: str
-    choices: Sequence[str]  # for the kind `choice` alone
+    """The text of the question."""
+    choices: Sequence[str]
+    """The options, for the kind `choice` alone."""
     response: str
+    """The response of the model."""
 
 
 def with_extractions(
@@ -81,35 +86,43 @@ def with_extractions(
 ) -> list[Prediction]:
     """The rows, each with its `Extraction` by `--extraction` under the key `read`.
 
-    Raises `UserError`.
+    Args:
+        rows: The predictions.
+        options: How the answer is found.
+        question_of: Makes the question of a row.
+        rules: Extracts by rules of the benchmark, in place of `by_rules`.
+        judge: The judge, in place of the one that the options name.
+
+    Raises `UserError` where a row has no stored extraction, or the judge cannot be asked.
     """
     if options.extraction == "judge":
-        asked = [
+        questions = [
             None if row.get("finish_reason") in NOT_ASKED else question_of(row) for row in rows
         ]
-        found = judged(asked, judge or judge_of(options))
+        extractions = judged(questions, judge or judge_of(options))
     elif options.extraction == "rules":
-        found = [rules(row) if rules else by_rules(question_of(row)) for row in rows]
+        extractions = [rules(row) if rules else by_rules(question_of(row)) for row in rows]
     else:
         lacking = [row["pid"] for row in rows if "extraction" not in row]
         if lacking:
-            without = (
-                f"{len(lacking)} of {len(rows)} rows have no stored extraction, the first is pid "
-                f"{lacking[0]!r}"
+            raise UserError(
+                f"extraction: {len(lacking)} of {len(rows)} rows have no stored extraction, the "
+                f"first is pid {lacking[0]!r}; use --extraction rules"
             )
-            raise UserError(f"extraction: {without}; use --extraction rules")
-        found = [Extraction(row["extraction"], "stored") for row in rows]
-    return [{**row, "read": extraction} for row, extraction in zip(rows, found, strict=True)]
+        extractions = [Extraction(row["extraction"], "stored") for row in rows]
+    return [{**row, "read": extraction} for row, extraction in zip(rows, extractions, strict=True)]
 
 
 def extraction_rules(options: ExtractionOptions) -> dict[str, Any]:
+    """The part of a benchmark's rules that says how answers were found, and by which judge."""
     judge = options.judge_model if options.extraction == "judge" else None
     return {"extraction": options.extraction, "judge": judge}
 
 
 def by_rules(question: Question) -> Extraction:
-    """The answer in a response behind its thinking, or in its `<answer>` block, by our rules, and
-    the rule that found it.
+    """The answer in a response by our rules, and the rule that found it.
+
+    They read what stands behind the thinking, and of that the `<answer>` block where there is one.
     """
     part = final_part(question.response)
     question = question._replace(response=answer_block(part) or part)
@@ -122,20 +135,22 @@ def by_rules(question: Question) -> Extraction:
         return extract_list(question.response)
     if question.kind == "text":
         box = last_boxed(question.response)
-        return (
-            Extraction(question.response.strip(), "whole")
-            if box is None
-            else Extraction(box, "box")
-        )
-    found = extract_number(question.response, question.text)
+        if box is None:
+            return Extraction(question.response.strip(), "whole")
+        return Extraction(box, "box")
+    extraction = extract_number(question.response, question.text)
     # `5.0` is the integer that was asked for, also to a rule set with a strict `int`
     if question.kind == "integer":
-        return Extraction(re.sub(r"^(-?\d+)\.0+$", r"\1", found.text), found.how)
-    return found
+        integer = re.sub(r"^(-?\d+)\.0+$", r"\1", extraction.text)
+        return Extraction(integer, extraction.method)
+    return extraction
 
 
 def quick_extract(question: Question) -> Extraction | None:
-    """What MathVista's official code takes without asking a language model; None where it asks."""
+    """The extraction that MathVista's official code makes without a language model.
+
+    None where it asks one.
+    """
     if not question.response:
         return Extraction("", "empty")
     if question.kind == "choice" and question.response in question.choices:
@@ -192,53 +207,65 @@ def judge_of(options: ExtractionOptions) -> ChatClient:
 
 
 def judged(questions: Sequence[Question | None], judge: ChatClient) -> list[Extraction]:
-    """One extraction each; the judge is asked where the official code asks one.
+    """One extraction for each question; the judge is asked where the official code asks one.
 
-    None was never asked.
+    A question is None for a problem that was never asked.
     """
-    quick = [
-        Extraction(None, "not_asked") if each is None else quick_extract(each) for each in questions
-    ]
-    pairs = zip(questions, quick, strict=True)
-    asked = [
-        messages_for(each) if each is not None and found is None else None for each, found in pairs
-    ]
-    made = [
-        found or report
-        for found, report in zip(quick, reports(asked, judge, reported), strict=True)
-    ]
-    return [each for each in made if each is not None]
+    quick: list[Extraction | None] = []
+    conversations: list[Messages | None] = []
+    for question in questions:
+        if question is None:
+            quick.append(Extraction(None, "not_asked"))
+            conversations.append(None)
+            continue
+        extraction = quick_extract(question)
+        quick.append(extraction)
+        conversations.append(messages_for(question) if extraction is None else None)
+    extractions: list[Extraction] = []
+    for quick_extraction, report in zip(
+        quick, reports(conversations, judge, reported), strict=True
+    ):
+        settled = quick_extraction or report
+        if settled is not None:
+            extractions.append(settled)
+    return extractions
 
 
 def reports(
-    asked: Sequence[Messages | None], judge: ChatClient, read: Callable[[str], str]
+    conversations: Sequence[Messages | None], judge: ChatClient, read: Callable[[str], str]
 ) -> list[Extraction | None]:
-    """What the judge reports on each of the conversations, in order, from the cache if it was asked
-    before; None where there is nothing to ask. `read`: what is made of its reply.
+    """The reports of the judge on conversations, in order, from the cache if it was asked before.
+
+    A conversation is None where there is nothing to ask, and so is its report. `read` makes the
+    report of a reply; a call that fails becomes an extraction that failed.
     """
     failures: list[str] = []
-    with tqdm(total=len(asked), unit="row", desc="judge", disable=None) as bar:
+    with tqdm(total=len(conversations), unit="row", desc="judge", disable=None) as bar:
 
-        def one(messages: Messages | None) -> Extraction | None:
-            found = None
-            if messages is not None and (known := judge.cached(messages)) is not None:
-                found = Extraction(known, "judge_cached")
-            elif messages is not None:
-                try:
-                    found = Extraction(judge.ask(messages, read), "judge")
-                except EndpointError as error:
-                    failures.append(str(error))
-                    found = Extraction(None, JUDGE_FAILED)
+        def asked_or_cached(messages: Messages) -> Extraction:
+            stored = judge.cached(messages)
+            if stored is not None:
+                return Extraction(stored, "judge_cached")
+            try:
+                return Extraction(judge.ask(messages, read), "judge")
+            except EndpointError as error:
+                failures.append(str(error))
+                return Extraction(None, JUDGE_FAILED)
+
+        def report_on(messages: Messages | None) -> Extraction | None:
+            report = None
+            if messages is not None:
+                report = asked_or_cached(messages)
             bar.update()
-            return found
+            return report
 
-        found: list[Extraction | None] = judge.each(one, asked)
+        found_reports: list[Extraction | None] = judge.each(report_on, conversations)
     if failures:
         rows = amount(len(failures), "row")
         print(
             f"warning: the judge failed on {rows}, the first time: {failures[0]}", file=sys.stderr
         )
-    return found
+    return found_reports
 
 
 def messages_for(question: Question) -> list[dict[str, str]]:
@@ -250,19 +277,22 @@ def messages_for(question: Question) -> list[dict[str, str]]:
     ]
     reply = final_part(question.response)[-MAX_CHARS:]
     lines.append(f"</question>\n<reply>\n{reply}\n</reply>")
-    told = _INSTRUCTION.format(form=form)
-    return [{"role": "system", "content": told}, {"role": "user", "content": "\n".join(lines)}]
+    instruction = _INSTRUCTION.format(form=form)
+    return [
+        {"role": "system", "content": instruction},
+        {"role": "user", "content": "\n".join(lines)},
+    ]
 
 
-def reported(text: Any) -> str:
+def reported(text: object) -> str:
     """The report in the final part of a judge's reply, empty for no answer.
 
     Raises `EndpointError` where there is no report.
     """
-    text = final_part(text) if isinstance(text, str) else ""
-    if "<answer>" not in text or "</answer>" not in text:
+    reply = final_part(text) if isinstance(text, str) else ""
+    if "<answer>" not in reply or "</answer>" not in reply:
         raise EndpointError("the reply has no <answer>...</answer>")
-    report = text.rsplit("<answer>", 1)[1].split("</answer>", 1)[0].strip()
+    report = reply.rsplit("<answer>", 1)[1].split("</answer>", 1)[0].strip()
     if len(report) > _LONGEST_ANSWER:
         raise EndpointError(f"the report has {len(report)} characters")
     return "" if report in ("", _NO_ANSWER) else report

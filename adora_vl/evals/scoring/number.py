@@ -56,24 +56,26 @@ _JSON_ANSWER = re.compile(
 
 def json_answer(response: str) -> str | None:
     """The answer in a response that is, or ends in, an object of JSON; None in any other."""
-    found = _JSON_ANSWER.findall(response) if "{" in response and "}" in response else []
-    return found[-1].strip("\"'").strip() if found else None
+    answers = _JSON_ANSWER.findall(response) if "{" in response and "}" in response else []
+    return answers[-1].strip("\"'").strip() if answers else None
 
 
 def own_part(response: str) -> str:
-    """The response up to where the model starts to ask itself questions, or all of it if it begins
-    with one.
+    """The response up to where the model starts to ask itself questions.
+
+    It is all of the response if that begins with one.
     """
     cut = _RUNS_ON.search(response)
-    return response[: cut.start()] if cut and response[: cut.start()].strip() else response
+    if cut and response[: cut.start()].strip():
+        return response[: cut.start()]
+    return response
 
 
 def plain(text: str) -> str:
-    """The text without bold, dollar and degree signs and LaTeX wrappers, one kind of minus and
-    fraction.
+    """The text without bold, dollar and degree signs and LaTeX wrappers.
 
-    Runs of spaces become one, and of line ends too, so that no pattern behind this takes long over
-    them.
+    Signs of minus and fractions become one kind. A run of spaces becomes one space, and one of line
+    ends one line end, so that no pattern behind this takes long over them.
     """
     text = re.sub(r" ?\n[ \n]*", "\n", re.sub(r"[^\S\n]+", " ", text))
     text = _WRAPPERS.sub(r"\1", text.replace("’", "'").replace("−", "-").replace("–", "-"))
@@ -171,41 +173,47 @@ _WORD = re.compile(rf"\b({'|'.join(_WORDS)})\b", re.IGNORECASE)
 
 
 def extract_number(response: str, question: str = "") -> Extraction:
-    """The number that a response gives as its answer, as `float` reads it, else empty; the
-    question's own come last. A block of thinking is set aside (`final_part`).
+    """The number that a response gives as its answer, and the rule that found it.
+
+    The text is as `float` reads it, and empty where there is no number. Numbers that stand in the
+    question too come last. A block of thinking is set aside (`final_part`).
     """
     response = final_part(response)[-MAX_CHARS:].strip()
     response = json_answer(response) or response
     if not response:
         return Extraction("", "empty")
     text = plain(own_part(response)).strip()
-    whole = _NUMBER.fullmatch(re.sub(r"^\$\s*|\s*%?\s*\.?$", "", text))
-    if whole:
-        return Extraction(whole[0].replace(",", ""), "exact")
+    lone_number = _NUMBER.fullmatch(re.sub(r"^\$\s*|\s*%?\s*\.?$", "", text))
+    if lone_number:
+        return Extraction(lone_number[0].replace(",", ""), "exact")
     box = last_boxed(response)
-    if box is not None and (value := _value(box)):
-        return Extraction(value, "box")
-    in_box = _numbers(plain(box)) if box is not None else []
-    if in_box:
-        return Extraction(in_box[-1], "box")
-    own = set(_numbers(plain(question)))
-    for how, part in _candidates(own_part(response), sentences(text), question):
-        formula = _value(part.strip(" .:")) if how == "stated" and _FORMULA.search(part) else ""
-        found = formula or _from_sentence(part, own)
-        if found:
-            return Extraction(found, how)
+    if box is not None:
+        boxed_value = _value(box)
+        if boxed_value:
+            return Extraction(boxed_value, "box")
+        in_box = _numbers(plain(box))
+        if in_box:
+            return Extraction(in_box[-1], "box")
+    of_question = set(_numbers(plain(question)))
+    for rule, part in _candidates(own_part(response), sentences(text), question):
+        formula = _value(part.strip(" .:")) if rule == "stated" and _FORMULA.search(part) else ""
+        value = formula or _from_sentence(part, of_question)
+        if value:
+            return Extraction(value, rule)
     if refuses(text):
         return Extraction("", "refusal")
-    found = next(
-        (number for part in reversed(sentences(text)) if (number := _from_sentence(part, own))),
-        None,
-    )
-    return Extraction(found, "last_sentence") if found else Extraction("", "no_number")
+    for part in reversed(sentences(text)):
+        value = _from_sentence(part, of_question)
+        if value:
+            return Extraction(value, "last_sentence")
+    return Extraction("", "no_number")
 
 
 def _value(box: str) -> str:
-    r"""The number in a box by the grammar and units of the rewards, as `float` reads it:
-    `8.660254037844386` for `5\sqrt{3}`, and 15 for `15 \text{ cm}^2`. Empty where it is none.
+    r"""The number in a box by the grammar and units of the rewards, as `float` reads it.
+
+    It is `8.660254037844386` for `5\sqrt{3}`, 15 for `15 \text{ cm}^2`, and empty where the box has
+    no number.
     """
     answer = amount(value_in(box))
     if answer.real is None or not answer.real.real:
@@ -222,48 +230,52 @@ def concluding_number(text: str) -> str | None:
     """The number of the sentence that concludes, else of the last one that has a number."""
     parts = sentences(text)
     concluding = [part for part in parts if _CONCLUDES.search(part)]
-    return next(
-        (
-            n
-            for part in [*reversed(concluding), *reversed(parts)]
-            if (n := _from_sentence(part, set()))
-        ),
-        None,
-    )
+    for part in [*reversed(concluding), *reversed(parts)]:
+        number = _from_sentence(part, set())
+        if number:
+            return number
+    return None
 
 
 def _candidates(marked_up: str, parts: list[str], question: str) -> list[tuple[str, str]]:
-    """Stretches of a response where the answer should stand, the surest first."""
-    found: list[tuple[str, str]] = []
+    """Stretches of a response where the answer should stand, the surest first, by their rules.
+
+    Args:
+        marked_up: The response with its markup.
+        parts: Its sentences without markup.
+        question: The text of the question.
+    """
+    candidates: list[tuple[str, str]] = []
     stated = [
         part[match.end() :] if part[match.end() :].strip() else behind
         for part, behind in zip(parts, [*parts[1:], ""], strict=False)
         for match in [*_SAYS.finditer(part), *_heading(part)]
     ]
     if stated:
-        found.append(("stated", stated[-1]))
+        candidates.append(("stated", stated[-1]))
     if parts and _NUMBER.fullmatch(parts[0].rstrip(".")):
-        found.append(("first_line", parts[0]))
+        candidates.append(("first_line", parts[0]))
     bold = [span for span in _BOLD.findall(marked_up) if len(_numbers(plain(span))) == 1]
     if bold and len({_numbers(plain(span))[0] for span in bold}) == 1:
-        found.append(("bold", plain(bold[0])))
+        candidates.append(("bold", plain(bold[0])))
     concluding = [part for part in parts if _CONCLUDES.search(part) and not refuses(part)]
     if concluding:
-        found.append(("conclusion", concluding[-1]))
+        candidates.append(("conclusion", concluding[-1]))
     restated = _restating(parts, question)
     if restated:
-        found.append(("restated", restated))
-    return found
+        candidates.append(("restated", restated))
+    return candidates
 
 
 def _restating(parts: list[str], question: str) -> str | None:
-    """The first of the sentences that repeat most of the words of what is asked, if that is half of
-    them at least.
+    """The first of the sentences that repeat the most words of what is asked.
+
+    None where that is less than half of the words, or the sentence is a refusal.
     """
-    asked = _content_words((sentences(question) or [""])[-1])
-    shares = [len(asked & _content_words(part)) for part in parts]
+    question_words = _content_words((sentences(question) or [""])[-1])
+    shares = [len(question_words & _content_words(part)) for part in parts]
     best = max(shares, default=0)
-    if not best or best * 2 < len(asked):
+    if not best or best * 2 < len(question_words):
         return None
     part = parts[shares.index(best)]
     return None if refuses(part) else part
@@ -274,35 +286,37 @@ def _content_words(text: str) -> set[str]:
     return {word for word in re.findall(r"[a-z]{3,}", text.lower()) if word not in _FUNCTION_WORDS}
 
 
-def _from_sentence(sentence: str, own: set[str]) -> str | None:
+def _from_sentence(sentence: str, of_question: set[str]) -> str | None:
     """The number that a sentence gives: the first after its last verb or `=`, else the last.
 
-    Numbers of the question, `own`, count only where there is no other, and words only where there
-    are no other digits.
+    Numbers of the question, `of_question`, count only where there is no other, and words only where
+    there are no other digits.
     """
     sentence = _without_explanation(_evaluated(_STEP.sub("", sentence)))
     spots = [(m.start(), m[0].replace(",", "")) for m in _NUMBER.finditer(sentence)]
-    new = [spot for spot in spots if spot[1] not in own]
-    if not new:
-        new = [
-            (m.start(), str(_WORDS.index(m[1].lower()))) for m in _WORD.finditer(sentence)
-        ] or spots
-    places = [place for place, _ in new]
+    numbers = [spot for spot in spots if spot[1] not in of_question]
+    if not numbers:
+        words = [(m.start(), str(_WORDS.index(m[1].lower()))) for m in _WORD.finditer(sentence)]
+        numbers = words or spots
+    starts = [start for start, _ in numbers]
     for verb in reversed(list(_VERB.finditer(sentence))):
-        first = bisect_left(places, verb.end())
-        if first < len(new):
-            return new[first][1]
-    return new[-1][1] if new else None
+        first = bisect_left(starts, verb.end())
+        if first < len(numbers):
+            return numbers[first][1]
+    return numbers[-1][1] if numbers else None
 
 
 def _heading(part: str) -> list[re.Match[str]]:
     """The match of a line that is no more than the heading of the answer behind it."""
-    found = _ANSWER_HEADING.fullmatch(part)
-    return [found] if found else []
+    match = _ANSWER_HEADING.fullmatch(part)
+    return [match] if match else []
 
 
 def _without_explanation(sentence: str) -> str:
-    """A sentence without what explains its number, `which is a third of 180`, if it has one left."""
+    """A sentence without what explains its number, such as `which is a third of 180`.
+
+    It is the whole sentence where no number would be left.
+    """
     head = _EXPLAINS.split(sentence, maxsplit=1)[0]
     for shorter in (_IN_BRACKETS.sub(" ", head), head, _IN_BRACKETS.sub(" ", sentence)):
         if _NUMBER.search(shorter):
@@ -332,15 +346,15 @@ def _evaluated(text: str) -> str:
 def extract_list(response: str) -> Extraction:
     """The last bracketed list of a response behind its thinking, spaced as Python prints one."""
     response = final_part(response)[-MAX_CHARS:]
-    told = json_answer(response) or ""
-    found = _lists(last_boxed(response) or "") or _lists(told) or _lists(own_part(response))
-    if not found:
+    from_json = json_answer(response) or ""
+    lists = _lists(last_boxed(response) or "") or _lists(from_json) or _lists(own_part(response))
+    if not lists:
         return Extraction("", "no_list")
     return Extraction(
-        "[" + ", ".join(part.strip() for part in found[-1][1:-1].split(",")) + "]", "list"
+        "[" + ", ".join(part.strip() for part in lists[-1][1:-1].split(",")) + "]", "list"
     )
 
 
 def _lists(text: str) -> list[str]:
     """All lists with a digit in them, such as `[1, 2]`, as they stand in the text."""
-    return [found for found in _LIST.findall(plain(text)) if re.search(r"\d", found)]
+    return [listed for listed in _LIST.findall(plain(text)) if re.search(r"\d", listed)]

@@ -1,5 +1,6 @@
-"""The score of predictions, the same for every benchmark: counts, groups, lengths, and what could
-not be judged.
+"""The score of predictions, the same for every benchmark.
+
+It has counts, groups, lengths, and what could not be judged.
 """
 
 import statistics
@@ -28,7 +29,10 @@ from adora_vl.rewards.thinking import closes_unopened_block, final_part
 
 
 def lengths(tokens: Sequence[int]) -> dict[str, float | int] | None:
-    """Mean, median, 90th percentile and maximum of completion lengths in tokens; None of none."""
+    """Mean, median, 90th percentile and maximum of completion lengths in tokens.
+
+    None where there is no completion.
+    """
     if not tokens:
         return None
     ordered = sorted(tokens)
@@ -36,7 +40,8 @@ def lengths(tokens: Sequence[int]) -> dict[str, float | int] | None:
     return {"mean": statistics.fmean(ordered), "median": statistics.median(ordered), **high}
 
 
-# the last two: at a call that nobody answers, or whose answer has no room
+# The finish reasons of an answer that was cut off. The last two are those at a call that nobody
+# answers, and at a call whose answer has no room.
 _CUT = (
     "length",
     "calls",
@@ -45,20 +50,21 @@ _CUT = (
 
 
 def reflection(responses: Sequence[str]) -> dict[str, Any] | None:
-    """How many answers have a reflective word, and how often each word occurs in 1,000 answers;
-    None of no answers.
+    """The share of answers with a reflective word, and how often each occurs in 1,000 answers.
+
+    None where there is no answer.
     """
     if not responses:
         return None
-    found = [reflective_words(text) for text in responses]
-    counts = {word: sum(each.get(word, 0) for each in found) for word in REFLECTIVE}
-    having = sum(map(bool, found))
+    words_by_answer = [reflective_words(text) for text in responses]
+    counts = {word: sum(words.get(word, 0) for words in words_by_answer) for word in REFLECTIVE}
+    reflective = sum(map(bool, words_by_answer))
     total = len(responses)
     share = {
-        "answers": having,
+        "answers": reflective,
         "total": total,
-        "share": having / total,
-        "wilson_95": list(wilson(having, total)),
+        "share": reflective / total,
+        "wilson_95": list(wilson(reflective, total)),
     }
     return {
         **share,
@@ -82,34 +88,42 @@ def score(
     *,
     answer_tags: bool = False,
 ) -> Scored:
-    """The score of predictions (at least one) by the rules that `options` name.
+    """The score of predictions by the rules that `options` name.
 
-    `answer_tags`: the prompts asked for `<answer> </answer>`; `options.answer_tags` tells the
-    benchmark.
+    Args:
+        benchmark: The benchmark, which grades each answer.
+        rows: The predictions, at least one.
+        options: The benchmark's `score_options`.
+        answer_tags: Whether the prompts asked for `<answer> </answer>`; `options.answer_tags`
+            hands it to the benchmark.
     """
     options = replace(options, answer_tags=answer_tags)
     answered = rows
     rows, graded = graded_rows(benchmark, answered, options)
-    own = OwnFigures() if benchmark.summary is None else benchmark.summary(rows, graded, options)
-    mix = Counter(item.grade.extraction.how for item in graded if item.grade.extraction is not None)
+    summary = (
+        OwnFigures() if benchmark.summary is None else benchmark.summary(rows, graded, options)
+    )
+    mix = Counter(
+        item.grade.extraction.method for item in graded if item.grade.extraction is not None
+    )
     extracted = {"extraction_mix": dict(mix.most_common()), "extraction_failed": mix[JUDGE_FAILED]}
     result = {
         "benchmark": benchmark.name,
         **aggregate(graded),
         **{
             key: {
-                name: {"accuracy": one} if isinstance(one, int | float) else one
-                for name, one in named.items()
+                name: {"accuracy": figure} if isinstance(figure, int | float) else figure
+                for name, figure in named.items()
             }
-            for key, named in own.figures.items()
+            for key, named in summary.figures.items()
         },
         **answers(answered, graded),
-        **own.notes,
+        **summary.notes,
         "rules": benchmark.rules(options) | ({"file": benchmark.file} if benchmark.file else {}),
         **(extracted if mix else {}),
-        "items": [_item(benchmark, row, one) for row, one in zip(rows, graded, strict=True)],
+        "items": [_item(benchmark, row, item) for row, item in zip(rows, graded, strict=True)],
     }
-    return Scored(result, own)
+    return Scored(result, summary)
 
 
 def graded_rows(
@@ -126,10 +140,10 @@ def graded_rows(
     if benchmark.prepare is not None:
         read = benchmark.prepare(read, options)
     graded: list[Graded] = []
-    for row, shown in zip(rows, read, strict=True):
-        item = grade_row(benchmark, shown, options)
-        if shown["response"] != row["response"]:
-            item = replace(item, thinking="set_aside" if shown["response"] else "without_answer")
+    for row, read_row in zip(rows, read, strict=True):
+        item = grade_row(benchmark, read_row, options)
+        if read_row["response"] != row["response"]:
+            item = replace(item, thinking="set_aside" if read_row["response"] else "without_answer")
         if item.thinking == "without_answer" and item.grade.verdict != FAILED:
             grade = item.grade._replace(
                 verdict=WRONG, extracted=None, reason="thinking_without_answer"
@@ -159,16 +173,15 @@ def _without_thinking(row: Prediction, template_opens: bool) -> Prediction:
 
 
 def grade_row(benchmark: Benchmark, row: Prediction, options: ScoreOptions) -> Graded:
-    """One row, with the final part of its response, as its benchmark grades it; or failed: where
-    its problem was never asked, or the judge could not say.
+    """One row, with the final part of its response, as its benchmark grades it.
+
+    It has failed where its problem was never asked, or where the judge could not say.
     """
     grade = benchmark.grade(row, options)
     grade = grade._replace(groups={**grade.groups, **common_groups(row)})
-    failed = (
-        JUDGE_FAILED
-        if grade.extraction is not None and grade.extraction.how == JUDGE_FAILED
-        else None
-    )
+    failed = None
+    if grade.extraction is not None and grade.extraction.method == JUDGE_FAILED:
+        failed = JUDGE_FAILED
     if row.get("finish_reason") in NOT_ASKED:
         failed = row.get("error") or row["finish_reason"]
     if failed is not None:
@@ -182,7 +195,9 @@ class HasRules(Protocol):
     """Options that name a set of rules."""
 
     @property
-    def rules(self) -> str: ...
+    def rules(self) -> str:
+        """The name of the set."""
+        ...
 
 
 def rule_set(options: HasRules) -> dict[str, Any]:
@@ -196,15 +211,18 @@ def verdict(right: bool) -> str:
 
 
 def own_cells(score: Mapping[str, Any]) -> dict[str, dict[str, Cell]]:
-    """The cells of a benchmark's own figures in a score, by key and name; also of a score file that
-    was read.
+    """The cells of a benchmark's own figures in a score, by key and name.
+
+    They are recognised by their form, so that a score file that was read has them too.
     """
-    found: dict[str, dict[str, Any]] = {}
+    cells: dict[str, dict[str, Any]] = {}
     for key, figures in score.items():
-        for name, one in figures.items() if isinstance(figures, dict) else ():
-            if isinstance(one, dict) and isinstance(one.get("accuracy"), int | float):
-                found.setdefault(key, {})[name] = one
-    return found
+        if not isinstance(figures, dict):
+            continue
+        for name, figure in figures.items():
+            if isinstance(figure, dict) and isinstance(figure.get("accuracy"), int | float):
+                cells.setdefault(key, {})[name] = figure
+    return cells
 
 
 def missing_answers(score: Mapping[str, Any]) -> str | None:
@@ -214,12 +232,12 @@ def missing_answers(score: Mapping[str, Any]) -> str | None:
     """
     coverage = score.get("coverage") or {}
     answers = coverage.get("answers")
-    asked = coverage.get("asked")
-    if not answers or not asked or answers >= asked:
+    requested = coverage.get("asked")
+    if not answers or not requested or answers >= requested:
         return None
     return (
-        f"the score of a part: {answers} of {asked} answers are there; run `infer` again for the "
-        "others"
+        f"the score of a part: {answers} of {requested} answers are there; run `infer` again for "
+        "the others"
     )
 
 
@@ -236,16 +254,17 @@ def partial_notes(score: Mapping[str, Any]) -> list[str]:
     missing = missing_answers(score)
     if missing:
         lines.append(f"warning: {missing}")
-    asked = coverage.get("asked") or 0
+    requested = coverage.get("asked") or 0
     in_data = coverage.get("in_data") or 0
-    if asked < in_data:
-        lines.append(f"note: {asked} of the {in_data} answers to all the data (--limit)")
+    if requested < in_data:
+        lines.append(f"note: {requested} of the {in_data} answers to all the data (--limit)")
     return lines
 
 
 def share_of_the_data(score: Mapping[str, Any]) -> str | None:
-    """`60 of 512` of a score over 60 of the 512 answers to all the data; None of a whole one, or
-    where it is not known.
+    """The words `60 of 512` for a score over 60 of the 512 answers to all the data.
+
+    None for a score over all of them, or where it is not known.
     """
     coverage = score.get("coverage") or {}
     answers = coverage.get("answers")
@@ -265,24 +284,25 @@ def extraction_item(row: Prediction, graded: Graded) -> dict[str, Any]:
 def _item(benchmark: Benchmark, row: Prediction, graded: Graded) -> dict[str, Any]:
     verdict, extracted, reason, *_ = graded.grade
     usual = {"verdict": verdict, "extracted": extracted, "reason": reason}
-    shown = benchmark.item(row, graded) if benchmark.item else usual
-    return {"pid": graded.pid, **({"sample": graded.sample} if graded.sample else {}), **shown}
+    fields = benchmark.item(row, graded) if benchmark.item else usual
+    return {"pid": graded.pid, **({"sample": graded.sample} if graded.sample else {}), **fields}
 
 
 def metadata_groups(row: Prediction, names: Sequence[str]) -> dict[str, list[str]]:
     """The groups of a row by fields of its metadata, a value or a list of them each."""
-    found = {name: (row.get("metadata") or {}).get(name) for name in names}
+    values_by_name = {name: (row.get("metadata") or {}).get(name) for name in names}
     listed = {
         name: value if isinstance(value, list) else [value]
-        for name, value in found.items()
+        for name, value in values_by_name.items()
         if value
     }
     return {name: [str(part) for part in values] for name, values in listed.items()}
 
 
 def common_groups(row: Prediction) -> dict[str, list[str]]:
-    """The groups that every benchmark has: why the answer ended, whether it called tools, how large
-    the image is.
+    """The groups that every benchmark has.
+
+    They say why the answer ended, whether it called tools, and how large the image is.
     """
     groups = {}
     if row.get("finish_reason"):
@@ -328,15 +348,16 @@ def aggregate(graded: Sequence[Graded]) -> dict[str, Any]:
 
 
 def answers(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, Any]:
-    """Over the problems that were asked: lengths of right and wrong answers, share cut off, and
-    reflective words.
+    """The figures over the answers to the problems that were asked.
+
+    They are the lengths of right and wrong answers, the share cut off, and reflective words.
     """
-    asked = [
+    asked_items = [
         (row, item)
         for row, item in zip(rows, graded, strict=True)
         if row.get("finish_reason") not in NOT_ASKED
     ]
-    ends = [row["finish_reason"] for row, _ in asked if row.get("finish_reason")]
+    ends = [row["finish_reason"] for row, _ in asked_items if row.get("finish_reason")]
     cut = sum(reason in _CUT for reason in ends)
     total = max(1, len(ends))
     truncated = {
@@ -345,18 +366,21 @@ def answers(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, A
         "share": cut / total,
         "wilson_95": list(wilson(cut, total)),
     }
-    known = [(item.correct, item.n_tokens) for _, item in asked if item.n_tokens is not None]
-    correct, wrong = ([tokens for right, tokens in known if right == of] for of in (True, False))
+    with_lengths = [
+        (item.correct, item.n_tokens) for _, item in asked_items if item.n_tokens is not None
+    ]
+    correct = [tokens for right, tokens in with_lengths if right]
+    wrong = [tokens for right, tokens in with_lengths if not right]
     return {
         "tokens": {"correct": lengths(correct), "wrong": lengths(wrong)},
         "truncated": truncated if ends else None,
-        "reflective_words": reflection([row["response"] for row, _ in asked]),
-        "empty_responses": sum(not row["response"].strip() for row, _ in asked),
+        "reflective_words": reflection([row["response"] for row, _ in asked_items]),
+        "empty_responses": sum(not row["response"].strip() for row, _ in asked_items),
     }
 
 
 def cell(items: Sequence[Graded]) -> Cell:
-    """Number of correct answers, their total, and the Wilson interval of the accuracy.
+    """The number of correct answers, their total, and the Wilson interval of the accuracy.
 
     Answers to one problem are not independent, so the interval is that of as many answers as there
     are problems: never too narrow, and wider than necessary where the answers to a problem differ.
@@ -364,12 +388,15 @@ def cell(items: Sequence[Graded]) -> Cell:
     correct = sum(item.correct for item in items)
     total = len(items)
     problems = len({item.pid for item in items})
-    interval = list(wilson(correct / total * problems if problems < total else correct, problems))
+    correct_problems: float = correct
+    if problems < total:
+        correct_problems = correct / total * problems
+    interval = list(wilson(correct_problems, problems))
     return {"correct": correct, "total": total, "accuracy": correct / total, "wilson_95": interval}
 
 
 def counted(correct: int, total: int, answers: int = 1) -> Cell | None:
-    """Like `cell`, but from counts, with `answers` answers per problem.
+    """A cell from counts, with `answers` answers per problem.
 
     None if there is nothing to count.
     """
@@ -391,9 +418,9 @@ def by_problem(items: Iterable[Graded]) -> dict[str, list[bool]]:
 
 
 def _samples(graded: Sequence[Graded]) -> dict[str, Any]:
-    """avg@k, and pass@j for j in 1, 2, 4 ... k, with intervals over problems.
+    """The figures avg@k, and pass@j for j in 1, 2, 4 ... k, with intervals over problems.
 
-    Nothing if each has one answer.
+    There are none if each problem has one answer.
     """
     problems = list(by_problem(graded).values())
     k = max(map(len, problems))

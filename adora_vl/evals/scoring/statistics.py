@@ -7,7 +7,7 @@ from math import comb, sqrt
 from statistics import fmean, stdev, variance
 
 _Z_95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
-# of a bootstrap; the ends of an interval vary by about a tenth of its width
+# The resamples of a bootstrap. The ends of an interval vary by about a tenth of its width.
 RESAMPLES = 2000
 SEED = 0
 
@@ -49,9 +49,9 @@ _T_95 = (
 
 def student_95(degrees: float) -> float:
     """The 97.5 % quantile of Student's t distribution, for at least one degree of freedom."""
-    whole = max(1, int(degrees))
+    rounded = max(1, int(degrees))
     # beyond 30 it is at most 4 % too wide
-    return _T_95[whole - 1] if whole <= len(_T_95) else _T_95[-1]
+    return _T_95[rounded - 1] if rounded <= len(_T_95) else _T_95[-1]
 
 
 def half_width(values: Sequence[float]) -> float:
@@ -80,8 +80,9 @@ def welch(first: Sequence[float], second: Sequence[float]) -> tuple[float, float
 
 
 def wilson(correct: float, total: int) -> tuple[float, float]:
-    """The 95 % score interval of an accuracy, `total` over 0 (Wilson 1927, without continuity
-    correction).
+    """The 95 % score interval of an accuracy (Wilson 1927, without continuity correction).
+
+    `total` is over 0; `correct` may be a fraction of answers.
     """
     share = correct / total
     spread = _Z_95**2 / total
@@ -92,9 +93,9 @@ def wilson(correct: float, total: int) -> tuple[float, float]:
 
 
 def bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % percentile interval of the mean of `values` (at least one), by drawing them anew.
+    """The 95 % percentile interval of the mean of `values`, by drawing them anew.
 
-    Repeatable.
+    There is at least one value. The seed is fixed, so that a score can be repeated.
     """
     draw = random.Random(SEED)
     means = sorted(sum(draw.choices(values, k=len(values))) / len(values) for _ in range(RESAMPLES))
@@ -102,8 +103,9 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
 
 
 def bootstrap_ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, float]:
-    """The 95 % percentile interval of sum(above) / sum(below) over paired values, by drawing the
-    pairs anew.
+    """The 95 % percentile interval of sum(above) / sum(below), by drawing the pairs anew.
+
+    A draw whose denominator is 0 has no ratio and is left out.
     """
     draw = random.Random(SEED)
     pairs = list(zip(above, below, strict=True))
@@ -120,15 +122,17 @@ def bootstrap_ratio(above: Sequence[float], below: Sequence[float]) -> tuple[flo
 
 
 def pass_at(k: int, samples: int, correct: int) -> float:
-    """The chance that one of `k` of `samples` answers is right: unbiased (Chen et al. 2021, arXiv
-    2107.03374, 2.1).
+    """The chance that one of `k` of `samples` answers is right.
+
+    The estimate is unbiased (Chen et al. 2021, arXiv 2107.03374, section 2.1).
     """
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """The exact two-sided p of McNemar's test, from the numbers of items that only one of two runs
-    has right.
+    """The exact two-sided p of McNemar's test.
+
+    The arguments are the numbers of items that only one of two runs has right.
     """
     total = only_first + only_second
     tail = sum(comb(total, i) for i in range(min(only_first, only_second) + 1))

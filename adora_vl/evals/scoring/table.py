@@ -12,18 +12,21 @@ _MANY = 16  # values of a group in the table; the score file has all
 
 
 def table(scored: Scored) -> str:
-    """The overall line, the groups, the benchmark's own figures, lengths, and everything that
+    """The text of a score for the screen.
+
+    It has the overall line, the groups, the benchmark's own figures, lengths, and everything that
     qualifies the result.
     """
-    score, own = scored
-    lines = [made_with(score, own), ""]
+    score, summary = scored
+    lines = [made_with(score, summary), ""]
     everything: Any = score
     rows = list[tuple[str, str, Cell]]([("all", "", everything)])
     hidden = list[str]()
     for key, group in score["groups"].items():
-        shown = list(group.items())[:_MANY]
-        rows += _rows(key, dict(shown))
-        hidden += [f"{key} ({len(group) - _MANY} more)"] if len(group) > _MANY else []
+        values = list(group.items())[:_MANY]
+        rows += _rows(key, dict(values))
+        if len(group) > _MANY:
+            hidden.append(f"{key} ({len(group) - _MANY} more)")
     for key, cells in own_cells(score).items():
         rows += _rows(key, cells)
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
@@ -37,30 +40,30 @@ def table(scored: Scored) -> str:
         f"{name}: {percent(figure['value'], figure['interval_95'])}"
         for name, figure in figures.items()
     ]
-    lines += ["", *samples, *own.lines, *_answers(score), *_warnings(score, own)]
+    lines += ["", *samples, *summary.lines, *_answers(score), *_warnings(score, summary)]
     return "\n".join(lines)
 
 
-def made_with(score: Score, own: OwnFigures) -> str:
-    """One line: benchmark, model, engine, sampling, and by which rules the answers became right or
-    wrong.
-    """
+def made_with(score: Score, summary: OwnFigures) -> str:
+    """The first line: benchmark, model, engine, sampling, and the rules of the grades."""
     rules = score["rules"]
-    by = own.by or f"rules {rules['rules']}" + (
-        f", extraction {rules['extraction']}" if "extraction" in rules else ""
-    )
+    by = summary.by
+    if not by:
+        by = f"rules {rules['rules']}"
+        if "extraction" in rules:
+            by += f", extraction {rules['extraction']}"
     name = name_of_data(score)
     fields = (score.get("fingerprint") or {}).get("fields")
     if not fields:
         return f"{name}: {by} (no fingerprint beside the predictions)"
     sampling = f"temperature {fields['temperature']}" if fields.get("temperature") else "greedy"
-    shown = ", without images" if fields.get("no_image") else ""
+    view = ", without images" if fields.get("no_image") else ""
     if fields.get("view"):
-        shown = f", shown {VIEWS.get(fields['view'], fields['view'])}"
+        view = f", shown {VIEWS.get(fields['view'], fields['view'])}"
     if fields.get("left_out"):
-        shown += f", without {amount(fields['left_out'], 'problem')} whose facts do not suffice"
+        view += f", without {amount(fields['left_out'], 'problem')} whose facts do not suffice"
     return (
-        f"{name} {fields['split']}: {fields['model']}, {fields['engine']}, {sampling}{shown}, {by}"
+        f"{name} {fields['split']}: {fields['model']}, {fields['engine']}, {sampling}{view}, {by}"
     )
 
 
@@ -79,19 +82,21 @@ def name_of_data(score: Score) -> str:
 
 
 def _rows(key: str, cells: Mapping[str, Cell]) -> list[tuple[str, str, Cell]]:
+    """The rows of a group: its name in the first one, the value and the cell in each."""
     return [(key if i == 0 else "", name, cell) for i, (name, cell) in enumerate(cells.items())]
 
 
 def _cell(cell: Cell) -> str:
-    """A count, a share and its interval, such as `520/850   61.2 %  (95 %: 57.9 to 64.4)`, or a
-    share alone.
+    """A count, a share and its interval, such as `520/850   61.2 %  (95 %: 57.9 to 64.4)`.
+
+    A figure that is no count has the share alone.
     """
     count = f"{cell['correct']}/{cell['total']}" if "total" in cell else ""
-    shown = f"{count:>11}  {100 * cell['accuracy']:5.1f} %"
+    text = f"{count:>11}  {100 * cell['accuracy']:5.1f} %"
     if "wilson_95" not in cell:
-        return shown
+        return text
     low, high = cell["wilson_95"]
-    return f"{shown}  (95 %: {100 * low:.1f} to {100 * high:.1f})"
+    return f"{text}  (95 %: {100 * low:.1f} to {100 * high:.1f})"
 
 
 def percent(value: float, interval: list[float]) -> str:
@@ -100,23 +105,28 @@ def percent(value: float, interval: list[float]) -> str:
 
 
 def _answers(score: Score) -> list[str]:
+    """The lines about the answers: verdicts, how they were found, thinking, and lengths."""
     lines = [
         "verdicts: " + ", ".join(f"{name} {count}" for name, count in score["verdicts"].items())
     ]
     if score.get("extraction_mix"):
         lines.append(
             "extraction: "
-            + ", ".join(f"{how} {count}" for how, count in score["extraction_mix"].items())
+            + ", ".join(f"{method} {count}" for method, count in score["extraction_mix"].items())
         )
     thinking = score.get("thinking") or {"set_aside": 0, "without_answer": 0}
     if thinking["set_aside"]:
         line = f"thinking set aside: in {amount(thinking['set_aside'], 'answer')}"
         if thinking["without_answer"]:
-            line += f", of which {thinking['without_answer']} have no answer behind it and count as wrong"
+            line += (
+                f", of which {thinking['without_answer']} have no answer behind it and count as "
+                "wrong"
+            )
         lines.append(line)
-    held = [(kind, known) for kind, known in score["tokens"].items() if known]
+    lengths = [(kind, length) for kind, length in score["tokens"].items() if length]
     tokens = [
-        f"{kind} {of['mean']:.1f} (median {of['median']:g}, max {of['max']})" for kind, of in held
+        f"{kind} {length['mean']:.1f} (median {length['median']:g}, max {length['max']})"
+        for kind, length in lengths
     ]
     if tokens:
         lines.append("tokens of an answer: " + ", ".join(tokens))
@@ -126,7 +136,8 @@ def _answers(score: Score) -> list[str]:
     return lines
 
 
-def _warnings(score: Score, own: OwnFigures) -> list[str]:
+def _warnings(score: Score, summary: OwnFigures) -> list[str]:
+    """The lines about what limits the result."""
     lines = partial_notes(score)
     too_long = "prompt too long for the model's context"
     for count, why in ((score["image_failed"], "unreadable images"), (score["too_long"], too_long)):
@@ -135,7 +146,7 @@ def _warnings(score: Score, own: OwnFigures) -> list[str]:
     if score.get("extraction_failed"):
         failed = amount(score["extraction_failed"], "answer")
         lines.append(f"warning: the judge failed on {failed}, counted as wrong")
-    lines += [f"warning: {line}" for line in own.warnings]
+    lines += [f"warning: {line}" for line in summary.warnings]
     if (score.get("samples") or {}).get("incomplete"):
         lacking = amount(score["samples"]["incomplete"], "problem")
         lines.append(f"warning: {lacking} without all answers, left out of avg@k and pass@k")

@@ -304,7 +304,9 @@ def test_model_and_data_are_known_by_what_is_in_them_and_not_by_their_path(tmp_p
 def test_a_reward_function_that_was_edited_is_another_run():
     def of(digest: str) -> dict[str, str]:
         own = {"reward my_rewards.py": digest}
-        return fingerprint(AdoraKeys(), data=["d"], model="m", revision="r", processes=1, own=own)
+        return fingerprint(
+            AdoraKeys(), data=["d"], model="m", revision="r", processes=1, code_hashes=own
+        )
 
     assert differences(of("1a"), of("1a")) == []
     assert differences(of("1a"), of("2b")) == ["reward my_rewards.py: 1a -> 2b"]

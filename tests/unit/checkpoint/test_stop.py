@@ -360,7 +360,7 @@ def test_a_run_that_is_interrupted_before_its_first_step(tmp_path, monkeypatch, 
     monkeypatch.setattr(
         train,
         "prepare",
-        lambda *_: type("Run", (), {"finished": None, "config": config, "first": True}),
+        lambda *_: type("Run", (), {"finished": None, "config": config, "is_main_process": True}),
     )
     for place in ("build_trainer", "prepare"):
         monkeypatch.setattr(train, place, interrupted)

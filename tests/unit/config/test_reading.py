@@ -281,7 +281,7 @@ def test_another_method_on_the_command_line_leaves_the_groups_judged_by_the_crit
         ("{daro: {}}", {"daro": {}}),
     ):
         assert (
-            read(["--config", str(path), "--adora_method", words], whole=False).values[
+            read(["--config", str(path), "--adora_method", words], needs_model=False).values[
                 "adora_method"
             ]
             == expected

@@ -99,7 +99,7 @@ def pids(output: Path) -> list[str]:
 
 def test_every_problem_gets_a_row_with_its_fields_and_its_answer(tmp_path, capfd):
     engine = Recorder()
-    assert ask(tmp_path, engine).asked == 5
+    assert ask(tmp_path, engine).pending == 5
     assert (
         "library" not in capfd.readouterr().out
         and "library" in (tmp_path / STARTUP_LOG).read_text()
@@ -131,7 +131,7 @@ def test_a_finished_run_does_not_even_build_the_engine(tmp_path):
     ask(tmp_path, Recorder())
     before = (tmp_path / "predictions.jsonl").read_bytes()
     engine = Recorder()
-    assert ask(tmp_path, engine).asked == 0
+    assert ask(tmp_path, engine).pending == 0
     assert not engine.built
     assert (tmp_path / "predictions.jsonl").read_bytes() == before
 
@@ -151,7 +151,7 @@ def test_a_finished_run_goes_on_with_more_samples_and_not_with_fewer(tmp_path):
         )
 
     ask_for(tmp_path / "whole", 3)
-    assert ask_for(tmp_path / "grown", 1).asked == 5
+    assert ask_for(tmp_path / "grown", 1).pending == 5
     assert ask_for(tmp_path / "grown", 3).resumed == 5
     whole, grown = (
         read_predictions(tmp_path / name / "predictions.jsonl") for name in ("whole", "grown")
@@ -163,7 +163,7 @@ def test_a_finished_run_goes_on_with_more_samples_and_not_with_fewer(tmp_path):
     ):
         ask_for(tmp_path / "grown", 2)
     assert (tmp_path / "grown" / "fingerprint.json").read_bytes() == before
-    assert ask_for(tmp_path / "grown", 3).asked == 0
+    assert ask_for(tmp_path / "grown", 3).pending == 0
 
 
 def test_a_torn_last_line_is_asked_again(case):
@@ -327,7 +327,7 @@ def test_slices_cover_everything_once_and_the_file_is_that_of_one_process(case):
             asked = [text for engine in engines for text in engine.asked]
             assert len(asked) == len(set(asked)) == 14
             assert max(len(engine.asked) for engine in engines) <= -(-14 // world)
-            assert summary.asked == 14
+            assert summary.pending == 14
             assert not list((folder / "many").glob("*rank*"))
 
 

@@ -147,8 +147,8 @@ def test_tools_of_a_file_beside_the_config(tmp_path):
         3,
         ["own.py"],
     )
-    assert '"name": "two"' in str(settings.told("Think.")) and str(
-        settings.told("Think.")
+    assert '"name": "two"' in str(settings.with_tool_prompt("Think.")) and str(
+        settings.with_tool_prompt("Think.")
     ).startswith("Think.\n\n")
 
 

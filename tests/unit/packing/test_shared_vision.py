@@ -408,7 +408,7 @@ def test_without_kept_images_a_frozen_tower_runs_in_every_pass(one_of_many, subt
             rows: Any = [{"prompt": "a text"}]
             images = DistinctImages([model], processor, torch.device("cpu"), switches)
             none = torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long)
-            images.prompts(rows, "train", further=False)
+            images.prompts(rows, "train", refill=False)
             for _ in range(3):
                 model.model.get_image_features(*none)
             assert len(calls) == (1 if kept else 3)

@@ -1,0 +1,128 @@
+"""A training in a folder whose `eval.py`, or whose package `eval`, is the user's own.
+
+It is the commonest name of a file in the folders of researchers. The run starts there as in any
+other folder, and nothing of the user's is run.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from adora_vl.evals.benchmark import NAMES
+from tests.conftest import REPOSITORY
+from tests.support.tiny_run import arguments
+
+pytestmark = pytest.mark.slow
+# An import of a user's own file ends the process with a line that no other error has.
+OWN_FILE = "raise SystemExit('a file of the user was run')\n"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which the wheel of this project is installed."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    # Of a copy, since the build writes beside what it reads.
+    for name in ("adora_vl", "data_prep", "eval", "configs"):
+        shutil.copytree(
+            REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    wheel = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir"]
+    subprocess.run([*pip, *wheel, str(folder), str(source)], check=True)
+    [built] = folder.glob("*.whl")
+    site = folder / "site"
+    install = ["install", "--no-deps", "--no-index", "--target", str(site), str(built)]
+    subprocess.run([*pip, *install], check=True)
+    return site
+
+
+def run_in(folder: Path, package: Path, *words: str) -> str:
+    """What `python WORDS` prints in a folder, with the package that lies in `package`.
+
+    The assertion fails where the command does.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    assert "a file of the user was run" not in done.stdout + done.stderr
+    return done.stdout
+
+
+def own_files(folder: Path, kind: str) -> None:
+    """Files of the user's with the names of our two packages of commands."""
+    for name in ("eval", "data_prep"):
+        if kind == "files":
+            (folder / f"{name}.py").write_text(OWN_FILE)
+        else:
+            (folder / name).mkdir()
+            (folder / name / "__init__.py").write_text(OWN_FILE)
+
+
+def training(output: Path, data: str) -> list[str]:
+    """One step, with an evaluation before it and one behind it."""
+    words = arguments(
+        output,
+        use_vllm="true",  # which evaluations during training need
+        max_steps=1,
+        max_completion_length=16,
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_on_start="true",
+        adora_eval=f"geometry3k={data}",
+        adora_eval_limit=2,
+    )
+    return ["-m", "adora_vl.train", *words]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("data") / "drawn"
+    words = ["synthetic", "--output", str(folder), "--rows", "1", "--test-rows", "2"]
+    run_in(folder.parent, REPOSITORY, "-m", "data_prep", *words)
+    yield str(folder)
+
+
+def test_an_eval_py_in_the_folder_is_not_run(tmp_path: Path, data: str) -> None:
+    own_files(tmp_path, "files")
+    printed = run_in(tmp_path, REPOSITORY, *training(tmp_path / "run", data))
+    assert "step 0: geometry3k" in printed
+    assert "step 1: geometry3k" in printed
+    # What the run says to do next does not run the user's file either.
+    assert "adora-vl-eval" in printed
+    assert "-m eval." not in printed
+
+
+def test_from_the_wheel_a_folder_eval_is_not_run(
+    tmp_path: Path, installed: Path, data: str
+) -> None:
+    own_files(tmp_path, "packages")
+    where = "import adora_vl; print(adora_vl.__file__)"
+    assert run_in(tmp_path, installed, "-c", where).startswith(str(installed))
+    printed = run_in(tmp_path, installed, *training(tmp_path / "run", data))
+    assert "step 0: geometry3k" in printed
+    assert "step 1: geometry3k" in printed
+
+
+def test_the_wheel_has_the_commands_and_all_benchmarks(tmp_path: Path, installed: Path) -> None:
+    for name in NAMES:
+        assert (installed / "eval" / f"{name}.py").is_file()
+    assert "usage: python -m eval.mathvista" in run_in(
+        tmp_path, installed, "-m", "eval.mathvista", "--help"
+    )
+    assert "usage: python -m data_prep" in run_in(tmp_path, installed, "-m", "data_prep", "--help")
