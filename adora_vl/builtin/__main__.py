@@ -21,19 +21,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     defaults = WarmStart()
     parser = Parser(prog="python -m adora_vl.builtin", description=__doc__)
     by_default = "%(default)s by default"
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument(
         "--output", type=path, metavar="DIR", help="replaced if it holds a tiny model"
     )
-    what.add_argument(
+    action.add_argument(
         "--find",
         choices=TINY_MODELS,
         help="print its folder, built if it is missing",
     )
     parser.add_argument("--start", choices=TINY_MODELS, default=TINY_MODEL, help=by_default)
     parser.add_argument("--family", choices=TINY_FAMILIES, default=DEFAULT_FAMILY, help=by_default)
-    what_steps = "of the warm start (%(default)s); 0: random weights"
-    parser.add_argument("--steps", type=whole(0), default=defaults.steps, help=what_steps)
+    steps_help = "of the warm start (%(default)s); 0: random weights"
+    parser.add_argument("--steps", type=whole(0), default=defaults.steps, help=steps_help)
     parser.add_argument("--seed", type=whole(0, MAX_SEED), default=defaults.seed)
 
     def command() -> None:

@@ -39,24 +39,25 @@ CHAT_TEMPLATE = (PRETRAINED / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer with Qwen's special tokens whose at most `VOCABULARY` entries are learnt from
-    `texts`.
+    """Return a tokenizer with Qwen's special tokens, trained on `texts`.
+
+    It has at most `VOCABULARY` entries.
     """
-    made = Tokenizer(models.BPE())
+    bpe = Tokenizer(models.BPE())
     # Single digits: a model this small adds and halves numbers only if their digits are its tokens.
     digits = pre_tokenizers.Digits(individual_digits=True)
     rest = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
-    made.decoder = decoders.ByteLevel()
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
+    bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         special_tokens=list(SPECIAL_TOKENS),
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    made.train_from_iterator(texts, trainer)
+    bpe.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made,
+        tokenizer_object=bpe,
         eos_token=END_OF_TURN,
         pad_token=END_OF_TEXT,
         additional_special_tokens=list(SPECIAL_TOKENS),
@@ -67,24 +68,24 @@ def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def build_processor(texts: Iterable[str]) -> Qwen2_5_VLProcessor:
-    """Qwen2.5-VL's processor around such a tokenizer."""
+    """Return Qwen2.5-VL's processor around a tokenizer trained on `texts`."""
     return processor_around(build_tokenizer(texts), "qwen2_5_vl")
 
 
 def processor_around(tokenizer: PreTrainedTokenizerBase, family: str) -> Any:
-    """The processor of a family, for images from one token up to 448 x 448 pixels."""
+    """Return the processor of a family, for images from one token up to 448 x 448 pixels."""
     vision = FAMILIES[family].vision
     assert vision is not None
-    own: dict[str, Any] = {"patch_size": vision.unit // 2}
+    image_settings: dict[str, Any] = {"patch_size": vision.unit // 2}
     processor: Any = Qwen2_5_VLProcessor
     video: Any = transformers.Qwen2VLVideoProcessor
     if family in ("qwen3_vl", "qwen3_5"):
-        own |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # as published
+        image_settings |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # as published
         processor = transformers.Qwen3VLProcessor
         video = transformers.Qwen3VLVideoProcessor
     return processor(
         image_processor=transformers.Qwen2VLImageProcessor(
-            min_pixels=vision.unit**2, max_pixels=MAX_PIXELS, **own
+            min_pixels=vision.unit**2, max_pixels=MAX_PIXELS, **image_settings
         ),
         tokenizer=tokenizer,
         video_processor=video(),

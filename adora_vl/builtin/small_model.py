@@ -35,13 +35,12 @@ def fresh_model(make: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, see
             # Wider than the default 0.02, which at this width leaves the first hundreds of steps
             # without a gradient.
             looked_up = "embed_tokens" in name or "pos_embed" in name
-            std = (
-                0.05
-                if looked_up
-                else 0.03
-                if "patch_embed" in name
-                else 0.5 / parameter[0].numel() ** 0.5
-            )
+            if looked_up:
+                std = 0.05
+            elif "patch_embed" in name:
+                std = 0.03
+            else:
+                std = 0.5 / parameter[0].numel() ** 0.5
             torch.nn.init.normal_(parameter, std=std)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
@@ -124,10 +123,10 @@ def check_place(folder: Path) -> None:
     """Raise `UserError` unless `folder` is absent, empty or a model that was built here."""
     check_folder("output", folder.parent)
     with written_to("output", folder):
-        there = folder.exists()
-        if there and not folder.is_dir():
+        exists = folder.exists()
+        if exists and not folder.is_dir():
             raise UserError(f"output: {str(folder)!r} is a file; choose a folder")
-        if there and any(folder.iterdir()) and not (folder / _FACTS).is_file():
+        if exists and any(folder.iterdir()) and not (folder / _FACTS).is_file():
             raise UserError(
                 f"output: {str(folder)!r} holds something else than a tiny model; choose another "
                 "folder"
@@ -135,21 +134,27 @@ def check_place(folder: Path) -> None:
 
 
 def is_built(folder: Path, plan: Mapping[str, object]) -> bool:
-    """Whether a model is there whose facts name this `plan`, as JSON keeps it."""
+    """Whether `folder` holds a model that was built by this `plan`, compared as JSON."""
     built = read_object(folder / _FACTS).get("plan")
     return (folder / "model.safetensors").is_file() and bool(built == json.loads(json.dumps(plan)))
 
 
 def save_built(
-    folder: Path, model: Any, processor: Any, plan: Any, **more: object
+    folder: Path, model: Any, processor: Any, plan: Any, **training_facts: object
 ) -> dict[str, object]:
-    """Save a model, its processor and how both were made (`build.json`), which is returned: `plan`,
-    a dataclass, and `more`. What was at `folder` goes when they are whole. Raises `UserError` where
-    that cannot be written.
+    """Save a model, its processor and the facts of how both were made (`build.json`).
+
+    The facts are returned: the number of parameters, `plan`, a dataclass, and `training_facts`. An
+    earlier `folder` is replaced when all files are complete. Raises `UserError` where it cannot be
+    written.
     """
-    facts = {"parameters": sum(p.numel() for p in model.parameters()), **more, "plan": asdict(plan)}
-    with written_to("output", folder), replacing_folder(folder) as made:
-        model.save_pretrained(made)
-        processor.save_pretrained(made)
-        (made / _FACTS).write_text(json.dumps(facts, indent=2) + "\n")
+    facts = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        **training_facts,
+        "plan": asdict(plan),
+    }
+    with written_to("output", folder), replacing_folder(folder) as new_folder:
+        model.save_pretrained(new_folder)
+        processor.save_pretrained(new_folder)
+        (new_folder / _FACTS).write_text(json.dumps(facts, indent=2) + "\n")
     return facts

@@ -51,8 +51,8 @@ def begin_text(plan: TextStart) -> Untaught:
     prompts = list[Tensor]()
     answers = list[Tensor]()
     for row in generate(plan.rows, seed=_DATA_SEED, people=plan.people):
-        asked = conversation(row["problem"], None)
-        prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+        messages = conversation(row["problem"], None)
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         answer = row["meta"]["solution"] + END_OF_TURN
         prompts.append(torch.tensor(tokenizer(prompt)["input_ids"]))
         answers.append(torch.tensor(tokenizer(answer)["input_ids"]))

@@ -83,10 +83,10 @@ def language_settings(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def build_config(tokenizer: PreTrainedTokenizerBase, family: str = DEFAULT_FAMILY) -> Any:
-    """Three layers for the eye, three for the language."""
+    """Return the config of the tiny model: three layers for vision, three for language."""
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens}
-    known = FAMILIES[family].vision
-    assert known is not None
+    family_vision = FAMILIES[family].vision
+    assert family_vision is not None
     config, own_text, own_rotary, own_vision = _OWN[family]
     rotary = {"rope_type": "default", "rope_theta": 1e4, **own_rotary}
     text = {**language_settings(tokenizer), "rope_parameters": rotary, **own_text}
@@ -96,7 +96,7 @@ def build_config(tokenizer: PreTrainedTokenizerBase, family: str = DEFAULT_FAMIL
         "num_heads": WIDTH // HEAD_SIZE,
         "intermediate_size": 2 * WIDTH,
         "out_hidden_size": WIDTH,
-        "patch_size": known.unit // 2,
+        "patch_size": family_vision.unit // 2,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
         **own_vision,
@@ -128,7 +128,9 @@ SLIPS = {"isosceles": 0.7, "polygon": 0.35, "right_triangle": 0.7, "crossing": 0
 
 @dataclass(frozen=True)
 class Encoded:
-    """`rows` as tensors: prompts (list of (T,) int64), pixels (rows, patches, values) half, grids
+    """Rows as tensors.
+
+    `prompts`: a list of (T,) int64. `pixels`: (rows, patches, values), half precision. `grids`:
     (rows, 3).
     """
 
@@ -138,10 +140,10 @@ class Encoded:
 
 
 def encode(processor: Any, rows: list[Row], system_prompt: str) -> Encoded:
-    asked = [conversation_with_images(row["problem"], 1, system_prompt) for row in rows]
+    conversations = [conversation_with_images(row["problem"], 1, system_prompt) for row in rows]
     texts = [
-        processor.apply_chat_template(one, add_generation_prompt=True, tokenize=False)
-        for one in asked
+        processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        for messages in conversations
     ]
     batch = processor(
         text=texts, images=[row["images"] for row in rows], padding=True, return_tensors="pt"
@@ -172,15 +174,22 @@ def answer_loss(model: Any, data: Encoded, answers: Answers, picks: list[int]) -
     )
 
 
-def token_loss(model: Any, sequences: list[Tensor], labels: list[Tensor], **seen: Tensor) -> Tensor:
-    """Of the tokens whose label is not -100. `seen`: the pixels and grids of images."""
+def token_loss(
+    model: Any, sequences: list[Tensor], labels: list[Tensor], **image_inputs: Tensor
+) -> Tensor:
+    """Return the mean loss over the tokens whose label is not -100.
+
+    `image_inputs`: the pixels and grids of images.
+    """
     pad = model.config.get_text_config().pad_token_id
     ids_BT = pad_sequence(sequences, batch_first=True, padding_value=pad)
-    if seen:
-        seen["mm_token_type_ids"] = (ids_BT == model.config.image_token_id).int()
-    mask_BT = pad_sequence([torch.ones_like(one) for one in sequences], batch_first=True)
+    if image_inputs:
+        image_inputs["mm_token_type_ids"] = (ids_BT == model.config.image_token_id).int()
+    mask_BT = pad_sequence([torch.ones_like(sequence) for sequence in sequences], batch_first=True)
     labels_BT = pad_sequence(labels, batch_first=True, padding_value=-100)
-    loss: Tensor = model(input_ids=ids_BT, attention_mask=mask_BT, labels=labels_BT, **seen).loss
+    loss: Tensor = model(
+        input_ids=ids_BT, attention_mask=mask_BT, labels=labels_BT, **image_inputs
+    ).loss
     return loss
 
 

@@ -53,11 +53,12 @@ class ZoomStart:
 def call_for(corner: str) -> str:
     """The call of `zoom` for a corner, in pixels of the picture as it is seen."""
     part = SEEN // PARTS
-    x, y = (0 if word in corner else SEEN - part for word in ("left", "top"))
-    told = json.dumps(
+    x = 0 if "left" in corner else SEEN - part
+    y = 0 if "top" in corner else SEEN - part
+    call = json.dumps(
         {"name": "zoom", "arguments": {"x1": x, "y1": y, "x2": x + part, "y2": y + part}}
     )
-    return f"<tool_call>\n{told}\n</tool_call>"
+    return f"<tool_call>\n{call}\n</tool_call>"
 
 
 class _Teacher:
@@ -68,11 +69,11 @@ class _Teacher:
         self.rng = random.Random(plan.seed + _DATA_SEED)
 
     def prompt(self, corner: str) -> str:
-        asked = conversation_with_images(
+        messages = conversation_with_images(
             question(corner), 1, with_tools(SYSTEM, self.toolbox.schemas)
         )
         return str(
-            self.processor.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+            self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         )
 
     def single(self) -> tuple[list[Part], list[Image.Image]]:
@@ -84,8 +85,8 @@ class _Teacher:
         """A problem and its answer at once."""
         image, numbers = drawn(self.rng, SIZE)
         corner = self.rng.choice(CORNERS)
-        asked = _IMAGE + corner if short else self.prompt(corner)
-        return [(asked, False), (answer(numbers[corner]) + END_OF_TURN, True)], [image]
+        prompt = _IMAGE + corner if short else self.prompt(corner)
+        return [(prompt, False), (answer(numbers[corner]) + END_OF_TURN, True)], [image]
 
     def turns(self) -> tuple[list[Part], list[Image.Image]]:
         """A problem, mostly a call and what comes back, and an answer."""
@@ -95,18 +96,18 @@ class _Teacher:
             guess = answer(self.rng.randrange(10, 100)) + END_OF_TURN
             return [(self.prompt(corner), False), (guess, True)], [image]
         at = corner if self.rng.random() < 0.5 else self.rng.choice(CORNERS)
-        told = self.toolbox.answer(call_for(at), [image], seed="", last=False)
-        assert told is not None
-        said = "".join(part if isinstance(part, str) else _IMAGE for part in told.parts)
-        shown = [part for part in told.parts if isinstance(part, Image.Image)]
-        back = f"\n<|im_start|>user\n{said}{END_OF_TURN}\n<|im_start|>assistant\n"
+        reply = self.toolbox.answer(call_for(at), [image], seed="", last=False)
+        assert reply is not None
+        reply_text = "".join(part if isinstance(part, str) else _IMAGE for part in reply.parts)
+        reply_images = [part for part in reply.parts if isinstance(part, Image.Image)]
+        back = f"\n<|im_start|>user\n{reply_text}{END_OF_TURN}\n<|im_start|>assistant\n"
         parts = [(self.prompt(corner), False), (call_for(at) + END_OF_TURN, True), (back, False)]
-        return [*parts, (answer(numbers[at]) + END_OF_TURN, True)], [image, *shown]
+        return [*parts, (answer(numbers[at]) + END_OF_TURN, True)], [image, *reply_images]
 
 
 def _loss(model: Any, processor: Any, rows: list[tuple[list[Part], list[Image.Image]]]) -> Tensor:
-    """Of the tokens that the model says."""
-    seen = processor.image_processor(
+    """Return the mean loss over the tokens that the model writes itself."""
+    image_inputs = processor.image_processor(
         images=[
             image.resize((SEEN, SEEN), Image.Resampling.BICUBIC)
             for _, images in rows
@@ -115,34 +116,35 @@ def _loss(model: Any, processor: Any, rows: list[tuple[list[Part], list[Image.Im
         return_tensors="pt",
     )
     image_id = model.config.image_token_id
-    each = (SEEN // 28) ** 2
-    sequences, labels = [], []
+    tokens_per_image = (SEEN // 28) ** 2
+    sequences = []
+    labels = []
     for parts, _ in rows:
         ids = list[int]()
-        own = list[bool]()
-        for text, said in parts:
+        is_policy = list[bool]()
+        for text, is_policy_text in parts:
             for token in processor.tokenizer(text, add_special_tokens=False)["input_ids"]:
-                ids += [token] * (each if token == image_id else 1)
-            own += [said] * (len(ids) - len(own))
+                ids += [token] * (tokens_per_image if token == image_id else 1)
+            is_policy += [is_policy_text] * (len(ids) - len(is_policy))
         sequences.append(torch.tensor(ids))
-        labels.append(torch.where(torch.tensor(own), sequences[-1], -100))
-    return token_loss(model, sequences=sequences, labels=labels, **seen)
+        labels.append(torch.where(torch.tensor(is_policy), sequences[-1], -100))
+    return token_loss(model, sequences=sequences, labels=labels, **image_inputs)
 
 
 def _begun(processor: Any, seed: int) -> Any:
     """The shipped model behind another vocabulary: it has learned to read numbers in drawn figures."""
     model = build_model(processor.tokenizer, seed)
-    known = AutoModelForImageTextToText.from_pretrained(PRETRAINED)
-    old = AutoTokenizer.from_pretrained(PRETRAINED).get_vocab()
-    own = model.state_dict()
+    shipped = AutoModelForImageTextToText.from_pretrained(PRETRAINED)
+    shipped_vocabulary = AutoTokenizer.from_pretrained(PRETRAINED).get_vocab()
+    state = model.state_dict()
     with torch.no_grad():
-        for name, tensor in known.state_dict().items():
+        for name, tensor in shipped.state_dict().items():
             if "embed_tokens" not in name and "lm_head" not in name:
-                own[name].copy_(tensor)
+                state[name].copy_(tensor)
                 continue
             for token, row in processor.tokenizer.get_vocab().items():
-                if token in old:
-                    own[name][row].copy_(tensor[old[token]])
+                if token in shipped_vocabulary:
+                    state[name][row].copy_(tensor[shipped_vocabulary[token]])
     return model
 
 

@@ -217,7 +217,7 @@ def example_row(folder: Path, splits: Iterable[str]) -> Row | None:
             has_column = "choices" in file.schema_arrow.names
             for group in range(file.num_row_groups):
                 first = first or (path, group, 0)
-                choices = []
+                choices: list[Any] = []
                 if has_column:
                     table = file.read_row_group(group, columns=["choices"])
                     choices = table["choices"].to_pylist()

@@ -393,14 +393,12 @@ class KeptImage(Image.Image):
 
     @cached_property
     def digest(self) -> str:
-        """`content_digest`, computed once for the processor of the trainer, that of the engine, and
-        the engine.
-        """
+        """The `content_digest`, computed once for the trainer's and the engine's processors."""
         return content_digest(self)
 
 
 def content_digest(image: Image.Image) -> str:
-    """Of mode, size and pixels."""
+    """Return a hash of an image's mode, size, pixels and palette, in hexadecimal."""
     digest = hashlib.blake2b(f"{image.mode} {image.size}".encode(), digest_size=16)
     digest.update(image.tobytes())
     if image.mode == "P":

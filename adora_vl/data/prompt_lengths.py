@@ -1,5 +1,6 @@
-"""How long the prompts of a run are, and which of them leave no room for an answer: known before a
-weight is loaded, and without decoding an image.
+"""Lengths of a run's prompts, and which of them leave no room for an answer.
+
+They are computed before a weight is loaded, and without decoding an image.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pyarrow as pa  # pyarrow ships no types
@@ -27,6 +28,10 @@ from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.openai_client import EndpointError, fetch
 from adora_vl.utils.secrets import without_login
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+    from trl import GRPOConfig
+
 KEY = "adora_overlong_prompts"
 _SERVER_SECONDS = 5.0
 _SHOW_AFTER_S = 2.0  # a progress bar
@@ -37,8 +42,8 @@ TEXT_TOKENS = 300
 CHARACTERS_A_TOKEN = 2.5
 _TEMPLATE_TOKENS = 30  # roles and markers of Qwen's chat template around two messages
 
-# A problem, or the prompt of a row of Python's, and its number of images -> tokens, each image one
-# of them
+# Counts tokens: (problem, or a prompt that Python gave, number of images) -> tokens, where each
+# image counts as one token.
 TextTokens = Callable[[Any, int], int]
 Size = tuple[int, int]  # of an image: width and height in pixels
 Rows = Iterable[tuple[str, Any, Sequence[Size | None]]]
@@ -55,7 +60,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Measured:
-    """One entry per row: its id, the tokens of its whole prompt, and those of its images."""
+    """Lengths of prompts, one entry per row: its id, all tokens of its prompt, those of images."""
 
     ids: list[str]
     prompt: list[int]
@@ -72,12 +77,11 @@ class Measured:
         return max(prompt - image for prompt, image in zip(self.prompt, self.image, strict=True))
 
     def only(self, numbers: Sequence[int]) -> Measured:
-        """The rows of these numbers."""
-        ids = self.ids
-        prompt = self.prompt
-        image = self.image
+        """Return the lengths of the rows with these numbers."""
         return Measured(
-            [ids[n] for n in numbers], [prompt[n] for n in numbers], [image[n] for n in numbers]
+            ids=[self.ids[number] for number in numbers],
+            prompt=[self.prompt[number] for number in numbers],
+            image=[self.image[number] for number in numbers],
         )
 
 
@@ -86,7 +90,7 @@ class ContextLimit:
     """How many tokens a prompt and its completion may have together.
 
     `name`: what sets the limit. `raised`: the words before a larger number, such as `set it to`;
-    empty for the model's own limit. `most`: that limit, where it is known. `cuts`: whether the
+    empty for the model's own limit. `model_limit`: that limit, where it is known. `cuts`: whether the
     engine ends an answer at the limit.
     """
 
@@ -94,7 +98,7 @@ class ContextLimit:
     completion: int  # max_completion_length
     name: str
     raised: str
-    most: int | None
+    model_limit: int | None
     cuts: bool = True
 
     def needed(self, longest: int) -> int:
@@ -104,18 +108,18 @@ class ContextLimit:
 
 @dataclass(frozen=True)
 class LengthCheck:
-    """Prompts and the limit.
+    """Compares the prompts of a data set with the context limit.
 
-    `of`: what messages put behind "prompts", such as ` of the evaluation mmstar`.
+    `of_dataset`: what messages put behind "prompts", such as ` of the evaluation mmstar`.
     """
 
     limit: ContextLimit
     measured: Measured
-    of: str = ""
+    of_dataset: str = ""
 
     @cached_property
     def refused(self) -> list[int]:
-        """The prompts that leave no room for one token of an answer: vLLM raises an error for them."""
+        """Numbers of the prompts without room for one answer token: vLLM raises an error for them."""
         return [
             number
             for number, length in enumerate(self.measured.prompt)
@@ -124,14 +128,15 @@ class LengthCheck:
 
     @cached_property
     def cut(self) -> list[int]:
-        """The prompts that fit, but leave less than `max_completion_length`: vLLM ends longer
-        answers at the limit.
+        """Numbers of the prompts that fit, but leave less than `max_completion_length`.
+
+        vLLM ends longer answers at the limit.
         """
-        least = self.limit.tokens - self.limit.completion
+        longest_uncut = self.limit.tokens - self.limit.completion
         return [
             number
             for number, length in enumerate(self.measured.prompt)
-            if least < length < self.limit.tokens
+            if longest_uncut < length < self.limit.tokens
         ]
 
     def kept(self, policy: str | None) -> list[int]:
@@ -143,15 +148,15 @@ class LengthCheck:
         refused = set(self.refused)
         if refused and policy != "drop":
             raise UserError(self.refusal(droppable=policy is not None))
-        kept = [number for number in range(len(self.measured.prompt)) if number not in refused]
-        if not kept and refused:
+        usable = [number for number in range(len(self.measured.prompt)) if number not in refused]
+        if not usable and refused:
             raise UserError(f"{KEY}: drop leaves nothing to use: {self.refusal(droppable=False)}")
-        return kept
+        return usable
 
     @property
     def enough(self) -> str:
-        """What to say where all have room."""
-        total = f"{amount(len(self.measured.prompt), 'prompt')}{self.of}"
+        """The line to print where all prompts have room."""
+        total = f"{amount(len(self.measured.prompt), 'prompt')}{self.of_dataset}"
         return (
             f"{self.limit.name} leaves all of {total} room for max_completion_length: "
             f"{self.limit.completion}"
@@ -165,41 +170,43 @@ class LengthCheck:
         first = self.refused[0]
         longest = max(prompt)
         needed = limit.needed(longest)
-        fits_model = limit.most is None or needed <= limit.most
+        fits_model = limit.model_limit is None or needed <= limit.model_limit
         raised = f"{limit.raised} {needed}, which holds every prompt with its answer"
-        taken = (
-            f"{needed} would hold every prompt with its answer, but the model takes {limit.most}"
+        beyond_model = (
+            f"{needed} would hold every prompt with its answer, but the model takes "
+            f"{limit.model_limit}"
         )
-        ways = [raised if fits_model else taken] if limit.raised else []
-        ways += (
-            ["lower max_pixels"] if limit.needed(self.measured.longest_text) < limit.tokens else []
-        )
-        ways += ["shorten the rows"] if not (limit.raised and fits_model) else []
-        ways += [f"leave such rows out with {KEY}: drop"] if droppable else []
+        remedies = []
+        if limit.raised:
+            remedies.append(raised if fits_model else beyond_model)
+        if limit.needed(self.measured.longest_text) < limit.tokens:
+            remedies.append("lower max_pixels")
+        if not (limit.raised and fits_model):
+            remedies.append("shorten the rows")
+        if droppable:
+            remedies.append(f"leave such rows out with {KEY}: drop")
         images = f", {image[first]} of them for its images" if image[first] else ""
-        more = f", the longest {longest}" if prompt[first] < longest else ""
-        *others, last = ways
+        longest_note = f", the longest {longest}" if prompt[first] < longest else ""
+        *alternatives, last = remedies
         return (
             f"{limit.name} is too short for {len(self.refused)} of "
-            f"{amount(len(prompt), 'prompt')}{self.of}: row {self.measured.ids[first]} has "
-            f"{prompt[first]} tokens{images}{more}; "
-            f"{', '.join(others)}{', or ' if others else ''}{last}"
+            f"{amount(len(prompt), 'prompt')}{self.of_dataset}: row {self.measured.ids[first]} has "
+            f"{prompt[first]} tokens{images}{longest_note}; "
+            f"{', '.join(alternatives)}{', or ' if alternatives else ''}{last}"
         )
 
     def notes(self) -> list[str]:
-        """What to say of prompts that are left out, and of those whose answers are cut: one line
-        each.
-        """
+        """Return one line on prompts that are left out, and one on those whose answers are cut."""
         limit = self.limit
         prompt = self.measured.prompt
-        found = []
+        lines = []
         if self.refused:
             enough = (
                 f" ({limit.needed(max(prompt))} would hold all of them)" if limit.raised else ""
             )
-            found.append(
+            lines.append(
                 f"{KEY}: drop leaves out {len(self.refused)} of "
-                f"{amount(len(prompt), 'row')}{self.of}, for whose prompts {limit.name} is too "
+                f"{amount(len(prompt), 'row')}{self.of_dataset}, for whose prompts {limit.name} is too "
                 f"short{enough}"
             )
         if self.cut:
@@ -210,12 +217,12 @@ class LengthCheck:
                 else "reach positions that the model was not made for"
             )
             enough = f"; {limit.needed(longest)} would leave room" if limit.raised else ""
-            found.append(
-                f"{limit.name} leaves {len(self.cut)} of {amount(len(prompt), 'prompt')}{self.of} "
+            lines.append(
+                f"{limit.name} leaves {len(self.cut)} of {amount(len(prompt), 'prompt')}{self.of_dataset} "
                 f"less than max_completion_length: {limit.completion}, {limit.tokens - longest} "
                 f"at the least, and longer answers {then}{enough}"
             )
-        return found
+        return lines
 
 
 class OverlongPrompts:
@@ -230,12 +237,13 @@ class OverlongPrompts:
         *,
         speaks: bool,
         paper: bool = False,
-        most: int | None = None,
+        max_rows: int | None = None,
     ) -> None:
-        """`limit`: None where nothing is to be checked.
+        """Create the check of a run.
 
-        `policy`: as in `LengthCheck.kept`. `speaks`: whether to say what is found. `paper`: for a
-        dry run, which wants the lengths without a limit too; `most`: of so many rows.
+        `limit`: None where nothing is to be checked. `policy`: as in `LengthCheck.kept`. `speaks`:
+        whether to print notes. `paper`: for a dry run, which needs the lengths without a limit too.
+        `max_rows`: check at most so many rows.
         """
         self.left_out: list[str] = []  # ids of rows
         self.checks: list[LengthCheck] = []
@@ -246,54 +254,64 @@ class OverlongPrompts:
         self._policy = policy
         self._speaks = speaks
         self._paper = paper
-        self._most = most
+        self._max_rows = max_rows
 
     def fitting(self, rows: Dataset, texts: Sequence[str]) -> Sequence[int]:
-        """The numbers of the rows to train on. `texts`: of their problems. Raises `UserError`."""
+        """Return the numbers of the rows to train on.
+
+        `texts`: of the problems of `rows`. Raises `UserError`.
+        """
         table = rows.data.table
         ids = table["id"].to_pylist()
         return self.kept_of(zip(ids, texts, sizes_in(table), strict=True), len(ids))
 
     def kept_of(self, rows: Rows, total: int) -> Sequence[int]:
-        """The numbers of the rows to train on, given as to `measured`. Raises `UserError`."""
+        """Return the numbers of the rows to train on. `rows`: as for `measured`. Raises `UserError`."""
         if self.limit is None and not self._paper:
             return range(total)
-        count = min(total, self._most or total)
-        found, kept = self._kept(islice(rows, count), count)
-        self.left_out = [found.ids[number] for number in sorted({*range(count)} - {*kept})]
-        self.lengths = found.only(kept)
-        return [*kept, *range(count, total)]
+        count = min(total, self._max_rows or total)
+        lengths, usable = self._kept(islice(rows, count), count)
+        self.left_out = [lengths.ids[number] for number in sorted({*range(count)} - {*usable})]
+        self.lengths = lengths.only(usable)
+        return [*usable, *range(count, total)]
 
-    def fits(self, rows: Rows, total: int, of: str) -> Sequence[int]:
-        """The numbers of the prompts of an evaluation that are used.
+    def fits(self, rows: Rows, total: int, of_dataset: str) -> Sequence[int]:
+        """Return the numbers of the prompts of an evaluation that are used.
 
-        `of` as in `LengthCheck`. Raises `UserError`, also for an image that the model's processor
-        refuses.
+        `of_dataset`: as in `LengthCheck`. Raises `UserError`, also for an image that the model's
+        processor refuses.
         """
-        return range(total) if self.limit is None else self._kept(rows, total, of)[1]
+        if self.limit is None:
+            return range(total)
+        _, usable = self._kept(rows, total, of_dataset)
+        return usable
 
-    def _kept(self, rows: Rows, total: int, of: str = "") -> tuple[Measured, Sequence[int]]:
-        """Lines about the prompts that are not used are printed."""
-        found = measured(
+    def _kept(self, rows: Rows, total: int, of_dataset: str = "") -> tuple[Measured, Sequence[int]]:
+        """Return the lengths of all rows and the numbers of those to use; print notes on the rest."""
+        lengths = measured(
             rows, text_tokens=self._text_tokens, limits=self.pixels, total=total, show=self._speaks
         )
         if self.limit is None:
-            return found, range(total)
-        check = LengthCheck(self.limit, found, of)
+            return lengths, range(total)
+        check = LengthCheck(self.limit, lengths, of_dataset)
         self.checks.append(check)
-        kept = check.kept(self._policy)
-        for line in check.notes() if self._speaks else ():
-            print(line, flush=True)
-        return found, kept
+        usable = check.kept(self._policy)
+        if self._speaks:
+            for line in check.notes():
+                print(line, flush=True)
+        return lengths, usable
 
 
-def context_limit(config: Any, model_config: Any, served: int | None = None) -> ContextLimit | None:
-    """The limit of a run: that of its server (`served`, where it says so), `vllm_max_model_length`,
-    or without them, and without vLLM, the number of positions of the model. None where that is not
-    known.
+def context_limit(
+    config: GRPOConfig, model_config: PretrainedConfig, served: int | None = None
+) -> ContextLimit | None:
+    """Return the context limit of a run, None where it is not known.
+
+    It is the server's (`served`, where it reports one), else `vllm_max_model_length`, and without
+    both, or without vLLM, the number of positions of the model.
     """
-    most = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    tokens = most
+    model_limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    tokens = model_limit
     name = "the model's max_position_embeddings"
     raised = ""
     if config.use_vllm and served is not None:
@@ -313,13 +331,13 @@ def context_limit(config: Any, model_config: Any, served: int | None = None) -> 
         completion=completion,
         name=named,
         raised=raised,
-        most=most,
+        model_limit=model_limit,
         cuts=config.use_vllm,
     )
 
 
-def uncountable(model_config: Any) -> str:
-    """Why the image tokens of this model cannot be counted; empty where they can."""
+def uncountable(model_config: PretrainedConfig) -> str:
+    """Return why the image tokens of this model cannot be counted; empty where they can."""
     if family_of(model_config) is not None or not sees_images(model_config):
         return ""
     return (
@@ -328,21 +346,22 @@ def uncountable(model_config: Any) -> str:
     )
 
 
-def served_length(config: Any) -> int | None:
-    """The `--max-model-len` of the run's vLLM server, the least of several; None where none answers
-    (yet).
+def served_length(config: GRPOConfig) -> int | None:
+    """Return the `--max-model-len` of the run's vLLM servers, the smallest of several.
+
+    None where no server answers (yet).
     """
     addresses = (
         config.vllm_server_base_url or f"http://{config.vllm_server_host}:{config.vllm_server_port}"
     )
-    found = []
+    lengths = []
     for address in addresses.split(","):
         try:
             plain, login = without_login(address.strip())
-            known = b64encode(":".join(login).encode()).decode() if login else ""
-            headers = {"Authorization": f"Basic {known}"} if login else None
+            credentials = b64encode(":".join(login).encode()).decode() if login else ""
+            headers = {"Authorization": f"Basic {credentials}"} if login else None
             _, _, received = fetch(f"{plain}/v1/models", _SERVER_SECONDS, headers=headers)
-            found.append(int(json.loads(received)["data"][0]["max_model_len"]))
+            lengths.append(int(json.loads(received)["data"][0]["max_model_len"]))
         except (
             OSError,
             httpx.HTTPError,
@@ -353,24 +372,24 @@ def served_length(config: Any) -> int | None:
             TypeError,
         ):
             continue
-    return min(found, default=None)
+    return min(lengths, default=None)
 
 
 def limits_of(processor: Any, model: Any, min_pixels: int | None, max_pixels: int | None) -> Limits:
-    """The pixel limits that images will be resized to: the config's, else the processor's own, else
-    those published for the family of `model`, a Transformers config.
+    """Return the pixel limits that images will be resized to.
+
+    They are the config's, else the processor's own, else those published for the family of `model`,
+    a Transformers config.
     """
     family = family_of(model)
     published = (family.vision if family is not None else None) or VISIONS[DEFAULT_FAMILY]
     size = dict(getattr(getattr(processor, "image_processor", None), "size", {}))
     low = size.get("shortest_edge", published.min_pixels) if min_pixels is None else min_pixels
     high = size.get("longest_edge", published.max_pixels) if max_pixels is None else max_pixels
-    seen = getattr(model, "vision_config", None)
-    unit = (
-        seen.patch_size * seen.spatial_merge_size
-        if family is not None and seen is not None
-        else published.unit
-    )
+    unit = published.unit
+    vision_config = getattr(model, "vision_config", None)
+    if family is not None and vision_config is not None:
+        unit = vision_config.patch_size * vision_config.spatial_merge_size
     return Limits(low, high, unit)
 
 
@@ -389,8 +408,9 @@ def _chat_tokens(processor: Any, messages: Any, options: TemplateOptions) -> int
 def tokenizer_counter(
     processor: Any, system_prompt: str | None, options: TemplateOptions = None
 ) -> TextTokens:
-    """Counts by the trainer's own template and tokenizer; an image is one token, its run is added
-    by the caller.
+    """Return a counter that uses the trainer's template and tokenizer.
+
+    An image counts as one token; the caller adds the others.
     """
     with_parts = hasattr(processor, "tokenizer")  # a tokenizer's own template takes none
 
@@ -404,7 +424,7 @@ def tokenizer_counter(
 
 
 def message_counter(processor: Any, options: TemplateOptions = None) -> TextTokens:
-    """Counts a prompt of TRL's form, a text or messages, as TRL gives it to the processor."""
+    """Return a counter of prompts in TRL's form, text or messages, as TRL tokenizes them."""
     from trl.data_utils import prepare_multimodal_messages  # importing it takes seconds
 
     tokenizer = getattr(processor, "tokenizer", processor)
@@ -428,7 +448,7 @@ def message_counter(processor: Any, options: TemplateOptions = None) -> TextToke
 
 
 def character_counter(system_prompt: str | None) -> TextTokens:
-    """An estimate where the tokenizer cannot be reached."""
+    """Return a counter that estimates from characters, where the tokenizer cannot be reached."""
 
     def count(problem: str, images: int) -> int:
         characters = len(problem) + len(system_prompt or "")
@@ -438,8 +458,10 @@ def character_counter(system_prompt: str | None) -> TextTokens:
 
 
 def assumed(limits: Limits, *, sees: bool) -> tuple[Measured, str]:
-    """One row of the worst kind, for data that are not here, with an image of `max_pixels`; and
-    what to say of it.
+    """Return assumed lengths for data that are not at hand, and the words that say what is assumed.
+
+    The lengths are those of one row of the worst kind, with an image of `max_pixels` if the model
+    `sees` images.
     """
     tokens = limits.high // limits.unit**2 if sees else 0
     picture = f"one image of {tokens} tokens and " if sees else ""
@@ -450,28 +472,28 @@ def assumed(limits: Limits, *, sees: bool) -> tuple[Measured, str]:
 def measured(
     rows: Rows, text_tokens: TextTokens, limits: Limits, total: int, *, show: bool = True
 ) -> Measured:
-    """The lengths of rows, each given by its id, its text and the sizes of its images, which count
-    nothing where they cannot be read. `show`: a progress bar, on a terminal and where it takes
-    longer. Raises `UserError` for an image that the model's processor refuses.
+    """Return the lengths of rows.
+
+    `rows`: id, text and sizes of the images of each; an image of unknown size (None) counts
+    nothing. `show`: a progress bar, on a terminal and where it takes longer. Raises `UserError` for
+    an image that the model's processor refuses.
     """
-    # None: unless it is a terminal
-    found = Measured([], [], [])
-    off = None if show else True
+    lengths = Measured([], [], [])
+    # None: tqdm disables the bar unless it writes to a terminal
+    disable = None if show else True
     for name, text, sizes in tqdm(
-        rows, "prompt lengths", total, unit="row", delay=_SHOW_AFTER_S, disable=off
+        rows, "prompt lengths", total, unit="row", delay=_SHOW_AFTER_S, disable=disable
     ):
         pixels = (limits.unit, limits.low, limits.high)
         tokens = sum(image_tokens(size, *pixels, name) for size in sizes if size is not None)
-        found.ids.append(name)
-        found.prompt.append(text_tokens(text, len(sizes)) - len(sizes) + tokens)
-        found.image.append(tokens)
-    return found
+        lengths.ids.append(name)
+        lengths.prompt.append(text_tokens(text, len(sizes)) - len(sizes) + tokens)
+        lengths.image.append(tokens)
+    return lengths
 
 
 def sizes_in(table: pa.Table) -> Iterator[list[Size | None]]:
-    """For each row of a table of the schema the sizes of its images, read from the bytes where they
-    lie.
-    """
+    """Yield for each row of a table of the schema the sizes of its images, without copying bytes."""
     for chunk in table["images"].chunks:
         values = iter(chunk.flatten())
         for count in chunk.value_lengths().to_pylist():
@@ -485,7 +507,6 @@ def _size(stored: Any) -> Size | None:
             io.BytesIO(content.as_buffer()) if content.is_valid else stored["path"].as_py()
         ) as opened:
             return opened.size
-    except (
-        Exception
-    ):  # Pillow raises what its formats raise, and a null that stands for an image has no fields
+    # Pillow raises what its formats raise, and a null in place of an image has no fields
+    except Exception:
         return None

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, rest = parser.parse_known_args(words)
         if options.json is not None:
             # before minutes of checks
-            check_json("--json", path=options.json, what="a table of the doctor", is_ours=is_table)
+            check_json("--json", path=options.json, kind="a table of the doctor", is_ours=is_table)
         checks.extend(diagnose(read(rest)))  # before torch, whose import takes seconds
         if speaks:
             print(table(checks), flush=True)

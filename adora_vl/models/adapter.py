@@ -1,6 +1,4 @@
-"""A PEFT adapter, of a folder or the hub, as a model: what it says of itself, and the policy of it
-and its base.
-"""
+"""PEFT adapters as models: read from a folder or the hub, merged into their base, or trained on."""
 
 from __future__ import annotations
 
@@ -44,10 +42,11 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class Adapter:
-    """`config`: PEFT's, which will be trained.
+    """An adapter in a folder or on the hub.
 
-    `base`: the model that it changes, which may be an adapter too, on the hub at `revision`.
-    `commit`: of an adapter on the hub; its `folder` is the copy here.
+    `config`: PEFT's config, as it will be trained. `base`: the model that the adapter changes,
+    which may be an adapter too, on the hub at `revision`. `folder`: the local copy of an adapter on
+    the hub.
     """
 
     name: str
@@ -58,44 +57,48 @@ class Adapter:
 
     @property
     def commit(self) -> str | None:
+        """The commit of an adapter on the hub, which names its folder; None for one in a folder."""
         return None if self.folder == Path(self.name) else self.folder.name
 
 
 def adapters_of(key: str, name: str, revision: str | None = None) -> list[Adapter]:
-    """The adapter that a user names as the model, the one that it was trained on top of, and so on;
-    [] for any other model. One on the hub is fetched. `revision`: of what is named, or, where that
-    is a folder, of its base, unless the adapter says one. Raises `UserError`, which begins with
-    `key`, where one of them cannot be read.
+    """Return the adapter that a user names as the model, and the adapters that it was trained on.
+
+    The list is empty for any other model. An adapter on the hub is fetched. `revision`: of the
+    named adapter, or, where that is a folder, of its base, unless the adapter has one. Raises
+    `UserError`, which begins with `key`, where one of them cannot be read.
     """
-    found: list[Adapter] = []
+    adapters: list[Adapter] = []
     while (folder := _folder(key, name, revision)) is not None:
-        if any(folder.samefile(one.folder) for one in found):
+        if any(folder.samefile(adapter.folder) for adapter in adapters):
             raise UserError(f"{key}: the adapter {name!r} is its own base; name another one")
-        found.append(_read(key, name, folder, revision))
-        name = found[-1].base
-        revision = found[-1].revision
-    return found
+        adapters.append(_read(key, name, folder, revision))
+        name = adapters[-1].base
+        revision = adapters[-1].revision
+    return adapters
 
 
 def _folder(key: str, name: str, revision: str | None) -> Path | None:
-    """Where the adapter of this name is; None for what is none."""
+    """Return the folder of the adapter of this name, fetched if need be; None for no adapter."""
     if Path(name).is_dir():
-        return (
-            Path(name)
-            if (Path(name) / ADAPTER).is_file() and not (Path(name) / _WHOLE).is_file()
-            else None
-        )
+        if (Path(name) / ADAPTER).is_file() and not (Path(name) / _WHOLE).is_file():
+            return Path(name)
+        return None
     if (
         name.count("/") != 1
         or not _on_hub(name, revision, ADAPTER)
         or _on_hub(name, revision, _WHOLE)
     ):
         return None
-    what: dict[str, Any] = {"allow_patterns": [*_FETCHED], "ignore_patterns": "*/*"}
     try:
-        return Path(
-            snapshot_download(name, revision=revision, local_files_only=only_here(name), **what)
+        folder = snapshot_download(
+            name,
+            revision=revision,
+            local_files_only=only_here(name),
+            allow_patterns=[*_FETCHED],
+            ignore_patterns="*/*",
         )
+        return Path(folder)
     except OSError as error:
         why = why_missing(name, error)
         raise UserError(
@@ -142,16 +145,18 @@ def _read(key: str, name: str, folder: Path, revision: str | None) -> Adapter:
     )
 
 
-def check_keys(adapter: Adapter, model: ModelConfig, given: Collection[str]) -> None:
-    """Raises `UserError` for a key of LoRA that was given and says other than the adapter that goes
-    on training.
+def check_keys(adapter: Adapter, model: ModelConfig, set_keys: Collection[str]) -> None:
+    """Raise `UserError` for a key of LoRA that differs from the adapter that goes on training.
+
+    `set_keys`: the keys that the user has set; the others are not looked at.
     """
     for key, name in _KEYS.items():
-        asked = getattr(model, key)
-        has = getattr(adapter.config, name, None)
-        if key in given and _plain(asked) != _plain(has):
+        value = getattr(model, key)
+        adapter_value = getattr(adapter.config, name, None)
+        if key in set_keys and _plain(value) != _plain(adapter_value):
             differs = (
-                f"{key}: {asked}, but the adapter {adapter.name!r} has {name}: {_plain(has)} and "
+                f"{key}: {value}, but the adapter {adapter.name!r} has {name}: "
+                f"{_plain(adapter_value)} and "
                 "goes on"
             )
             remedy = (
@@ -163,20 +168,21 @@ def check_keys(adapter: Adapter, model: ModelConfig, given: Collection[str]) -> 
 def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set):
         return sorted(map(str, value)) or None
-    return (
-        [value]
-        if isinstance(value, str) and value.isidentifier()
-        else getattr(value, "value", value)
-    )
+    if isinstance(value, str) and value.isidentifier():
+        return [value]
+    return getattr(value, "value", value)
 
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
 
 
 def served_rank(config: Any) -> int:
-    """The rank that vLLM is to make room for, at least that of every layer. Raises `UserError`."""
+    """Return the rank that vLLM reserves room for, at least that of every layer.
+
+    Raises `UserError` for a rank above the largest that vLLM has kernels for.
+    """
     rank = max(config.r, *config.rank_pattern.values()) if config.rank_pattern else config.r
-    fitting = next((one for one in _RANKS if one >= rank), None)
+    fitting = next((served for served in _RANKS if served >= rank), None)
     if fitting is None:
         raise UserError(
             f"lora_r: {rank} is above {_RANKS[-1]}, the largest rank that vLLM serves; set a "
@@ -186,29 +192,32 @@ def served_rank(config: Any) -> int:
 
 
 def hash_of(adapters: Sequence[Adapter], base: str) -> str:
-    """The hashes of adapters, or their commits, and base as one text."""
-    return " on ".join(
-        [*(one.commit or str(model_hash(str(one.folder))) for one in adapters), base]
-    )
+    """Return the commits, or hashes, of adapters and the base as one text."""
+    hashes = [adapter.commit or str(model_hash(str(adapter.folder))) for adapter in adapters]
+    return " on ".join([*hashes, base])
 
 
 def processor_folder(adapters: Sequence[Adapter], base: str, *, sees: bool) -> str:
-    """Where the processor is: the adapter's own, which may have another chat template, else the
-    base's.
+    """Return where the processor is: an adapter's folder if it has one, else the base.
+
+    An adapter's processor may have another chat template than the base's. `sees`: whether the model
+    reads images.
     """
     files = (
         ("processor_config.json", "preprocessor_config.json")
         if sees
         else ("tokenizer_config.json",)
     )
-    own = (one.folder for one in adapters if any((one.folder / file).is_file() for file in files))
-    return str(next(own, base))
+    for adapter in adapters:
+        if any((adapter.folder / file).is_file() for file in files):
+            return str(adapter.folder)
+    return base
 
 
 def load_merged(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any]) -> Any:
-    """The base with `adapters` added to its weights, in its dtype.
+    """Return the base with `adapters` merged into its weights, in its dtype.
 
-    `init`: for `from_pretrained`.
+    `init`: arguments of `from_pretrained`.
     """
     from peft import get_peft_model
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -222,11 +231,11 @@ def load_merged(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any])
         # that, `save_original_format=False`, writes the names of modules, which are not those of
         # the model's files.
         model._weight_conversions = [
-            one
-            for one in model._weight_conversions
+            conversion
+            for conversion in model._weight_conversions
             if not any(
                 type(step).__module__.endswith("bitsandbytes")
-                for step in getattr(one, "operations", ())
+                for step in getattr(conversion, "operations", ())
             )
         ]
     for adapter in reversed(adapters):
@@ -242,8 +251,9 @@ def load_merged(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any])
 
 
 def load_policy(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any]) -> Any:
-    """A `PeftModel` in which the first of `adapters` is to be trained; its weights come by
-    `begin_with`.
+    """Return a `PeftModel` in which the first of `adapters` is trained; the others are merged.
+
+    Its adapter has new weights until `begin_with` loads them.
     """
     from peft import get_peft_model
 
@@ -252,8 +262,9 @@ def load_policy(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any])
 
 @contextmanager
 def trained_alone(policy: Any) -> Iterator[None]:
-    """Inside, PEFT saves what is trained without the reference `ref`, which the state that ZeRO-3
-    gathers lacks.
+    """Hide the reference adapter `ref` from PEFT inside the block, so that it saves the policy alone.
+
+    The state that ZeRO-3 gathers lacks the reference.
     """
     reference = policy.peft_config.pop("ref", None)
     yield
@@ -262,9 +273,9 @@ def trained_alone(policy: Any) -> Iterator[None]:
 
 
 def name_base(policy: Any, beneath: Sequence[Adapter]) -> None:
-    """Write into the config of what is trained which model it is of, for whoever loads it.
+    """Write the base model of the trained adapter into its config, for whoever loads it.
 
-    `beneath`: what was merged into the base. PEFT names neither that nor a commit.
+    `beneath`: the adapters that were merged into the base. PEFT names neither them nor a commit.
     """
     config = policy.peft_config["default"]
     commit = getattr(policy.config, "_commit_hash", None)
@@ -276,7 +287,7 @@ def name_base(policy: Any, beneath: Sequence[Adapter]) -> None:
 
 
 def in_float32(policy: Any) -> None:
-    """Have what is trained in float32.
+    """Cast the trained parameters, and the reference adapter, to float32.
 
     On a bfloat16 base PEFT keeps `modules_to_save` in bfloat16, and TRL casts all adapters of a
     base in 4 bits to it; there rounding would swallow nearly every update.
@@ -287,9 +298,7 @@ def in_float32(policy: Any) -> None:
 
 
 def begin_with(policy: Any, adapter: Adapter) -> None:
-    """Give the policy, and the adapter `ref` that TRL has made its reference, the adapter's
-    weights.
-    """
+    """Load the adapter's weights into the policy, and into TRL's reference adapter `ref`."""
     in_float32(policy)
     for name in policy.peft_config:
         restore_adapter(policy, name, adapter.folder)

@@ -101,39 +101,43 @@ def check_sees(model: ModelConfig, config: PretrainedConfig, *, has_images: bool
         raise UserError(f"{blind}; name a vision-language model, or a dataset without images")
 
 
-def check_attention(model: ModelConfig, given: Mapping[str, Any]) -> None:
-    """Raises `UserError` for an attention kernel that is not here. `given`: `model_init_kwargs`."""
-    attention = given.get("attn_implementation", model.attn_implementation)
+def check_attention(model: ModelConfig, init_kwargs: Mapping[str, Any]) -> None:
+    """Raise `UserError` for an attention kernel that is not installed here.
+
+    `init_kwargs`: the run's `model_init_kwargs`.
+    """
+    attention = init_kwargs.get("attn_implementation", model.attn_implementation)
     if attention in _FLASH and not _FLASH[attention]():
         raise UserError(
             f"attn_implementation: {attention} is not installed here, or needs a GPU; use sdpa"
         )
 
 
-def check_arguments(config: PretrainedConfig, given: Mapping[str, Any]) -> None:
-    """Raises `UserError` for an argument of `from_pretrained` that nobody reads: the model would be
-    given it.
+def check_arguments(config: PretrainedConfig, init_kwargs: Mapping[str, Any]) -> None:
+    """Raise `UserError` for an argument of `from_pretrained` that nothing reads.
+
+    The class of the model would get it, and fail.
     """
-    # it takes most of them out of its **kwargs
-    read = inspect.getsource(PreTrainedModel.from_pretrained)
-    known = {
+    # `from_pretrained` takes most of its arguments out of **kwargs, so its source names them
+    source = inspect.getsource(PreTrainedModel.from_pretrained)
+    parameters = {
         *inspect.signature(PreTrainedModel.from_pretrained).parameters,
         "use_auth_token",
         "attn_implementation",
     }
-    for key, value in masked(given).items():
-        known_to_none = key not in known and f'"{key}"' not in read and not hasattr(config, key)
-        if known_to_none or (key == "dtype" and isinstance(value, str) and not is_dtype(value)):
-            what = f"which has no such {'argument' if known_to_none else 'value of it'}"
+    for key, value in masked(init_kwargs).items():
+        is_unknown = key not in parameters and f'"{key}"' not in source and not hasattr(config, key)
+        if is_unknown or (key == "dtype" and isinstance(value, str) and not is_dtype(value)):
+            reason = f"which has no such {'argument' if is_unknown else 'value of it'}"
             raise UserError(
-                f"model_init_kwargs: {key}: {value!r:.60} is refused by the model, {what}"
+                f"model_init_kwargs: {key}: {value!r:.60} is refused by the model, {reason}"
             )
 
 
 def check_parts(
     model: ModelConfig, config: PretrainedConfig, peft_config: Any, frozen: Sequence[str]
 ) -> None:
-    """Raises `UserError` for a part to freeze, or a layer for an adapter, that this model has not.
+    """Raise `UserError` for a part to freeze, or a layer for an adapter, that this model lacks.
 
     The modules are built without memory, to look at their names.
     """
@@ -162,10 +166,9 @@ def check_parts(
 
 
 def check_trainable(config: Any, model_config: PretrainedConfig, *, adapted: bool) -> None:
-    """Raises `UserError` for a loss or a reference that this model cannot have, which TRL would
-    refuse once the weights are loaded.
+    """Raise `UserError` for a loss or a reference that this model cannot have.
 
-    `config`: the run's. `adapted`: whether adapters are trained.
+    TRL would refuse it only once the weights are loaded. `config`: the run's. `adapted`: whether adapters are trained.
     """
     coefficient = config.router_aux_loss_coef
     has_routers = hasattr(model_config.get_text_config(), "output_router_logits")
@@ -182,7 +185,7 @@ def check_trainable(config: Any, model_config: PretrainedConfig, *, adapted: boo
 
 
 def dropout_notes(peft_config: Any, config: Any, *, one_step: bool) -> list[str]:
-    """What dropout of an adapter does to a run: at most one line.
+    """Return a note on what dropout of an adapter does to a run: at most one line.
 
     `one_step`: whether a generation is learned from in one optimizer step, where the ratio of new
     to old policy is 1.
@@ -197,7 +200,7 @@ def dropout_notes(peft_config: Any, config: Any, *, one_step: bool) -> list[str]
 
 
 def lora_of(model: ModelConfig) -> Any:
-    """PEFT's config by a command's keys; None without LoRA.
+    """Return PEFT's config for a command's keys; None without LoRA.
 
     Raises `UserError` where they name no layers.
     """

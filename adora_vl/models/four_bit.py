@@ -36,11 +36,11 @@ def check_four_bit(
     peft_config: Any,
     *,
     stage: int | None,
-    here: bool,
+    runs_here: bool,
 ) -> bool:
-    """Whether the base is in 4 bits.
+    """Return whether the base is in 4 bits.
 
-    `run`: its config; `stage`: DeepSpeed's; `here`: this machine will run it. Raises `UserError`
+    `run`: the run's config; `stage`: DeepSpeed's; `runs_here`: this machine will run it. Raises `UserError`
     for another quantisation, and for what does not go with 4 bits.
     """
     saved = is_four_bit(config)
@@ -103,8 +103,9 @@ def check_four_bit(
     ):
         if holds:
             raise UserError(f"{key} does not go with {reason}")
-    for package in _PACKAGES[: 1 + run.use_vllm] if here else ():
-        if not installed(package):
+    packages = _PACKAGES if run.use_vllm else _PACKAGES[:1]
+    for package in packages:
+        if runs_here and not installed(package):
             raise UserError(
                 f"{key}, but {package} is not installed; install the extra adora-vl[4bit]"
             )
@@ -117,8 +118,10 @@ def in_four_bit(layer: str) -> bool:
 
 
 def bytes_of(nested: bool) -> float:
-    """Of a parameter: half a byte, and per 64 a float32 scale; nested, per 64 a byte, and per 256
-    scales a float32.
+    """Return the bytes of a parameter in 4 bits, with its share of the scales.
+
+    A parameter takes half a byte, and 64 of them share a float32 scale. `nested`: the scales take
+    a byte, and 256 of them share a float32.
     """
     return 0.5 + (1 / 64 + 4 / (64 * 256) if nested else 4 / 64)
 
@@ -197,19 +200,21 @@ class FrozenBase:
         if self.away:
             return
         if self.device.type != "cpu":
-            self._host = self._host or [one.data.to("cpu").pin_memory() for one in self.frozen]
-            for one, host in zip(self.frozen, self._host, strict=True):
-                one.data = host
+            self._host = self._host or [
+                parameter.data.to("cpu").pin_memory() for parameter in self.frozen
+            ]
+            for parameter, host in zip(self.frozen, self._host, strict=True):
+                parameter.data = host
             torch.cuda.empty_cache()
         self.away = True
         self.moves = self.moves + 1
 
     def come_back(self) -> None:
-        """Before the policy makes a pass."""
+        """Move the frozen weights back to the card, before the policy makes a pass."""
         if not self.away:
             return
         if self.device.type != "cpu":
-            for one in self.frozen:
-                one.data = one.data.to(self.device, non_blocking=True)
+            for parameter in self.frozen:
+                parameter.data = parameter.data.to(self.device, non_blocking=True)
         self.away = False
         self.moves = self.moves + 1

@@ -54,42 +54,46 @@ MERGED = "merged"
 
 
 def local_model(name: str) -> str:
-    """The folder, or hub id, of the model that a user calls `name`: that of a tiny model, built by
-    another process if it is missing (some minutes); for the output_dir of a run with LoRA the
-    merged model inside; any other name as it is. Raises `UserError` if a small model cannot be
-    built, and for a LoRA adapter without a merged model.
+    """Return the folder, or hub id, of the model that a user calls `name`.
+
+    A tiny model is built by another process if it is missing (some minutes). The output_dir of a
+    run with LoRA stands for the merged model inside, and any other name for itself. Raises
+    `UserError` if a tiny model cannot be built, and for a LoRA adapter without a merged model.
     """
     if name in STORED and (STORED[name] / "model.safetensors").is_file():
         return str(STORED[name])
     if name in TINY_MODELS:
-        found = subprocess.run(  # noqa: S603  # a process, since what builds a model stands on a higher floor
+        build = subprocess.run(  # noqa: S603  # a process, since what builds a model stands on a higher floor
             [sys.executable, "-m", "adora_vl.builtin", "--find", name],
             stdout=subprocess.PIPE,
             text=True,
             check=False,
         )
-        if found.returncode:
+        if build.returncode:
             raise UserError(
                 f"model: {name!r} could not be built (above); mend that, or name another model"
             )
-        return found.stdout.splitlines()[-1]
+        return build.stdout.splitlines()[-1]
     folder = Path(name)
     if not (folder / ADAPTER).is_file() or (folder / "config.json").is_file():
         return name
     merged = folder / MERGED
     if not (merged / "config.json").is_file():
-        made = f"make a model of it with `python -m adora_vl.export {quote(name)} OUT` and name OUT"
-        raise UserError(f"model: {name!r} holds a LoRA adapter alone; {made}")
+        remedy = (
+            f"make a model of it with `python -m adora_vl.export {quote(name)} OUT` and name OUT"
+        )
+        raise UserError(f"model: {name!r} holds a LoRA adapter alone; {remedy}")
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"{name} holds a LoRA adapter; its merged model is used: {merged}", file=sys.stderr)
     return str(merged)
 
 
 def read_config(key: str, model: str, revision: str | None = None) -> PretrainedConfig:
-    """The config of a model folder or hub id.
+    """Return the config of a model folder or hub id.
 
-    Raises `UserError`, which begins with `key`, for a kind that Transformers does not have, since
-    code that comes with a model is never run; what Transformers raises where there is none.
+    Raises `UserError`, which begins with `key`, for a kind of model that Transformers does not
+    have, since code that comes with a model is never run. Raises what Transformers raises where
+    there is no config.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
 
@@ -104,9 +108,9 @@ def read_config(key: str, model: str, revision: str | None = None) -> Pretrained
 
 
 def model_hash(model: str, revision: str | None = None) -> str | None:
-    """The `content_hash` of the weights, settings and tokenizer in a model folder.
+    """Return the `content_hash` of the weights, settings and tokenizer in a model folder.
 
-    For a hub id its commit, because a branch such as `main` moves, or None if it is unknown.
+    A hub id gives its commit, because a branch such as `main` moves, or None if it is unknown.
     """
     folder = Path(model)
     if folder.is_dir():
@@ -295,23 +299,23 @@ def pixel_limits(image_processor: Any) -> dict[str, int] | None:
 
 
 def limit_pixels(processor: Any, min_pixels: int | None, max_pixels: int | None) -> None:
-    """Set the limits that are given on the processor's images, in pixels; None keeps the
-    processor's own. Raises `UserError` where `min_pixels` exceeds `max_pixels`, or a limit is given
-    for a model that has none.
+    """Set the limits of the processor's images, in pixels; None keeps the processor's own limit.
+
+    Raises `UserError` where `min_pixels` exceeds `max_pixels`, or the model has no such limits.
     """
     if min_pixels is None and max_pixels is None:
         return
     image_processor: Any = getattr(processor, "image_processor", None)
-    own = pixel_limits(image_processor)
-    if own is None:
+    limits = pixel_limits(image_processor)
+    if limits is None:
         has_none = (
             "'s image processor has no limits in pixels"
             if image_processor
             else " has no image processor"
         )
         raise UserError(f"min_pixels/max_pixels: this model{has_none}; remove the keys")
-    low = own["min_pixels"] if min_pixels is None else min_pixels
-    high = own["max_pixels"] if max_pixels is None else max_pixels
+    low = limits["min_pixels"] if min_pixels is None else min_pixels
+    high = limits["max_pixels"] if max_pixels is None else max_pixels
     if not 0 < low <= high:
         raise UserError(f"min_pixels: {low} must be above 0 and at most max_pixels: {high}")
     image_processor.size = {"shortest_edge": low, "longest_edge": high}

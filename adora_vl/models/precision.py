@@ -1,5 +1,4 @@
-"""Constants that a cast has rounded: put right when a model is built, looked for before the first
-step.
+"""Computed buffers that a cast has rounded: restored at the build, checked before the first step.
 
 DeepSpeed's `zero.Init` and `model.to(torch.bfloat16)` cast buffers along with the weights. In
 bfloat16 the rotary frequencies are off by up to 0.4 %, and angles by radians after some 1,000
@@ -13,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adora_vl.utils.errors import RunError
 
@@ -44,42 +43,50 @@ def restore_buffers(model: nn.Module) -> list[str]:
 
 
 def wrong_buffers(model: nn.Module) -> list[str]:
-    """A line for every computed float buffer that is not what its module's config says; where a
-    module cannot be built anew, for every rotary one that is not float32.
+    """Return a line for every computed float buffer that differs from what its config gives.
+
+    Where a module cannot be built anew, only its rotary buffers are checked, to be float32.
     """
     lines = []
     for name, buffer, right in _computed_buffers(model):
-        wanted = torch.float32 if right is None else right.dtype
-        if buffer.dtype != wanted and (right is not None or ROTARY in name):
-            lines.append(f"{name} is {dtype_name(buffer.dtype)}, not {dtype_name(wanted)}")
+        expected = torch.float32 if right is None else right.dtype
+        if buffer.dtype != expected and (right is not None or ROTARY in name):
+            lines.append(f"{name} is {dtype_name(buffer.dtype)}, not {dtype_name(expected)}")
         elif right is not None and not torch.equal(buffer.cpu(), right):
             lines.append(f"{name} has other values than its config gives")
     return lines
 
 
 class RefuseWrongBuffers(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Ends a training before its first step where a cast has rounded the policy's or the
-    reference's constants.
+    """Stops a training before its first step if a cast rounded a constant of a model.
+
+    The models are the policy and the reference.
     """
 
     def __init__(self, trainer: HasModels) -> None:
         self.trainer = trainer
         self._has_updated = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """DeepSpeed or accelerate has prepared both models by now.
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Check both models, which DeepSpeed or accelerate has prepared by now.
 
         Raises `RunError` on all ranks alike.
         """
-        found = gather_object(wrong_in(self.trainer))
-        if found:
-            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        # collective: every rank gathers the lines of all, so that all of them stop
+        lines = gather_object(wrong_in(self.trainer))
+        if lines:
+            count_note = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
             why = "The model would learn under other constants than it is used with."
-            raise RunError(f"before the first step: {found[0]}{more}. {why} {REMEDY}")
+            raise RunError(f"before the first step: {lines[0]}{count_note}. {why} {REMEDY}")
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Once more before the first update: FSDP casts in its first forward, TRL for continuous
-        batching.
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Check once more before the first update.
+
+        FSDP casts in its first forward pass, and TRL for continuous batching.
         """
         if not self._has_updated:
             self.on_train_begin(args, state, control)
@@ -94,7 +101,7 @@ REMEDY = (
 
 
 def wrong_in(trainer: HasModels) -> list[str]:
-    """`wrong_buffers` of a trainer's policy and, where there is one, of its reference model."""
+    """Return the lines of `wrong_buffers` for a trainer's policy and its reference model, if any."""
     models = {"policy": trainer.model, "reference": trainer.ref_model}
     return [
         f"{role}: {line}"
@@ -105,7 +112,7 @@ def wrong_in(trainer: HasModels) -> list[str]:
 
 
 def _computed_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """Name, buffer and right value (None: unknown) of every non-persistent float buffer."""
+    """Yield name, buffer and right value (None: unknown) of every non-persistent float buffer."""
     for prefix, module in model.named_modules():
         computed = {
             name: buffer
@@ -124,5 +131,5 @@ def _computed_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | 
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in configs and messages, such as `bfloat16`."""
+    """Return the name of a dtype in configs and messages, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")

@@ -41,8 +41,9 @@ class Tower:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Numbers of parameters by component, and the two towers (`vision` is None for a text-only
-    model).
+    """Numbers of parameters by component, and the sizes of the two towers.
+
+    `vision` is None for a text-only model.
     """
 
     parameters: dict[str, int]
@@ -51,9 +52,8 @@ class ModelShape:
     vocabulary: int
     tied: bool
     weight_bytes: int  # per parameter, in the model's own dtype
-    largest_tensor: (
-        int  # parameters of the largest one: what is gathered whole while weights are synced
-    )
+    # parameters of the largest tensor, which is gathered whole while weights are synced
+    largest_tensor: int
     head_is_trained: bool
     adapters: bool = False
     adapted: int = 0  # values per token that the adapted projections of a decoder layer read
@@ -75,7 +75,10 @@ class ModelShape:
         return sum(self.trainable.values())
 
     def base_bytes(self, byte: int) -> int:
-        """Without what an adapter trains, at `byte` a parameter, but for those in 4 bits."""
+        """Bytes of the base, without an adapter's parameters, at `byte` bytes a parameter.
+
+        Parameters in 4 bits take `four_bit_bytes` instead.
+        """
         base = self.total - (self.trained if self.adapters else 0)
         return (base - self.four_bit) * byte + int(self.four_bit * self.four_bit_bytes)
 
@@ -87,8 +90,9 @@ class ModelShape:
 def config_for_planning(
     name: str, revision: str | None = None
 ) -> tuple[PretrainedConfig, str | None]:
-    """The config of a model folder or hub id, and a note if it is the one that ships with this
-    package. Raises `UserError` as `load_config` does, where none of that name ships.
+    """Return the config of a model folder or hub id, and a note if it is a shipped one.
+
+    Raises `UserError` as `load_config` does, where no config of that name ships with this package.
     """
     try:
         return load_config(name, revision), None
@@ -96,9 +100,8 @@ def config_for_planning(
         shipped = SHAPES / name.rpartition("/")[2]
         if Path(name).is_dir() or not (shipped / "config.json").is_file():
             raise
-        return load_config(
-            str(shipped)
-        ), f"the config of {name} is the one that ships here; the hub was not reached"
+        config = load_config(str(shipped))
+        return config, f"the config of {name} is the one that ships here; the hub was not reached"
 
 
 def describe(
@@ -109,18 +112,19 @@ def describe(
     peft_config: Any = None,
     four_bit_bytes: float = 0.0,
 ) -> ModelShape:
-    """The shape of a policy as it will be trained: `frozen` components, LoRA from `peft_config`,
-    layers in 4 bits where `four_bit_bytes` says what a parameter of theirs takes. The modules are
-    built on torch's meta device, so nothing is allocated. A family that is not in the table has no
-    vision tower here.
+    """Return the shape of a policy as it will be trained.
+
+    `frozen`: components that are not trained. `peft_config`: of LoRA. `four_bit_bytes`: bytes of a
+    parameter in 4 bits, 0 where no layer is. The modules are built on torch's meta device, so
+    nothing is allocated. The shape of an unknown family has no vision tower.
     """
     with compat.SHARDED_BUILD.replaced_by(None, on=deepspeed), torch.device("meta"):
         model = auto_class(config).from_config(config)
     layers = model.named_modules() if four_bit_bytes else ()
     four_bit = sum(
-        one.weight.numel()
-        for name, one in layers
-        if isinstance(one, nn.Linear) and in_four_bit(name)
+        layer.weight.numel()
+        for name, layer in layers
+        if isinstance(layer, nn.Linear) and in_four_bit(name)
     )
     if peft_config is not None:
         from peft import get_peft_model
@@ -130,12 +134,14 @@ def describe(
             model = get_peft_model(model, deepcopy(peft_config), autocast_adapter_dtype=False)
         refuse_embedding_adapters(model)
     freeze(model, frozen)
-    counts, trained = (dict.fromkeys(COMPONENTS, 0) for _ in range(2))
+    counts = dict.fromkeys(COMPONENTS, 0)
+    trained = dict.fromkeys(COMPONENTS, 0)
     for name, parameter in model.named_parameters():
         counts[component_of(name)] += parameter.numel()
-        trained[component_of(name)] += parameter.numel() * parameter.requires_grad
+        if parameter.requires_grad:
+            trained[component_of(name)] += parameter.numel()
     head = model.get_output_embeddings().weight
-    first = (
+    first_layer = (
         module
         for name, module in model.named_modules()
         if ".layers.0." in name and "visual" not in name
@@ -154,8 +160,8 @@ def describe(
         adapters=peft_config is not None,
         four_bit=four_bit,
         four_bit_bytes=four_bit_bytes,
-        adapted=sum(one.in_features for one in first if hasattr(one, "lora_A")),
-        **({} if family is None or vision is None else _seen(vision, family)),
+        adapted=sum(module.in_features for module in first_layer if hasattr(module, "lora_A")),
+        **({} if family is None or vision is None else _vision_fields(vision, family)),
     )
 
 
@@ -165,14 +171,16 @@ def _check_names(model: Any, peft_config: Any) -> None:
     PEFT passes over it where another one fits.
     """
     names = [name for name, _ in model.named_modules()]
-    for key, wanted in (
+    for key, modules in (
         ("lora_target_modules", peft_config.target_modules),
         ("lora_modules_to_save", peft_config.modules_to_save),
     ):
-        for one in sorted(wanted) if isinstance(wanted, list | tuple | set) else ():
-            if not any(name == one or name.endswith(f".{one}") for name in names):
-                close = did_you_mean(one, {name.rpartition(".")[2] for name in names})
-                raise UserError(f"{key}: {one!r} is no module of this model{close}")
+        if not isinstance(modules, list | tuple | set):
+            continue
+        for module in sorted(modules):
+            if not any(name == module or name.endswith(f".{module}") for name in names):
+                close = did_you_mean(module, {name.rpartition(".")[2] for name in names})
+                raise UserError(f"{key}: {module!r} is no module of this model{close}")
 
 
 def refuse_embedding_adapters(model: Any) -> None:
@@ -182,8 +190,10 @@ def refuse_embedding_adapters(model: Any) -> None:
 
 
 def refuse_head_adapters(model: Any) -> None:
-    """Raise `UserError` for a `PeftModel` with an adapter on its output embedding. TRL multiplies
-    the hidden states by the weight of that module alone, so the adapter would never be trained.
+    """Raise `UserError` for a `PeftModel` with an adapter on its output embedding.
+
+    TRL multiplies the hidden states by the weight of that module alone, so the adapter would never
+    be trained.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -200,8 +210,10 @@ def refuse_head_adapters(model: Any) -> None:
 
 
 def refuse_tied_adapters(model: Any) -> None:
-    """Raise `UserError` for a `PeftModel` in which an adapter changes one of two tied embeddings:
-    vLLM and a saved model have one matrix for both uses, so it could be merged into neither.
+    """Raise `UserError` for a `PeftModel` in which an adapter changes one of two tied embeddings.
+
+    vLLM and a saved model have one matrix for both uses, so the adapter could be merged into
+    neither.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
@@ -235,17 +247,17 @@ def is_dtype(name: str) -> bool:
 
 
 def _dtype(name: str | None, config: PretrainedConfig) -> torch.dtype:
-    """The dtype by name.
+    """Return the dtype of this name.
 
     `auto` and None mean the dtype in the model's config, as in Transformers 5.
     """
     named = config.dtype if name in (None, "auto") else name
-    found = getattr(torch, str(named or "float32").removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, str(named or "float32").removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
         raise UserError(
             f"dtype: {name!r} is no dtype of torch; use bfloat16, float16, float32 or auto"
         )
-    return found
+    return dtype
 
 
 def _text_tower(config: Any, family: Family | None) -> Tower:
@@ -263,10 +275,10 @@ def _text_tower(config: Any, family: Family | None) -> Tower:
     )
 
 
-def _seen(config: Any, family: Family) -> dict[str, Any]:
-    """The fields of a shape that are of the vision tower.
+def _vision_fields(config: Any, family: Family) -> dict[str, Any]:
+    """Return the fields of a shape that describe the vision tower.
 
-    In Qwen2-VL `hidden_size` is what leaves the tower, and `embed_dim` its own width.
+    In Qwen2-VL `hidden_size` is the width of the tower's output, and `embed_dim` that of the tower.
     """
     width = getattr(config, "embed_dim", None) or config.hidden_size
     tower = Tower(

@@ -509,7 +509,7 @@ def _check_outputs(options: DryRunOptions) -> None:
         check_json(
             "--json",
             path=options.json,
-            what="the figures of a dry run",
+            kind="the figures of a dry run",
             is_ours=lambda figures: "peak_bytes" in figures,
         )
     config = options.write_config

@@ -187,7 +187,7 @@ def model(run: ResolvedRun) -> None:
     run.notes += fits.check_family(keys, config, run.model_config)
     stage = run.context.sharding.stage
     run.four_bit = check_four_bit(
-        keys, config, run.model_config, run.peft_config, stage=stage, here=local
+        keys, config, run.model_config, run.peft_config, stage=stage, runs_here=local
     )
     if run.four_bit and len(run.merged_adapters):
         merged = (
@@ -300,7 +300,7 @@ def processor(run: ResolvedRun) -> None:
         run.script.adora_overlong_prompts if run.script is not None else None,
         speaks=run.is_main_process and not run.context.dry_run,
         paper=run.context.dry_run,
-        most=run.request.max_rows,
+        max_rows=run.request.max_rows,
     )
     if run.overlong.limit is None and run.is_main_process and not run.context.dry_run:
         print(

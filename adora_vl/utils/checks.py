@@ -65,10 +65,10 @@ def as_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
     return [asdict(check) for check in checks]
 
 
-def is_table(content: Any) -> bool:
-    """Whether the content of a JSON file is from `as_json`."""
+def is_table(content: object) -> bool:
+    """Whether the content of a JSON file was written by `as_json`."""
     return isinstance(content, list) and all(
-        one.keys() == Check.__dataclass_fields__.keys() for one in content
+        entry.keys() == Check.__dataclass_fields__.keys() for entry in content
     )
 
 

@@ -81,29 +81,31 @@ def spelled(value: object) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON and YAML know it: a block of options as a mapping, or as its `shorthand`
-    where that says all.
+    """Return a value in the types of JSON and YAML.
+
+    A block of options becomes a mapping, or the value of its `shorthand` where all others have
+    their defaults.
     """
     if is_dataclass(value) and not isinstance(value, type):
-        found = {key.name: plain(getattr(value, key.name)) for key in fields(value)}
+        options = {key.name: plain(getattr(value, key.name)) for key in fields(value)}
         short = str(getattr(value, "shorthand", ""))
         alone = short and all(
             getattr(value, key.name) == key.default for key in fields(value) if key.name != short
         )
-        return found[short] if alone else found
+        return options[short] if alone else options
     if isinstance(value, Mapping):
-        return {key: plain(each) for key, each in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
 
 
 def dotted(key: str, value: Any) -> dict[str, Any]:
-    """A key with its value, or where that is a mapping what is in it, each under its dotted name."""
+    """Return a key with its value; a mapping is replaced by its entries under dotted names."""
     if not isinstance(value, Mapping) or not value:
         return {key: value}
     return {
-        name: each
+        name: item
         for inside in value
-        for name, each in dotted(f"{key}.{inside}", value[inside]).items()
+        for name, item in dotted(f"{key}.{inside}", value[inside]).items()
     }
 
 
@@ -140,8 +142,8 @@ class Parser(argparse.ArgumentParser):
 # Converters for argparse, which puts the name of the option before their message.
 
 
-def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Whole numbers from `least` to `most`."""
+def whole(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
+    """Return a converter of whole numbers from `minimum` to `maximum`."""
 
     def convert(text: str) -> int:
         # The length first: Python refuses to read more than 4,300 digits, with an error of its own.
@@ -150,26 +152,26 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
             if len(text) < 20 and text.isascii() and text.removeprefix("-").isdecimal()
             else None
         )
-        if value is None or value < least or (most is not None and value > most):
-            between = f"from {least} on" if most is None else f"from {least} to {most}"
+        if value is None or value < minimum or (maximum is not None and value > maximum):
+            between = f"from {minimum} on" if maximum is None else f"from {minimum} to {maximum}"
             raise argparse.ArgumentTypeError(f"{text!r:.60} is not a whole number {between}")
         return value
 
     return convert
 
 
-def number(least: float, most: float, *, also: float | None = None) -> Callable[[str], float]:
-    """Numbers from `least` to `most`, and `also` one outside; never NaN."""
+def number(minimum: float, maximum: float, *, also: float | None = None) -> Callable[[str], float]:
+    """Return a converter of numbers from `minimum` to `maximum`, and `also`; never NaN."""
 
     def convert(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not (least <= value <= most or value == also):
+        if not (minimum <= value <= maximum or value == also):
             beside = "" if also is None else f"{also:g} or "
             raise argparse.ArgumentTypeError(
-                f"{text!r:.60} is not {beside}a number from {least:g} to {most:g}"
+                f"{text!r:.60} is not {beside}a number from {minimum:g} to {maximum:g}"
             )
         return value
 
@@ -186,11 +188,11 @@ def text(value: str) -> str:
 
 
 def path(value: str) -> Path:
-    """A path. An empty one would be the folder that the command runs in."""
-    found = Path(text(value))
-    if any(len(part.encode(errors="surrogateescape")) > 255 for part in found.parts):
+    """Convert to a path; an empty one is refused, as it would mean the current folder."""
+    path_value = Path(text(value))
+    if any(len(part.encode(errors="surrogateescape")) > 255 for part in path_value.parts):
         raise argparse.ArgumentTypeError(f"{value!r:.60} has a name of over 255 bytes; shorten it")
-    return found
+    return path_value
 
 
 def is_no_value(word: str) -> bool:
@@ -221,7 +223,11 @@ def is_null(text: object) -> bool:
 def truth(value: object) -> bool | None:
     """`value` as true or false; None where it is neither."""
     word = str(value).strip().lower()
-    return True if word in _TRUE else False if word in _FALSE else None
+    if word in _TRUE:
+        return True
+    if word in _FALSE:
+        return False
+    return None
 
 
 def split_list(words: Sequence[Any]) -> list[Any]:
@@ -266,28 +272,31 @@ def _loader() -> Any:
     class Loader(yaml.SafeLoader):
         def get_single_node(self) -> Any:
             node = super().get_single_node()
-            left = iter(range(_MOST_YAML))
+            remaining_visits = iter(range(_MOST_YAML))
 
             def visit(node: Any) -> None:
-                if next(left, None) is None:
+                if next(remaining_visits, None) is None:
                     raise yaml.constructor.ConstructorError(
                         None, None, "its aliases make it larger than any config"
                     )
-                for part in node.value if isinstance(node, yaml.CollectionNode) else ():
-                    for inside in part if isinstance(part, tuple) else (part,):
-                        visit(inside)
+                if not isinstance(node, yaml.CollectionNode):
+                    return
+                for part in node.value:
+                    children = part if isinstance(part, tuple) else (part,)
+                    for child in children:
+                        visit(child)
 
             if node is not None:
                 visit(node)
             return node
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            seen: set[str] = set()
+            names: set[str] = set()
             for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-                if key.value in seen:
+                if key.value in names:
                     twice = f"line {key.start_mark.line + 1} gives {key.value!r} a second time"
                     raise yaml.constructor.ConstructorError(None, None, twice)
-                seen.add(key.value)
+                names.add(key.value)
             return super().construct_mapping(node, deep)
 
     return Loader
@@ -306,12 +315,12 @@ class GivenTwiceError(ValueError):
 
 
 def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these keys and values. Raises `GivenTwiceError`."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Return the mapping of these keys and values. Raises `GivenTwiceError`."""
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
         raise GivenTwiceError(f"{shown(twice)} is given twice in one object")
-    return found
+    return mapping
 
 
 def yaml_value(text: str) -> Any:
@@ -365,8 +374,8 @@ def read_mapping(option: str, path: Path) -> dict[str, Any]:
             f"{option}: {str(path)!r} is nested too deeply; name a file of `key: value` lines"
         ) from error
     if not isinstance(content, dict):
-        found = "nothing" if content is None else type(content).__name__
-        raise UserError(f"{option}: {str(path)!r}: expected `key: value` lines, found {found}")
+        kind = "nothing" if content is None else type(content).__name__
+        raise UserError(f"{option}: {str(path)!r}: expected `key: value` lines, found {kind}")
     return {str(key): value for key, value in content.items()}
 
 

@@ -23,13 +23,15 @@ class Patch:
         """Inside, the attribute of `on` is `value`; one that `on` has from its class alone is
         deleted after that.
         """
-        own = self.name in vars(on)
-        original = vars(on)[self.name] if own else getattr(on, self.name)  # a static method as such
+        is_own_attribute = self.name in vars(on)
+        original = (
+            vars(on)[self.name] if is_own_attribute else getattr(on, self.name)
+        )  # a static method as such
         setattr(on, self.name, value)
         try:
             yield
         finally:
-            if own:
+            if is_own_attribute:
                 setattr(on, self.name, original)
             else:
                 delattr(on, self.name)

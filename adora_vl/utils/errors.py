@@ -138,12 +138,12 @@ def engine_call(name: str) -> TranslatedErrors:
     return TranslatedErrors(translated)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the closest of `known`, or an empty string when nothing is close."""
-    close = nearest(word, known)
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?` for the closest of `choices`, else an empty string."""
+    close = nearest(word, choices)
     return f"; did you mean '{close}'?" if close else ""
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The closest of `known`; None where nothing is close."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """Return the closest of `choices`; None where nothing is close."""
+    return next(iter(difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)), None)

@@ -198,8 +198,8 @@ def recover_folder(folder: Path) -> None:
 
     What a living process is writing stays.
     """
-    found = sorted(folder.parent.glob(f".{escape(folder.name)}{_PARTIAL}*"))
-    for beside in abandoned(path for path in found if is_partial(path) and path.is_dir()):
+    partial_paths = sorted(folder.parent.glob(f".{escape(folder.name)}{_PARTIAL}*"))
+    for beside in abandoned(path for path in partial_paths if is_partial(path) and path.is_dir()):
         _settle(beside, folder)
 
 
@@ -315,9 +315,9 @@ def disk_is_full(error: BaseException | None) -> bool:
 
 def refuse_dangling(option: str, path: Path) -> None:
     """Raise `UserError` where `path` is, or lies in, a link to something that is not there."""
-    for place in (path, *path.parents):
-        if os.path.islink(place) and not os.path.exists(place):  # noqa: PTH110, PTH114  # no error for too long a name
-            leads = f"{str(place)!r} is a link to {str(place.readlink())!r}, which is not there"
+    for part in (path, *path.parents):
+        if os.path.islink(part) and not os.path.exists(part):  # noqa: PTH110, PTH114  # no error for too long a name
+            leads = f"{str(part)!r} is a link to {str(part.readlink())!r}, which is not there"
             raise UserError(f"{option}: {leads}; make that, or remove the link")
 
 
@@ -325,19 +325,22 @@ def check_folder(option: str, folder: Path) -> None:
     """Raise `UserError` where a folder can be neither made nor written into, without making it."""
     refuse_dangling(option, folder)
     with written_to(option, folder):
-        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-        is_file = (
-            f"{option}: {str(there)!r} is a file, and a folder is needed; choose another place"
+        existing = next(
+            parent for parent in (folder, *folder.absolute().parents) if parent.exists()
         )
-        if not there.is_dir():
+        is_file = (
+            f"{option}: {str(existing)!r} is a file, and a folder is needed; choose another place"
+        )
+        if not existing.is_dir():
             raise UserError(is_file)
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(existing))
 
 
-def check_json(option: str, path: Path, what: str, is_ours: Callable[[Any], bool]) -> None:
-    """Raise `UserError` where a JSON file cannot be written, or is there and is not `what`, as
-    `is_ours` says.
+def check_json(option: str, path: Path, kind: str, is_ours: Callable[[Any], bool]) -> None:
+    """Raise `UserError` where a JSON file cannot be written, or exists and is not ours.
+
+    `kind`: what the file should be, in words. `is_ours`: checks its content.
     """
     check_folder(option, path.parent)
     # /dev/stdout is written to as it is
@@ -349,16 +352,16 @@ def check_json(option: str, path: Path, what: str, is_ours: Callable[[Any], bool
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         fine = False
     if not fine:
-        raise UserError(f"{option}: {str(path)!r} is there and not {what}; choose another name")
+        raise UserError(f"{option}: {str(path)!r} is there and not {kind}; choose another name")
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} where there is none that can be read."""
+    """Return the JSON object in a file; {} where none can be read."""
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def make_folder(option: str, folder: Path) -> None:

@@ -37,27 +37,27 @@ def content_hash(files: Iterable[Path]) -> str:
             file=sys.stderr,
             flush=True,
         )
-    whole = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     for path in paths:
-        whole.update(os.fsencode(path.name) + f"\0{_of(path)}\0".encode())
-    return whole.hexdigest()
+        digest.update(os.fsencode(path.name) + f"\0{_of(path)}\0".encode())
+    return digest.hexdigest()
 
 
 def _of(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
         # of the open file: a client of NFS asks the server when it opens one
         before = os.fstat(file.fileno())
-        known = _memory().get(_state(before))
-        if known is not None and _HASH.fullmatch(known):
-            return known
+        remembered = _memory().get(_state(before))
+        if remembered is not None and _HASH.fullmatch(remembered):
+            return remembered
         began = time.time_ns()
-        found = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+        file_hash = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
         unchanged = _state(os.fstat(file.fileno())) == _state(before)
     settled = began - max(before.st_mtime_ns, before.st_ctime_ns) > _SETTLED_NS
     if settled and unchanged and before.st_size >= _REMEMBERED_BYTES:
         with suppress(OSError):  # this process remembers it all the same
-            _memory().put(_state(before), found)
-    return found
+            _memory().put(_state(before), file_hash)
+    return file_hash
 
 
 def _state(stat: os.stat_result) -> str:

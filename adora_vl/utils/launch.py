@@ -45,14 +45,14 @@ def free_port() -> int:
 
 
 def put_own_programs_on_path() -> None:
-    """Let child processes find this environment's programs: DeepSpeed and torch call `ninja` by its
-    name.
+    """Let child processes find this environment's programs.
+
+    DeepSpeed and torch call `ninja` by its name.
     """
-    own = str(Path(sys.executable).parent)
-    others = [
-        folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder != own
-    ]
-    os.environ["PATH"] = os.pathsep.join([own, *others])
+    programs = str(Path(sys.executable).parent)
+    path = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    remaining = [folder for folder in path if folder != programs]
+    os.environ["PATH"] = os.pathsep.join([programs, *remaining])
 
 
 def use_one_gpu() -> None:
@@ -163,9 +163,9 @@ def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> Non
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     folder = builds_folder()
     for lock in sorted({*folder.glob("*/lock"), *folder.glob("*/*/lock")}):
-        said = False
-        while (left := is_left_behind(lock)) is not False:
-            if left and first:
+        has_printed = False
+        while (is_abandoned := is_left_behind(lock)) is not False:
+            if is_abandoned and first:
                 lock.unlink(missing_ok=True)
                 print(
                     f"removed {lock}: the build that it guarded was killed",
@@ -173,13 +173,13 @@ def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> Non
                     flush=True,
                 )
                 break
-            if first and not said:
-                what = (
+            if first and not has_printed:
+                build = (
                     f"a build of {lock.parent.name}, which another machine may be making (if "
                     f"none is: rm {lock})"
                 )
-                print(f"waiting up to {PATIENCE_S:.0f} s for {what}", file=sys.stderr, flush=True)
-                said = True
+                print(f"waiting up to {PATIENCE_S:.0f} s for {build}", file=sys.stderr, flush=True)
+                has_printed = True
             sleep(0.5)
 
 
@@ -215,12 +215,13 @@ SEVERAL = "take configs/accelerate/zero2.yaml or zero3.yaml (cpu_zero3.yaml with
 
 
 def fewer_than_asked(environment: Mapping[str, str] = os.environ) -> str:
-    """What to say where `accelerate launch` was asked for several processes and has started one,
-    with an address to meet at and no number of processes; empty elsewhere.
+    """Return a note if `accelerate launch` was asked for several processes and started one.
+
+    It then sets an address to meet at and no number of processes. Empty elsewhere.
     """
-    asked = "ACCELERATE_DYNAMO_MODE" in environment and "MASTER_ADDR" in environment
+    wants_several = "ACCELERATE_DYNAMO_MODE" in environment and "MASTER_ADDR" in environment
     if (
-        not asked
+        not wants_several
         or under_elastic(environment)
         or any(name.endswith("WORLD_SIZE") for name in environment)
     ):
@@ -342,8 +343,8 @@ class StartupLog:
         self.release()
         if open_until_now and isinstance(error, Exception) and not isinstance(error, UserError):
             with suppress(OSError):
-                said = self.path.read_bytes()[self._began :].decode(errors="replace")
-                if lines := [line for line in said.splitlines() if line.strip()][-_SHOWN:]:
+                output = self.path.read_bytes()[self._began :].decode(errors="replace")
+                if lines := [line for line in output.splitlines() if line.strip()][-_SHOWN:]:
                     head = f"The last of what the libraries have said ({self.path} has all of it):"
                     print("\n".join([head, *lines]), file=sys.stderr, flush=True)
 

@@ -117,9 +117,9 @@ def check_url(name: str, url: str) -> str:
     except ValueError:  # brackets without an end, a port that is no number, a name that no host has
         sound = False
     if not sound or not url.isprintable() or " " in url:
-        shown = url.rpartition("@")[2]  # before it a key may stand
+        address = url.rpartition("@")[2]  # before it a key may stand
         raise UserError(
-            f"{name}: {shown!r:.80} is no http address; give one such as http://localhost:8000/v1"
+            f"{name}: {address!r:.80} is no http address; give one such as http://localhost:8000/v1"
         )
     if parts.username or parts.password or parts.query:
         raise UserError(
@@ -228,9 +228,9 @@ class ChatClient:
         content = json.dumps({**self._fields, "messages": list(messages), **body}).encode()
         received = self._post(content)
         try:
-            found = json.loads(received)
-            choice = found["choices"][0]
-            usage = found.get("usage") or {}
+            reply = json.loads(received)
+            choice = reply["choices"][0]
+            usage = reply.get("usage") or {}
             return Reply(
                 text=_text_of(choice),
                 n_tokens=_count(usage.get("completion_tokens")),
@@ -256,7 +256,7 @@ class ChatClient:
             headers["Authorization"] = f"Bearer {key}"
         address = f"{self.endpoint.url.rstrip('/')}/chat/completions"
         try:
-            status, said, received = fetch(
+            status, reply_headers, received = fetch(
                 address, timeout_s=self.endpoint.timeout_s, content=content, headers=headers
             )
         except (
@@ -278,7 +278,7 @@ class ChatClient:
         raise EndpointError(
             f"HTTP {status}{why}",
             again=again,
-            wait_s=_seconds(said.get("Retry-After")),
+            wait_s=_seconds(reply_headers.get("Retry-After")),
             refused=status in _REFUSED,
             too_long=bool(_LONG_PROMPT.search(why)) and not _LONG_ANSWER.search(why),
         )
@@ -339,10 +339,10 @@ def is_here(address: str) -> bool:
     """Whether an address leads to this machine itself, where no proxy can lead."""
     host = (urllib.parse.urlsplit(address).hostname or "").lower()
     try:
-        found = ipaddress.ip_address(host)
+        ip_address = ipaddress.ip_address(host)
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
-    return found.is_loopback or found.is_unspecified
+    return ip_address.is_loopback or ip_address.is_unspecified
 
 
 def _text_of(choice: Mapping[str, Any]) -> str:
@@ -377,8 +377,8 @@ def _in_a_line(received: bytes, key: str) -> str:
     return f": {text[:_SHOWN]}" if text else ""
 
 
-def _seconds(asked: str | None) -> float:
+def _seconds(retry_after: str | None) -> float:
     try:
-        return max(0.0, float(asked or 0))
+        return max(0.0, float(retry_after or 0))
     except ValueError:  # a date
         return 0.0

@@ -105,8 +105,8 @@ def from_file(
     known_by = content_hash(with_neighbours(path))
     name = own_name(entry)
     module = _module(f"{key}: {entry!r}", path, name)
-    found = getattr(module, name, None)
-    if found is None:
+    loaded = getattr(module, name, None)
+    if loaded is None:
 
         def came(value: Any) -> bool:  # by an import
             return (
@@ -115,23 +115,23 @@ def from_file(
 
         names = [
             name
-            for name, one in vars(module).items()
-            if fits(one) and not (name.startswith("_") or came(one))
+            for name, value in vars(module).items()
+            if fits(value) and not (name.startswith("_") or came(value))
         ]
-        there = f"it has {', '.join(names)}" if names else f"it has no {noun}"
+        contents = f"it has {', '.join(names)}" if names else f"it has no {noun}"
         raise UserError(
-            f"{key}: {entry!r}: no {noun} {name!r} there; {there}{did_you_mean(name, names)}"
+            f"{key}: {entry!r}: no {noun} {name!r} there; {contents}{did_you_mean(name, names)}"
         )
-    if not fits(found):
+    if not fits(loaded):
         raise UserError(
-            f"{key}: {entry!r}: {name} is no {noun} (it is of type {type(found).__name__})"
+            f"{key}: {entry!r}: {name} is no {noun} (it is of type {type(loaded).__name__})"
         )
-    return FromFile(found, entry.rpartition(":")[0], known_by)
+    return FromFile(loaded, entry.rpartition(":")[0], known_by)
 
 
 def _find(key: str, entry: str, noun: str) -> Path:
-    name, colon, wanted = entry.rpartition(":")
-    if not colon or not wanted.isidentifier():
+    name, colon, object_name = entry.rpartition(":")
+    if not colon or not object_name.isidentifier():
         raise UserError(
             f"{key}: {entry!r} names no {noun}; write FILE.py:{noun.upper()}, with a name in the "
             "file"
@@ -152,20 +152,23 @@ def with_neighbours(path: Path) -> set[Path]:
     `modulefinder` ends in an error for a package without `__init__.py`.
     """
     root = path.parent
-    found = set[Path]()
-    left = [path]
-    while left:
-        file = left.pop()
-        if file in found or not file.is_file():
+    files = set[Path]()
+    pending = [path]
+    while pending:
+        file = pending.pop()
+        if file in files or not file.is_file():
             continue
         is_ours = any(file.is_relative_to(folder) for folder in _OURS)
         if is_ours and file != path:
             continue
-        found.add(file)
+        files.add(file)
         for name in _imported(file, file.parent.relative_to(root).parts):
-            for place in (root.joinpath(*name[:end]) for end in range(1, len(name) + 1)):
-                left += [place.with_name(f"{place.name}.py"), place / "__init__.py"]
-    return found
+            for module_path in (root.joinpath(*name[:end]) for end in range(1, len(name) + 1)):
+                pending += [
+                    module_path.with_name(f"{module_path.name}.py"),
+                    module_path / "__init__.py",
+                ]
+    return files
 
 
 def _imported(file: Path, package: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -176,17 +179,17 @@ def _imported(file: Path, package: tuple[str, ...]) -> list[tuple[str, ...]]:
     with suppress(SyntaxError, ValueError):  # loading the file says what is wrong
         for node in ast.walk(ast.parse(file.read_bytes())):
             if isinstance(node, ast.Import):
-                names += [tuple(each.name.split(".")) for each in node.names]
+                names += [tuple(alias.name.split(".")) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
-                of = package[: len(package) + 1 - node.level] if node.level else ()
+                parents = package[: len(package) + 1 - node.level] if node.level else ()
                 names += [
-                    (*of, *filter(None, (node.module or "").split(".")), each.name)
-                    for each in node.names
+                    (*parents, *filter(None, (node.module or "").split(".")), alias.name)
+                    for alias in node.names
                 ]
     return [name for name in names if name[0] != "adora_vl"]
 
 
-def _module(where: str, path: Path, wanted: str) -> ModuleType:
+def _module(where: str, path: Path, object_name: str) -> ModuleType:
     name = f"adora_own_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:  # so that two functions of one file share its globals
         return sys.modules[name]
@@ -198,7 +201,11 @@ def _module(where: str, path: Path, wanted: str) -> ModuleType:
         sys.path.append(str(path.parent))
     sys.modules[name] = module
     try:
-        with back_in(Path.cwd()), deadline(LOAD_TIMEOUT_S), in_one_process(f"{path.name}:{wanted}"):
+        with (
+            back_in(Path.cwd()),
+            deadline(LOAD_TIMEOUT_S),
+            in_one_process(f"{path.name}:{object_name}"),
+        ):
             spec.loader.exec_module(module)
     except (Exception, SystemExit, OverdueError) as error:
         del sys.modules[name]
@@ -232,22 +239,23 @@ class OverdueError(BaseException):
 
 
 @contextmanager
-def in_one_process(what: str) -> Iterator[None]:
-    """Ends a process that the block has forked and that comes out of it, which would go on as a
-    second run. The innermost of a call's blocks: `backstop` would wait for a thread that a forked
-    process does not have.
+def in_one_process(label: str) -> Iterator[None]:
+    """End a process that the block has forked and that leaves it, as it would be a second run.
+
+    This is the innermost of a call's blocks: `backstop` would wait for a thread that a forked
+    process does not have. `label`: begins the line that is written then.
     """
-    own = os.getpid()
+    pid = os.getpid()
     try:
         yield
     except SystemExit as error:
-        if os.getpid() != own:
+        if os.getpid() != pid:
             os._exit(error.code if isinstance(error.code, int) else int(error.code is not None))
         raise
     finally:
-        if os.getpid() != own:
+        if os.getpid() != pid:
             line = (
-                f"{what}: it forked a process that did not end in it (os._exit); that process "
+                f"{label}: it forked a process that did not end in it (os._exit); that process "
                 "was ended\n"
             )
             os.write(2, line.encode())  # the buffers of sys.stderr are the first process's
@@ -277,15 +285,15 @@ def deadline(seconds: float | None) -> Iterator[None]:
 
     began = time.monotonic()
     handler = signal.signal(signal.SIGALRM, overdue)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
+    remaining_s, interval = signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        if left:  # someone else's timer goes on
+        if remaining_s:  # someone else's timer goes on
             signal.setitimer(
-                signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), interval
+                signal.ITIMER_REAL, max(remaining_s - (time.monotonic() - began), 1e-3), interval
             )
 
 

@@ -57,17 +57,17 @@ def masked(value: Any, hidden: str | None = HIDDEN) -> Any:
             masked_text(value) if value.lstrip().startswith("{") else _LOGIN.sub(_hide_login, value)
         )
     if type(value) in (list, tuple):
-        return type(value)(masked(each, hidden) for each in value)
+        return type(value)(masked(item, hidden) for item in value)
     if not isinstance(value, Mapping):
         return value
     secret = {
-        key: each
-        for key, each in value.items()
-        if is_secret(key) and isinstance(each, str) and each
+        key: item
+        for key, item in value.items()
+        if is_secret(key) and isinstance(item, str) and item
     }
-    for each in secret.values():
-        note_secret(each)
-    return {key: hidden if key in secret else masked(each, hidden) for key, each in value.items()}
+    for item in secret.values():
+        note_secret(item)
+    return {key: hidden if key in secret else masked(item, hidden) for key, item in value.items()}
 
 
 def masked_text(text: str, *secrets: str) -> str:
@@ -77,26 +77,29 @@ def masked_text(text: str, *secrets: str) -> str:
     for secret in (*secrets, *_noted):
         text = _without(text, secret)
 
-    def hide_entry(found: re.Match[str]) -> str:
-        key, between, value = found.groups()
+    def hide_entry(match: re.Match[str]) -> str:
+        key, between, value = match.groups()
         mark = value[0] if value[0] in "\"'" else ""
-        return f"{key}{between}{mark}{HIDDEN}{mark}" if is_secret(key) else found[0]
+        return f"{key}{between}{mark}{HIDDEN}{mark}" if is_secret(key) else match[0]
 
     return _ENTRY.sub(hide_entry, _QUERY.sub(rf"\g<1>{HIDDEN}", _LOGIN.sub(_hide_login, text)))
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
     """The words of a command line, for someone who may read it."""
-    kept = []
-    secret = False
+    shown_words = []
+    is_value_secret = False
     for word in words:
         key, sign, _ = word.partition("=")
         hidden = key.startswith("--") and is_secret(key[2:])
-        kept.append(
-            HIDDEN if secret else f"{key}={HIDDEN}" if hidden and sign else masked_text(word)
-        )
-        secret = hidden and not sign
-    return kept
+        if is_value_secret:
+            shown_words.append(HIDDEN)
+        elif hidden and sign:
+            shown_words.append(f"{key}={HIDDEN}")
+        else:
+            shown_words.append(masked_text(word))
+        is_value_secret = hidden and not sign
+    return shown_words
 
 
 def without_login(address: str) -> tuple[str, tuple[str, str] | None]:
@@ -110,8 +113,8 @@ def without_login(address: str) -> tuple[str, tuple[str, str] | None]:
     return urlunsplit(parts._replace(netloc=host)), (unquote(name), unquote(password))
 
 
-def _hide_login(found: re.Match[str]) -> str:
-    note_secret(unquote(found[0][:-1].partition(":")[2]))
+def _hide_login(match: re.Match[str]) -> str:
+    note_secret(unquote(match[0][:-1].partition(":")[2]))
     return f"{HIDDEN}@"
 
 
@@ -137,7 +140,7 @@ def _without(text: str, secret: str) -> str:
         "".join(f"%{byte:02x}" for byte in content),
         "".join(f"\\u{ord(c):04x}" for c in secret),
     }
-    found = [re.escape(form) for form in sorted(forms, key=len, reverse=True)]
+    patterns = [re.escape(form) for form in sorted(forms, key=len, reverse=True)]
     if len(secret) >= _SHORTEST:
         # the letters that the bytes beside it have no part in
         for before, first in (
@@ -145,10 +148,10 @@ def _without(text: str, secret: str) -> str:
             (1, 2),
             (2, 3),
         ):
-            whole = base64.b64encode(b"\0" * before + content)[
+            encoded = base64.b64encode(b"\0" * before + content)[
                 first : (before + len(content)) * 8 // 6
             ].decode()
-            found.append(
-                rf"{re.escape(whole).replace('/', '[/_]').replace(re.escape('+'), '[+-]')}[\w+/=-]*"
+            patterns.append(
+                rf"{re.escape(encoded).replace('/', '[/_]').replace(re.escape('+'), '[+-]')}[\w+/=-]*"
             )
-    return re.sub("|".join(found), HIDDEN, text, flags=re.IGNORECASE)
+    return re.sub("|".join(patterns), HIDDEN, text, flags=re.IGNORECASE)

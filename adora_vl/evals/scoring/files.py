@@ -32,7 +32,7 @@ def write_score(benchmark: Benchmark, predictions: Path, options: ScoreOptions) 
     check_json(
         "output",
         path=output,
-        what="a score file",
+        kind="a score file",
         is_ours=lambda score: {"benchmark", "items"} <= score.keys(),
     )
     make_folder("output", output.parent)
