@@ -16,6 +16,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from adora_vl.config.options import RolloutOptions
 from adora_vl.doctor.engine import check_runner
+from adora_vl.packing.policy_pass import has_dropout
 from adora_vl.record.metrics import PhaseClock
 from adora_vl.rollout import engine as engine_module
 from adora_vl.rollout.engine import AdoraVLLMGeneration
@@ -95,6 +96,7 @@ def trainer(engine: Any, **changed: Any) -> Any:
     found: Any = object.__new__(AdoraGRPOTrainer)
     found.__dict__.update(beta=facts["beta"], sampler=SimpleNamespace(awake=engine.staying_awake))
     found.model = facts["model"]
+    found.has_dropout = has_dropout(found.model)
     found.shape = SimpleNamespace(has_one_step=True)
     found.args = SimpleNamespace(
         adora_rollouts=RolloutOptions(refill=facts["tries"]), own=lambda part: not facts["old_pass"]
