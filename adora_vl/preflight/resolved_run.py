@@ -278,7 +278,7 @@ class ResolvedRun:
             plan=self.plan.describe(),
             processes=processes,
             checkpoint=self.start.checkpoint,
-            own=self.user_code_hashes,
+            user_code=self.user_code_hashes,
             left_out=len(self.overlong.left_out),
         )
 

@@ -1,4 +1,4 @@
-"""README.md of every saved model: how it was made, what came out, how to load and prompt it."""
+"""README.md of a saved model: how it was trained, its figures, how to load and prompt it."""
 
 from __future__ import annotations
 
@@ -69,30 +69,37 @@ model first: `python -m adora_vl.export <this folder> OUT`. Then, in OUT:
 
 
 def write_card(manifest: Mapping[str, Any], folder: Path, state: TrainerState) -> None:
-    """README.md of the model in `folder`, whose training is at `state`. One process calls this."""
+    """Write README.md of the model in `folder`; one process calls this.
+
+    `state` is that of the training when the model was saved, with the log history.
+    """
     replace_file(folder / "README.md", model_card(manifest, state.log_history, state.global_step))
 
 
 def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]], step: int) -> str:
-    """`manifest` is that of the run (it may be empty), `history` is its log, and `step` is the step
-    of the weights.
+    """The text of README.md.
+
+    Args:
+        manifest: the manifest of the run; it may be empty.
+        history: the log history.
+        step: the optimizer step of the weights.
     """
     config = manifest.get("config", {})
     model = manifest.get("model", {})
     name = str(model.get("name") or "")
-    sees = bool(model.get("sees_images", True))
-    asked_with = manifest.get("prompt", config.get("adora_prompt"))
-    load = (_ADAPTER if config.get("use_peft") or model.get("base") else "") + _how_to_load(
-        config, asked_with, sees
-    )
-    about = "geometric diagrams" if sees else "problems in words"
+    sees_images = bool(model.get("sees_images", True))
+    prompt = manifest.get("prompt", config.get("adora_prompt"))
+    load = _how_to_load(config, prompt, sees_images)
+    if config.get("use_peft") or model.get("base"):
+        load = _ADAPTER + load
+    subject = "geometric diagrams" if sees_images else "problems in words"
     starts = manifest.get("starts") or [{}]
-    origin = {name: manifest.get(name) for name in ("device", "commit")}
+    origin = {key: manifest.get(key) for key in ("device", "commit")}
     origin |= {"started": starts[0].get("time"), "starts": len(starts)}
     sections = [
-        _front_matter(name, sees),
+        _front_matter(name, sees_images),
         f"# {short_name(name) or 'Model'}, {amount(step, 'step')} of {recipe_of(config)}",
-        f"Trained with adora_vl to reason about {about} by reinforcement learning (ADORA: arXiv "
+        f"Trained with adora_vl to reason about {subject} by reinforcement learning (ADORA: arXiv "
         "2602.10019). The licence is that of the base model and of the data.",
         "## Load and prompt it",
         load,
@@ -108,65 +115,80 @@ def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _front_matter(name: str, sees: bool) -> str:
-    """The metadata that the hub reads. The base model is only named if its name is a hub id."""
+def _front_matter(name: str, sees_images: bool) -> str:
+    """The metadata that the hub reads; the base model is only named if its name is a hub id."""
     is_folder = not name or Path(name).exists() or name.startswith(("/", "."))
     base = [] if is_folder else [f"base_model: {json.dumps(name)}"]
-    kind, tags = (
-        ("image-text-to-text", "[grpo, adora, geometry]")
-        if sees
-        else ("text-generation", "[grpo, adora]")
-    )
+    if sees_images:
+        kind = "image-text-to-text"
+        tags = "[grpo, adora, geometry]"
+    else:
+        kind = "text-generation"
+        tags = "[grpo, adora]"
     lines = ["library_name: transformers", f"pipeline_tag: {kind}", *base, f"tags: {tags}"]
     return "\n".join(["---", *lines, "---"])
 
 
-def _how_to_load(config: Mapping[str, Any], asked_with: str | None, sees: bool) -> str:
+def _how_to_load(config: Mapping[str, Any], prompt: str | None, sees_images: bool) -> str:
+    """Code that loads the model and asks it a problem, and how prompts were made of problems.
+
+    `prompt` is the template of the training's prompts; empty or None where a prompt was the problem
+    alone.
+    """
     system = config.get("adora_system_prompt", SYSTEM_PROMPT)
-    told = f'[{{"type": "text", "text": {system!r}}}]' if sees else repr(system)
-    first = f'\n    {{"role": "system", "content": {told}}},' if system else ""
-    asked = '[{"type": "image"}, {"type": "text", "text": problem}]' if sees else "problem"
-    messages = f'[{first}\n    {{"role": "user", "content": {asked}}},\n]'
-    longest = config.get("max_completion_length") or 4096
-    load = (_LOAD if sees else _LOAD_TEXT).format(messages=messages, max_new_tokens=longest)
-    if not asked_with:
+    if sees_images:
+        code = _LOAD
+        system_content = f'[{{"type": "text", "text": {system!r}}}]'
+        user_content = '[{"type": "image"}, {"type": "text", "text": problem}]'
+    else:
+        code = _LOAD_TEXT
+        system_content = repr(system)
+        user_content = "problem"
+    system_message = f'\n    {{"role": "system", "content": {system_content}}},' if system else ""
+    messages = f'[{system_message}\n    {{"role": "user", "content": {user_content}}},\n]'
+    max_new_tokens = config.get("max_completion_length") or 4096
+    load = code.format(messages=messages, max_new_tokens=max_new_tokens)
+    if not prompt:
         return load
-    if asked_with == DEFAULT_PROMPT:
-        problem = template(asked_with)({"problem": "Find x.", "choices": ["12", "13"]})
+    if prompt == DEFAULT_PROMPT:
+        problem = template(prompt)({"problem": "Find x.", "choices": ["12", "13"]})
         return (
             f"{load}\n\nIn the training the choices of a problem stood below it:\n"
             f"\n```text\n{problem}\n```"
         )
     return (
         f"{load}\n\nIn the training the text of a problem was made of its columns: "
-        f"`{_cell(asked_with)}`"
+        f"`{_cell(prompt)}`"
     )
 
 
 def _data(data: Mapping[str, Any]) -> str:
-    """Folders are shown by name only: their paths describe the machine, not the data."""
-    rows = (
-        [("dataset", data_name(data) if data.get("sets") else _named(data["folder"]))]
-        if "folder" in data
-        else []
-    )
+    """The table of the data; folders stand by name, since paths describe the machine."""
+    rows: list[tuple[str, Any]] = []
+    if "folder" in data:
+        name = data_name(data) if data.get("sets") else _without_path(data["folder"])
+        rows.append(("dataset", name))
     rows += [(key, value) for key, value in data.items() if key not in ("folder", "sets")]
-    for one in data.get("sets") or ():
-        facts = [f"share {one['share']:g}"] if "share" in one else []
-        facts += [_named(one[key]) for key in ("source", "input", "revision") if one.get(key)]
-        rows.append((Path(one["folder"]).name, ", ".join(facts)))
-    return _table([(key, _named(value)) for key, value in rows])
+    for source in data.get("sets") or ():
+        facts = [f"share {source['share']:g}"] if "share" in source else []
+        facts += [
+            _without_path(source[key]) for key in ("source", "input", "revision") if source.get(key)
+        ]
+        rows.append((Path(source["folder"]).name, ", ".join(facts)))
+    return _table([(key, _without_path(value)) for key, value in rows])
 
 
-def _named(value: Any) -> Any:
+def _without_path(value: Any) -> Any:
+    """The name of a file or folder where the value is a path; any other value as it is."""
     return Path(value).name if str(value).startswith(("/", ".")) else value
 
 
 def _figures(history: Sequence[Mapping[str, Any]]) -> str:
+    """The table of the figures before and after, with a caution."""
     rows = figure_rows(history)
     if not rows:
         return "Nothing was logged before this was saved."
-    said = (
+    caution = (
         "Means over the logged steps, of sampled answers to training problems: not comparable "
         "with a benchmark."
     )
@@ -175,15 +197,17 @@ def _figures(history: Sequence[Mapping[str, Any]]) -> str:
         "|---|---|---|",
         *(f"| {' | '.join(row)} |" for row in rows),
     ]
-    return "\n".join([said, "", *lines])
+    return "\n".join([caution, "", *lines])
 
 
 def _table(entries: Sequence[tuple[str, Any]]) -> str:
-    known = [(key, value) for key, value in entries if value is not None and value != ""]
-    rows = [f"| {_cell(key)} | {_cell(value)} |" for key, value in known]
+    """A table in Markdown of the entries that have a value."""
+    filled = [(key, value) for key, value in entries if value is not None and value != ""]
+    rows = [f"| {_cell(key)} | {_cell(value)} |" for key, value in filled]
     return "\n".join(["| | |", "|---|---|", *rows]) if rows else "Not recorded."
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
+    """A value as text that does not break a table of Markdown."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text.replace("|", "\\|").replace("\n", " ")

@@ -1,5 +1,7 @@
 """`manifest.json`: what was run, on what, with which command, versions and data."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import os
@@ -11,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,15 +25,23 @@ from adora_vl.utils.own_files import own_name
 from adora_vl.utils.secrets import is_secret, masked, masked_text, masked_words
 from adora_vl.utils.versions import installed
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 
 def launch_command(arguments: Sequence[str] | None, parent: Path | None = None) -> str:
-    """The command that started this run, without secrets: `accelerate launch ...` if the parent
-    process was started so (Linux can tell), else `python -m adora_vl.train` with the `arguments`,
-    which are None for a script of Python's.
+    """The command that started this run, without secrets.
+
+    It is `accelerate launch ...` where the parent process was started so, which Linux can tell,
+    and `python -m adora_vl.train ...` otherwise.
+
+    Args:
+        arguments: those of the command line; None where a Python script builds the trainer.
+        parent: the file that has the parent's command line, for tests.
     """
     if arguments is None:
-        named = sys.argv and sys.argv[0] not in ("", "-c")
-        return shlex.join(masked_words([interpreter(), *sys.argv])) if named else "Python"
+        is_script = sys.argv and sys.argv[0] not in ("", "-c")
+        return shlex.join(masked_words([interpreter(), *sys.argv])) if is_script else "Python"
     words = _accelerate(Path(f"/proc/{os.getppid()}/cmdline") if parent is None else parent)
     if words is None or "-m" not in words:  # the trainer was started by another script
         words = [interpreter(), "-m", "adora_vl.train", *arguments]
@@ -39,8 +49,9 @@ def launch_command(arguments: Sequence[str] | None, parent: Path | None = None) 
 
 
 def interpreter() -> str:
-    """This Python, as one calls it from the run's folder: `python` where that and `python3` are the
-    same.
+    """This Python, as one calls it from the current folder.
+
+    It is `python` where `python` and `python3` are the same program.
     """
     program = Path(sys.executable)
     plain = program.with_name("python")
@@ -48,32 +59,34 @@ def interpreter() -> str:
 
 
 def as_called(program: str) -> str:
-    """A relative path such as `.venv/bin/python` for programs below the current folder, else only
-    the name.
+    """A program's path as one types it.
+
+    It is relative, such as `.venv/bin/python`, for a program below the current folder, and only the
+    name for any other.
     """
     path = Path(program)
     if not path.is_absolute():
         return program
-    below = path.is_relative_to(Path.cwd())
-    return str(path.relative_to(Path.cwd())) if below else path.name
+    if path.is_relative_to(Path.cwd()):
+        return str(path.relative_to(Path.cwd()))
+    return path.name
 
 
 def _accelerate(cmdline: Path) -> list[str] | None:
+    """The words of `accelerate launch ...` in a process's command line; None if it is another."""
     try:
         words = [
             word.decode(errors="replace") for word in cmdline.read_bytes().split(b"\0") if word
         ]
     except OSError:
         return None
-    for at, word in enumerate(words):
-        if Path(word).name == "accelerate" and words[at + 1 : at + 2] == ["launch"]:
-            return [as_called(word), *words[at + 1 :]]
+    for position, word in enumerate(words):
+        following = words[position + 1 :]
+        if Path(word).name == "accelerate" and following[:1] == ["launch"]:
+            return [as_called(word), *following]
         if word == "accelerate.commands.launch":
-            return [
-                as_called(str(Path(sys.executable).with_name("accelerate"))),
-                "launch",
-                *words[at + 1 :],
-            ]
+            program = as_called(str(Path(sys.executable).with_name("accelerate")))
+            return [program, "launch", *following]
     return None
 
 
@@ -84,7 +97,7 @@ NAMES = {
     "dapo": "DAPO",
     "daro": "DARO",
 }
-# they differ in how they average, and methods set them
+# Losses that differ only in how they average; methods set them, so that they are no addition
 _GRPO_LOSSES = (
     "grpo",
     "bnpo",
@@ -100,32 +113,36 @@ def methods_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def recipe_of(config: Mapping[str, Any]) -> str:
-    """Such as `GRPO`, `ADORA attenuation, factor 0.1` or `DAPO + ADORA attenuation, factor 0.1,
+    """The recipe of a recorded config in one line.
+
+    Examples: `GRPO`, `ADORA attenuation, factor 0.1`, `DAPO + ADORA attenuation, factor 0.1,
     extension NoisyRollouts`.
     """
-    named = [
+    titles = [
         _adora(config) if name == "adora" else NAMES.get(name, own_name(name))
         for name in methods_of(config)
     ]
-    return ", ".join(
-        [" + ".join(name for name in named if name) or NAMES["grpo"], *_additions(config)]
-    )
+    methods = " + ".join(title for title in titles if title) or NAMES["grpo"]
+    return ", ".join([methods, *_additions(config)])
 
 
 def adora_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """ADORA's options, schedules as such; where it is no method of the run those of its criteria
-    for the log.
+    """ADORA's options in a recorded config, with `Schedule` objects and the defaults filled in.
+
+    Where ADORA is no method of the run, the mode is `off`: its criteria are computed for the log.
     """
-    own = methods_of(config).get("adora")
-    defaults = {each.name: each.default for each in dataclasses.fields(Adora)}
-    given = {**defaults, **({"mode": "off"} if own is None else own)}
+    run_options = methods_of(config).get("adora")
+    if run_options is None:
+        run_options = {"mode": "off"}
+    defaults = {field.name: field.default for field in dataclasses.fields(Adora)}
     return {
         key: Schedule(**value) if isinstance(value, Mapping) else value
-        for key, value in given.items()
+        for key, value in {**defaults, **run_options}.items()
     }
 
 
 def _adora(config: Mapping[str, Any]) -> str:
+    """ADORA's part of the recipe; empty where its mode is `off`."""
     if not methods_of(config)["adora"]:
         return "ADORA"
     options = adora_options(config)
@@ -137,18 +154,20 @@ def _adora(config: Mapping[str, Any]) -> str:
 
 
 def _additions(config: Mapping[str, Any]) -> list[str]:
-    """What can be combined with any method."""
-    extensions = config.get("adora_extensions") or {}
+    """The parts of the recipe that can be combined with any method."""
     loss = str(config.get("loss_type") or "grpo")
-    found = {
-        f"{loss.upper()} loss": loss not in _GRPO_LOSSES,
-        **{f"extension {own_name(entry)}": True for entry in extensions},
-        f"tools {', '.join(map(own_name, config.get('tools') or ()))}": config.get("tools"),
-        f"environment {own_name(config.get('environment_factory') or '')}": config.get(
-            "environment_factory"
-        ),
-    }
-    return [text for text, present in found.items() if present]
+    extensions = config.get("adora_extensions") or {}
+    tools = config.get("tools")
+    environment = config.get("environment_factory")
+    additions = []
+    if loss not in _GRPO_LOSSES:
+        additions.append(f"{loss.upper()} loss")
+    additions += [f"extension {own_name(entry)}" for entry in extensions]
+    if tools:
+        additions.append(f"tools {', '.join(map(own_name, tools))}")
+    if environment:
+        additions.append(f"environment {own_name(environment)}")
+    return additions
 
 
 MANIFEST = "manifest.json"
@@ -168,7 +187,7 @@ Manifest = dict[str, Any]
 
 
 def run_manifest(
-    *settings: Any,
+    *settings: DataclassInstance,
     arguments: Sequence[str] | None,
     data: Sequence[str],
     rows: int,
@@ -176,19 +195,28 @@ def run_manifest(
     plan: str,
     processes: int,
     checkpoint: str | None,
-    own: Mapping[str, str] | None = None,
+    user_code: Mapping[str, str] | None = None,
     left_out: int = 0,
 ) -> Manifest:
-    """The manifest of a run that starts now, or resumes from `checkpoint`.
+    """The manifest of a run that starts now, or resumes from a checkpoint.
 
-    `settings`: the dataclasses of the run. `rows`: those that are trained on; `left_out`: those
-    whose prompts are too long (`adora_overlong_prompts`). `own`: the hash of each file of the
-    user's code, by what it is for.
+    Args:
+        *settings: the dataclasses of the run's settings.
+        arguments: those of the command line; None for a run that a Python script starts.
+        data: the folders of the data sets.
+        rows: how many rows are trained on.
+        fingerprint: the hashes of data set, model and prompt.
+        plan: how many rollouts a step has, in words.
+        processes: the number of ranks.
+        checkpoint: the folder from which the run resumes; None for a new run.
+        user_code: the hash of each file of the user's code, by what it is for.
+        left_out: how many rows are left out, since their prompts are too long
+            (`adora_overlong_prompts`).
     """
     config = {
-        field.name: getattr(each, field.name)
-        for each in settings
-        for field in dataclasses.fields(each)
+        field.name: getattr(part, field.name)
+        for part in settings
+        for field in dataclasses.fields(part)
     }
     return {
         "made_by": "adora_vl.train",
@@ -207,10 +235,9 @@ def run_manifest(
             "name": config.get("model_name_or_path"),
             "fingerprint": fingerprint.get("model"),
         },
-        "prompt": json.loads(
-            fingerprint.get("adora_prompt", "null")
-        ),  # null: each row was its problem alone
-        "own": dict(own or {}),
+        # null: a prompt is the problem of the row alone
+        "prompt": json.loads(fingerprint.get("adora_prompt", "null")),
+        "own": dict(user_code or {}),
         "batches": plan,
         "versions": versions(),
         "commit": git_commit(),
@@ -223,9 +250,9 @@ def run_manifest(
 
 
 def write_manifest(manifest: Manifest, output_dir: Path) -> None:
-    """Write the manifest, with a resumed run's earlier starts.
+    """Write the manifest, with the earlier starts of a run that resumes.
 
-    One process calls this. Raises `RunError`.
+    One process calls this. Raises `RunError` where the folder cannot be written.
     """
     path = output_dir / MANIFEST
     if manifest["status"] == "running" and manifest["starts"][-1]["checkpoint"]:
@@ -241,7 +268,14 @@ def write_manifest(manifest: Manifest, output_dir: Path) -> None:
 
 
 def end_manifest(manifest: Manifest, output_dir: Path, status: str, steps: int) -> None:
-    """Note how the run ended. `status`: finished, stopped or failed."""
+    """Write how the run ended.
+
+    Args:
+        manifest: the manifest of the run, which is changed.
+        output_dir: the folder of the run.
+        status: `finished`, `stopped` or `failed`.
+        steps: optimizer steps that were made.
+    """
     manifest |= {"status": status, "finished": now(), "steps": steps}
     write_manifest(manifest, output_dir)
 
@@ -250,16 +284,23 @@ def end_manifest(manifest: Manifest, output_dir: Path, status: str, steps: int) 
 def failure_noted(
     manifest: Manifest, output_dir: Path, steps: Callable[[], int], is_main: bool
 ) -> Iterator[None]:
-    """An exception inside marks the run as `failed`, with its first line.
+    """Mark the run as `failed` where an exception is raised inside, with the exception's first line.
 
-    A killed run still says `running`.
+    The manifest of a run that is killed goes on to say `running`.
+
+    Args:
+        manifest: the manifest of the run, which is changed.
+        output_dir: the folder of the run.
+        steps: tells how many optimizer steps were made.
+        is_main: whether this is the first rank, which alone writes.
     """
     try:
         yield
     except Exception as error:
         if is_main:
             manifest["error"] = masked_text(f"{type(error).__name__}: {error}".splitlines()[0])
-            with suppress(RunError):  # a disk that is full is what the first error says
+            # Where the disk is full, the exception inside says so already.
+            with suppress(RunError):
                 end_manifest(manifest, output_dir=output_dir, status="failed", steps=steps())
         raise
 
@@ -271,21 +312,24 @@ def read_manifest(output_dir: Path) -> Manifest:
 
 
 def now() -> str:
+    """The time as ISO 8601 in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    found |= {
-        package: version for package in _PACKAGES if (version := installed(package)) is not None
-    }
+    """The versions of Python, of the packages that are installed, and of CUDA."""
+    by_name = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        version = installed(package)
+        if version is not None:
+            by_name[package] = version
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
+        by_name["cuda"] = torch.version.cuda
+    return by_name
 
 
 def device(processes: int) -> str:
-    """`8 x NVIDIA A100-SXM4-80GB`, or the processor and its cores."""
+    """The devices in words: `8 x NVIDIA A100-SXM4-80GB`, or the processor and its cores."""
     if torch.cuda.is_available():
         return f"{processes} x {torch.cuda.get_device_name(0)}"
     return (
@@ -295,28 +339,29 @@ def device(processes: int) -> str:
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout that this package runs from, with `+changes` if files differ; None
-    without one.
+    """The commit of the checkout that this package runs from; None where it is installed otherwise.
+
+    `+changes` follows it where tracked files differ from the commit.
     """
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parents[2]), *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)  # noqa: S603
-        return done.stdout.strip()
+        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)  # noqa: S603
+        return result.stdout.strip()
 
     try:
         if git("ls-files", "adora_vl/__init__.py") == "":
             return None
-        return git("rev-parse", "HEAD") + (
-            "+changes" if git("status", "--porcelain", "-uno") else ""
-        )
+        commit = git("rev-parse", "HEAD")
+        return f"{commit}+changes" if git("status", "--porcelain", "-uno") else commit
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def _sources(folders: Sequence[str], shares: Sequence[float] | None) -> dict[str, Any]:
-    """Where the data come from, as their folders' manifests say; several data sets in `sets`, with
-    their shares.
+    """Where the data come from, as the manifests of their folders say.
+
+    Several data sets stand in the list `sets`, with their shares where `shares` has them.
     """
     sets: list[dict[str, Any]] = []
     for folder in folders:
@@ -327,36 +372,39 @@ def _sources(folders: Sequence[str], shares: Sequence[float] | None) -> dict[str
     if len(folders) == 1:
         return sets[0]
     sets = [{"folder": folder, **source} for folder, source in zip(folders, sets, strict=True)]
-    return {
-        "sets": [{**one, "share": share} for one, share in zip(sets, shares, strict=True)]
-        if shares
-        else sets
-    }
+    if shares:
+        sets = [{**source, "share": share} for source, share in zip(sets, shares, strict=True)]
+    return {"sets": sets}
 
 
 def data_name(data: Mapping[str, Any]) -> str:
-    """The names of the data sets of a run without their paths, which say where they lie on a
-    machine.
-    """
-    folders = [one["folder"] for one in data["sets"]] if data.get("sets") else [data["folder"]]
-    return ", ".join(Path(str(folder)).name for folder in folders)
+    """The names of a run's data sets, without their paths, which describe a machine."""
+    sources = data.get("sets") or [data]
+    return ", ".join(Path(str(source["folder"])).name for source in sources)
 
 
 def short_name(model: str) -> str:
-    """A hub id, or the last two parts of a folder's path: the rest describes the machine, not the
-    model.
+    """The name of a model: a hub id, or the last two parts of a folder's path.
+
+    The other parts describe the machine, not the model.
     """
     return "/".join(Path(model).parts[-2:])
 
 
 def facts_of_run(manifest: Manifest) -> dict[str, str]:
+    """The facts of a run that its page shows at a glance; none where it has no manifest."""
     if not manifest:
         return {}
     config = manifest["config"]
     data = manifest["data"]
     left_out = data.get("overlong_rows_left_out")
-    rows = amount(data["rows"], "row") + (f" without {left_out} overlong ones" if left_out else "")
-    facts: dict[str, Sequence[Any] | Any] = {
+    rows = amount(data["rows"], "row")
+    if left_out:
+        rows += f" without {left_out} overlong ones"
+    status = manifest["status"]
+    if manifest["steps"]:
+        status = f"{status} at step {manifest['steps']}"
+    facts: dict[str, object] = {
         "recipe": recipe_of(config),
         "model": short_name(str(manifest["model"]["name"])),
         "data": f"{data_name(data)}, {rows} ({data['fingerprint']})",
@@ -365,9 +413,7 @@ def facts_of_run(manifest: Manifest) -> dict[str, str]:
         "seed": config.get("seed"),
         "device": manifest["device"],
         "started": manifest["starts"][0]["time"],
-        "status": f"{manifest['status']} at step {manifest['steps']}"
-        if manifest["steps"]
-        else manifest["status"],
+        "status": status,
         "error": manifest.get("error"),
         "commit": (manifest["commit"] or "")[:12],
     }

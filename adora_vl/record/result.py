@@ -1,6 +1,6 @@
-"""What came of a run: its held-out accuracy, or else what its training shows, with an interval.
+"""The result of a run: its held-out accuracy, or else what its training shows, with an interval.
 
-The page of a run and its last lines say the same, since both ask here.
+The page of a run and its last lines say the same, since both call this module.
 """
 
 import re
@@ -31,7 +31,7 @@ Log = Sequence[Mapping[str, Any]]
 
 
 def result_of(folder: Path, log: Log) -> str | None:
-    """One line on what came of a run; None where nothing was logged.
+    """The result of a run in one line; None where nothing was logged.
 
     A score of the held-out problems in the run's folder goes first, then the evaluations on the
     way, then the pass rate and the reward of the training.
@@ -79,15 +79,16 @@ def training_change(folder: Path, log: Log, key: str) -> Difference | None:
     )
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and isfinite(value)
 
 
 def _groups_at_the_ends(
     folder: Path, first: Log, last: Log, key: str
 ) -> tuple[list[float], list[float]] | None:
-    """The figure of each recorded group in the steps of these lines; None where the record lacks
-    one of the ends, as its oldest steps are deleted beyond its bound.
+    """The figure of each recorded group in the first and the last of the logged steps.
+
+    It is None where the record lacks one of the ends: beyond its bound the oldest steps are deleted.
     """
     column = "pass_rate" if key == PASS else REWARD
     try:
@@ -139,7 +140,10 @@ def _read(file: Path) -> ScoreFile | None:
 
 
 def _evaluated(log: Log) -> str | None:
-    """The first and the last evaluation on the way; of several views that with the pictures."""
+    """The change from the first to the last evaluation on the way, in one line.
+
+    Where problems were asked in several ways, that with their pictures is taken.
+    """
     keys = {key for line in log for key in line if _EVALUATED.fullmatch(key)}
     by_rank = sorted(keys, key=lambda key: (not key.endswith("_image_accuracy"), key))
     for key in by_rank:
@@ -173,6 +177,7 @@ def _between(first: Mapping[str, Any], last: Mapping[str, Any], key: str) -> Dif
 
 
 def _trained(folder: Path, log: Log) -> str | None:
+    """The change of the pass rate in training, or else of the reward, in one line."""
     for key, title in ((PASS, "pass rate in training"), (REWARD, REWARD)):
         lines = [line for line in log if _is_number(line.get(key))]
         if not lines:

@@ -24,7 +24,7 @@ from adora_vl.utils.files import remove_partial, replacing
 ROLLOUTS = "rollouts"
 IMAGES = "_images"
 _NAME = re.compile(r"rollouts-(\d+)-(\d+)\.parquet")
-# when this many consecutive files are below this size, they are merged
+# When so many of the newest files are all within this size, they are merged
 _MERGE_COUNT = 32
 _MERGE_BYTES = 8_000_000
 
@@ -39,14 +39,24 @@ class Part:
 
 
 def parts(folder: Path) -> list[Part]:
-    """The files that count, in the order of their steps."""
-    found = [part for path in folder.glob("*") if (part := _part(path)) is not None]
-    # of merged ones
-    within = {b for a in found for b in found if a != b and a.first <= b.first and b.last <= a.last}
-    return sorted(set(found) - within, key=lambda part: part.first)
+    """The files that count, in the order of their steps.
+
+    A file whose steps another one has too is left out: it was merged, and a crash has kept it from
+    being deleted.
+    """
+    candidates = [_part(path) for path in folder.glob("*")]
+    all_parts = [part for part in candidates if part is not None]
+    merged = {
+        inner
+        for outer in all_parts
+        for inner in all_parts
+        if outer != inner and outer.first <= inner.first and inner.last <= outer.last
+    }
+    return sorted(set(all_parts) - merged, key=lambda part: part.first)
 
 
 def _part(path: Path) -> Part | None:
+    """The part with this path; None if the name is not that of a part."""
     match = _NAME.fullmatch(path.name)
     return Part(path, int(match[1]), int(match[2])) if match else None
 
@@ -63,7 +73,7 @@ def write_part(folder: Path, table: pa.Table, first: int, last: int) -> Part:
 
 
 def merge_small(folder: Path) -> None:
-    """Merge the newest files if they are many and small: a long run must not leave 100,000 files."""
+    """Merge the newest files if they are many and small, so that a long run leaves few files."""
     newest = parts(folder)[-_MERGE_COUNT:]
     if len(newest) < _MERGE_COUNT or any(
         part.path.stat().st_size > _MERGE_BYTES for part in newest
@@ -75,7 +85,7 @@ def merge_small(folder: Path) -> None:
 
 
 def rotate(folder: Path, limit_bytes: float) -> None:
-    """Delete the oldest files until the rest is within the limit. The newest file always stays."""
+    """Delete the oldest files until the rest is within the limit; the newest file always stays."""
     sizes = {part: part.path.stat().st_size for part in parts(folder)}
     total = sum(sizes.values())
     for part in list(sizes)[:-1]:
@@ -112,7 +122,7 @@ def cut_after(folder: Path, step: int) -> None:
 
 
 def read_parts(chosen: list[Part]) -> pa.Table:
-    """The rows of several files in one table. A column that a file lacks is null in its rows."""
+    """The rows of several files in one table; a column that a file lacks is null in its rows."""
     return pa.concat_tables([read_part(part) for part in chosen], promote_options="default")
 
 
@@ -138,12 +148,14 @@ _SIDE = 512
 
 
 class Diagrams:
-    """Writes into `folder` until it holds `limit_bytes`.
+    """The diagrams of the recorded rollouts, as PNG files that are named by their content.
 
-    Every rank may write: equal content has an equal name.
+    Files are written until the folder holds `limit_bytes`. Every rank may write: equal content has
+    an equal name.
     """
 
     def __init__(self, folder: Path, limit_bytes: float) -> None:
+        """Nothing is read or written yet."""
         self.folder = folder
         self.limit_bytes = limit_bytes
         self._names: dict[str, list[str]] = {}
@@ -154,19 +166,20 @@ class Diagrams:
         self._names.clear()
         self._bytes = None
 
-    def keep(self, row: str | None, images: Sequence[Any]) -> list[str]:
+    def keep(self, row_id: str | None, images: Sequence[object]) -> list[str]:
         """Store those images of a row that are new, and return all their file names.
 
-        `row` is the row's id.
+        A row with an id is looked at once. `OSError` is raised where the disk refuses.
         """
-        if row is not None and row in self._names:
-            return self._names[row]
+        if row_id is not None and row_id in self._names:
+            return self._names[row_id]
         names = [self._keep(image) for image in images if isinstance(image, Image.Image)]
-        if row is not None:
-            self._names[row] = names
+        if row_id is not None:
+            self._names[row_id] = names
         return names
 
     def _keep(self, image: Image.Image) -> str:
+        """Store an image, if it is new and there is room, and return the name of its file."""
         digest = hashlib.sha256(f"{image.mode} {image.size} ".encode())
         digest.update(image.tobytes())
         path = self.folder / f"{digest.hexdigest()[:16]}.png"
@@ -181,6 +194,7 @@ class Diagrams:
         return path.name
 
     def _used(self) -> int:
+        """Bytes of all files in the folder; counted once, and added to afterwards."""
         if self._bytes is None:
             self._bytes = sum(path.stat().st_size for path in self.folder.glob("*"))
         return self._bytes
@@ -215,7 +229,7 @@ _TYPES: dict[str, pa.DataType] = {
     "segments": pa.int16(),  # in how many parts it was sampled (adora_rollouts.budget)
     "age": pa.int16(),  # generations since its group began
     "calls": pa.int16(),  # of tools; null in a run without
-    # What it said, and what tools said to it; `completion` is the last turn
+    # the texts of the model and of tools, in order; `completion` is the last turn
     "turns": pa.list_(
         pa.struct(
             {
@@ -237,33 +251,40 @@ Columns = dict[str, list[Any]]
 def turns_of(
     rollout: Rollout,
     decode: Callable[[Sequence[int]], str],
-    keep: Callable[[Sequence[Any]], list[str]],
+    keep: Callable[[Sequence[object]], list[str]],
 ) -> list[dict[str, Any]]:
-    """A rollout as a conversation of `model` and `tool`.
+    """A rollout as a conversation: one turn of `model` or `tool` for each of its segments.
 
-    `keep`: stores pictures and says their names.
+    Args:
+        rollout: the rollout.
+        decode: turns tokens into text.
+        keep: stores pictures, and returns the names of their files.
     """
-    made = []
-    for number, span in enumerate(rollout.segments):
+    turns = []
+    for number, segment in enumerate(rollout.segments):
         calls = [call for call in rollout.calls if call.span == number]
-        own = span.logps is not None
-        made.append(
+        pictures = [picture.image for picture in rollout.pictures if picture.span == number]
+        if segment.logps is not None:
+            speaker = "model"
+            text = decode(segment.tokens)
+        else:
+            speaker = "tool"
+            text = "\n".join(call.text for call in calls)
+        turns.append(
             {
-                "by": "model" if own else "tool",
-                "text": decode(span.tokens) if own else "\n".join(call.text for call in calls),
-                "tokens": len(span.tokens),
-                "images": keep(
-                    [picture.image for picture in rollout.pictures if picture.span == number]
-                ),
+                "by": speaker,
+                "text": text,
+                "tokens": len(segment.tokens),
+                "images": keep(pictures),
                 "seconds": sum(call.seconds for call in calls),
                 "failed": any(call.failed for call in calls),
             }
         )
-    return made
+    return turns
 
 
 def criteria_columns(groups: Groups) -> Columns:
-    """What the criteria look at, for each rollout of each group: lists of P x G values."""
+    """The figures of a group that ADORA's criteria compare, one value per rollout: P x G each."""
     columns_P = {
         "pass_rate": groups.pass_rate_P,
         "longest_right": groups.longest_correct_P.where(groups.correct_PG.any(dim=1), math.nan),
@@ -276,7 +297,10 @@ def criteria_columns(groups: Groups) -> Columns:
 
 
 def as_table(columns: Mapping[str, Sequence[Any]], settings: Mapping[str, Any]) -> pa.Table:
-    """The rows with the types of the record. A figure that is missing or not finite is null."""
+    """The rows with the types of the record; a figure that is missing or not finite is null.
+
+    `settings` become the metadata of the table.
+    """
     count = len(columns["step"])
     types = {**_TYPES, **{name: pa.float32() for name in columns if name not in _TYPES}}
     arrays = []
@@ -294,7 +318,7 @@ def as_table(columns: Mapping[str, Sequence[Any]], settings: Mapping[str, Any]) 
 
 
 class Record:
-    """The record of one run: rows are kept until their step ends, and written then.
+    """The record of one run: rows wait until their step ends, and are written then.
 
     One process writes.
     """
@@ -302,20 +326,29 @@ class Record:
     def __init__(
         self, output_dir: Path, limit_gb: float, settings: Mapping[str, Any], ranks: int = 1
     ) -> None:
+        """Nothing is read or written yet.
+
+        Args:
+            output_dir: the folder of the run.
+            limit_gb: the size of the record, in GB.
+            settings: the keys of the run that every file of the record has.
+            ranks: how many ranks share the room for diagrams.
+        """
         self.folder = output_dir / ROLLOUTS
         self._limit_bytes = limit_gb * 1e9 / 2  # the other half is for the diagrams
         self._settings = settings
         self._waiting: list[Columns] = []
         self.diagrams = Diagrams(self.folder / IMAGES, self._limit_bytes / ranks)
+        # why recording has ended; None while it goes on
         self.failed: str | None = None
 
     def start(self, step: int) -> None:
-        """Start recording after `step`. The records of later steps are deleted."""
+        """Start recording after `step`; the records of later steps are deleted."""
         self._waiting.clear()
         cut_after(self.folder, step)
 
     def add(self, columns: Columns, generations: int) -> None:
-        """Add the rows of one batch, of all ranks, group by group."""
+        """Add the rows of one batch of all ranks, group by group, of `generations` rows each."""
         before = sum(len(waiting["step"]) for waiting in self._waiting) // generations
         count = len(columns["step"])
         columns["group"] = [before + row // generations for row in range(count)]
@@ -323,10 +356,11 @@ class Record:
         self._waiting.append(columns)
 
     def set_late(self, name: str, batches: Sequence[Sequence[float]]) -> None:
-        """Fill in a column of the waiting batches, where it is known now (not NaN)."""
-        for columns, late in zip(self._waiting, batches, strict=False):
-            both = zip(columns.get(name) or late, late, strict=True)
-            columns[name] = [before if math.isnan(now) else now for before, now in both]
+        """Fill in a column of the waiting batches, where its value is known now (not NaN)."""
+        # A record that has failed has no waiting batches, though its values go on to come.
+        for columns, values in zip(self._waiting, batches, strict=False):
+            pairs = zip(columns.get(name) or values, values, strict=True)
+            columns[name] = [before if math.isnan(now) else now for before, now in pairs]
 
     def flush(self, step: int) -> None:
         """Write the waiting rows.

@@ -18,22 +18,26 @@ from adora_vl.utils.cli import amount, spelled
 
 
 def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> str:
-    """The command that evaluates `model` on the held-out split of `data`, with a placeholder if
-    there is no such.
+    """The command that evaluates a model on the held-out split of a data set.
+
+    Where the data set has no such split, the command has the placeholder DATA.
+
+    Args:
+        model: the folder of the model.
+        data: the folder of the data set.
+        output: where the evaluation writes.
+        max_tokens: the longest answer, in tokens.
     """
-    held_out = any(Path(data).glob("data/test-*.parquet"))
-    benchmark, more = (
-        (for_data(Path(data)), ["--max-tokens", str(max_tokens)]) if held_out else ("problems", [])
-    )
-    words = [
-        "--model",
-        str(model),
-        "--data",
-        data if held_out else "DATA",
-        "--output",
-        str(output),
-        *more,
-    ]
+    has_held_out_split = any(Path(data).glob("data/test-*.parquet"))
+    if has_held_out_split:
+        benchmark = for_data(Path(data))
+        folder = data
+        limit = ["--max-tokens", str(max_tokens)]
+    else:
+        benchmark = "problems"
+        folder = "DATA"
+        limit = []
+    words = ["--model", str(model), "--data", folder, "--output", str(output), *limit]
     return shlex.join([*_evaluator(benchmark), "run", *words])
 
 
@@ -43,15 +47,16 @@ def _evaluator(benchmark: str) -> list[str]:
     Where that folder has an `eval.py` or a package `eval/` of the user's own, `python -m eval`
     would run it; the installed command does not look there.
     """
-    for place in (Path("eval.py"), Path("eval/__init__.py")):
-        if place.exists() and place.resolve().parent != BENCHMARK_FILES:
+    for module in (Path("eval.py"), Path("eval/__init__.py")):
+        if module.exists() and module.resolve().parent != BENCHMARK_FILES:
             return ["adora-vl-eval", benchmark]
     return [interpreter(), "-m", f"eval.{benchmark}"]
 
 
 def merge_command(run: Path) -> str | None:
-    """The command that merges a run's LoRA adapter, to where the evaluators look for it; None for a
-    whole model.
+    """The command that merges a run's LoRA adapter; None where the run has a whole model.
+
+    It writes to where the evaluators look for the merged model.
     """
     if not (run / ADAPTER).is_file() or (run / "config.json").is_file():
         return None
@@ -59,6 +64,7 @@ def merge_command(run: Path) -> str | None:
 
 
 def view_command(*runs: Path) -> str:
+    """The command that writes the page of one or more runs."""
     return shlex.join([interpreter(), "-m", "adora_vl.report", *map(str, runs)])
 
 
@@ -78,9 +84,7 @@ FIGURES = (
 
 
 def figure_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """For each figure its title and its means over the first and the last fifth of the logged
-    steps, as text.
-    """
+    """The title of each figure, and its means over the first and last fifth of the logged steps."""
     # The run's last entry holds the figures of the steps since the log before it.
     entries = [entry for entry in history if kind_of(entry) != "eval"]
     rows = []
@@ -88,11 +92,12 @@ def figure_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, st
         if key == ACCURACY and not any(map(differs_from_pass, entries)):
             continue
         values = [entry[key] for entry in entries if entry.get(key) is not None]
+        if not values:
+            continue
         fifth = max(1, len(values) // 5)
-        if values:
-            rows.append(
-                (title, form.format(fmean(values[:fifth])), form.format(fmean(values[-fifth:])))
-            )
+        before = form.format(fmean(values[:fifth]))
+        after = form.format(fmean(values[-fifth:]))
+        rows.append((title, before, after))
     return rows
 
 
@@ -105,9 +110,16 @@ def summary_lines(
     data: str = "DATA",
     command: str = "",
 ) -> list[str]:
-    """The lines of the summary; the table compares the first and the last fifth of the logged
-    steps. `model`: a folder that transformers and vLLM can load, or a LoRA adapter that is to be
-    merged first. `data`: the dataset's folder. `command`: the one that started the run.
+    """The last lines of a run: its figures, where its files lie, and the commands that come next.
+
+    Args:
+        history: the log history.
+        config: the run's settings.
+        model: a folder that Transformers and vLLM can load, or a LoRA adapter that is to be merged
+            first.
+        seconds: how long the training took.
+        data: the folder of the data set.
+        command: the command that started the run; empty where it is not known.
     """
     steps_taken = max((entry.get("step", 0) for entry in history), default=0)
     lines = ["", f"Trained {amount(steps_taken, 'step')} in {seconds / 60:.1f} min."]
@@ -116,27 +128,32 @@ def summary_lines(
     folder = Path(config.output_dir)
     lines += _figures(folder, history)
     merge = merge_command(model)
-    alone = (
-        "the adapter alone, as after 4 bits or ZeRO-3 the whole model may not fit in this memory; "
-        if merge
-        else ""
-    )
-    lines += ["", f"Model         {model}  ({alone}README.md: how to load it)"]
+    adapter_note = ""
+    if merge:
+        adapter_note = (
+            "the adapter alone, as after 4 bits or ZeRO-3 the whole model may not fit in this "
+            "memory; "
+        )
+    lines += ["", f"Model         {model}  ({adapter_note}README.md: how to load it)"]
     lines.append(f"Metrics       {folder / METRICS}")
     if config.adora_record_every:
         lines.append(f"Rollouts      {folder / ROLLOUTS}  (Parquet)")
-    longest = config.max_completion_length
-    calls = config.tools or config.environment_factory
-    steps = {
+    evaluate = None
+    # The evaluators answer no calls of tools.
+    if not (config.tools or config.environment_factory):
+        evaluate = evaluate_command(
+            model,
+            data=data,
+            output=folder / "eval",
+            max_tokens=config.max_completion_length,
+        )
+    commands = {
         "View it": view_command(folder),
         "Merge it": merge,
-        # The evaluators answer no calls.
-        "Evaluate it": None
-        if calls
-        else evaluate_command(model, data=data, output=folder / "eval", max_tokens=longest),
+        "Evaluate it": evaluate,
         "Train longer": _longer(config, command),
     }
-    return [*lines, *(f"{name:<13} {text}" for name, text in steps.items() if text)]
+    return [*lines, *(f"{name:<13} {text}" for name, text in commands.items() if text)]
 
 
 # The figures of the table that have an interval over groups; the record has them by group.
@@ -144,8 +161,9 @@ _BY_GROUP = {"reward": REWARD, "pass rate": PASS}
 
 
 def _figures(folder: Path, history: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What came of the run, and the table of its figures, with the interval of a change where the
-    groups tell it.
+    """The result of the run in one line, and the table of its figures.
+
+    A change has an interval where the record of the groups gives one.
     """
     rows = figure_rows(history)
     if not rows:
@@ -164,8 +182,10 @@ def _figures(folder: Path, history: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _longer(config: AdoraGRPOConfig, command: str) -> str | None:
-    """The same command with twice as many steps; only if that run would be a continuation of this
-    one.
+    """The same command with twice as many steps; None unless that run would continue this one.
+
+    It continues where there is a checkpoint, and where the learning rate does not depend on the
+    number of steps.
     """
     constant = spelled(config.lr_scheduler_type) == "constant"
     if not command or not constant or not checkpoints(Path(config.output_dir)):

@@ -1,9 +1,9 @@
-"""What trackers get: texts from all ranks, and the table of completions with the groups' weights."""
+"""What trackers get: TRL's table of completions, from all ranks and with the groups' weights."""
 
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,22 +19,26 @@ from adora_vl.utils.errors import UserError
 
 
 def gather_texts(values: list[Any]) -> list[Any]:
-    """Like accelerate's `gather_object`, but images in conversations are replaced by `{"type":
-    "image"}`.
+    """Gather texts and conversations from all ranks; collective, as accelerate's `gather_object`.
+
+    Images in conversations are replaced by `{"type": "image"}`.
     """
-    gathered: list[Any] = gather_object(
-        [strip_images_from_messages(v) if is_conversation(v) else v for v in values]
-    )
+    without_images = [
+        strip_images_from_messages(value) if is_conversation(value) else value for value in values
+    ]
+    gathered: list[Any] = gather_object(without_images)
     return gathered
 
 
-def is_conversation(value: Any) -> bool:
+def is_conversation(value: object) -> bool:
+    """Whether the value is a list of messages, each with a role."""
     return isinstance(value, list) and all(
         isinstance(message, dict) and "role" in message for message in value
     )
 
 
-# The packages of trackers that are not called like them; kubeflow's comes with its cluster
+# Packages of the trackers that have another name than their tracker; any of them is enough.
+# Kubeflow's comes with its cluster.
 _PACKAGES = {
     "azure_ml": ("azureml",),
     "flyte": ("flytekit",),
@@ -44,8 +48,9 @@ _PACKAGES = {
 
 
 def check_trackers(report_to: Sequence[str]) -> None:
-    """Raise `UserError` for a tracker that is not installed, which Transformers does after the
-    weights are loaded.
+    """Raise `UserError` for a tracker that is not installed.
+
+    Transformers refuses it too, but only after the weights are loaded.
     """
     for name in report_to:
         packages = _PACKAGES.get(name, (name,))
@@ -55,19 +60,22 @@ def check_trackers(report_to: Sequence[str]) -> None:
 
 
 def prepare_trackers(report_to: Sequence[str], output_dir: str) -> None:
-    """wandb writes into `output_dir` without a network, unless WANDB_MODE is set; tensorboard and
-    trackio are local by themselves (trackio_space_id sends it elsewhere).
+    """Let wandb write into `output_dir` without a network, unless WANDB_MODE is set.
+
+    Tensorboard and trackio are local by themselves (trackio_space_id sends trackio's elsewhere).
     """
     if "wandb" in report_to:
         os.environ.setdefault("WANDB_MODE", "offline")
         os.environ.setdefault("WANDB_DIR", output_dir)
-        # what it keeps to be sent later, such as the images of tables; in the home folder by
-        # default
+        # what wandb stores to send it later, such as the images of tables; by default it stands in
+        # the home folder
         os.environ.setdefault("WANDB_DATA_DIR", str(Path(output_dir, "wandb").absolute()))
 
 
-_COLUMNS = ("prompt", "completion", "advantages")  # one deque each in TRL's `_logs`
-_GROUPS = ("rewards", "extra")  # a deque per reward function, per column of the user's
+# Keys of TRL's `_logs` that have one deque each
+_COLUMNS = ("prompt", "completion", "advantages")
+# Keys that have a deque per reward function, and per column that reward functions add
+_GROUPS = ("rewards", "extra")
 
 
 def add_rows(
@@ -81,31 +89,41 @@ def add_rows(
     *,
     texts: bool = False,
 ) -> None:
-    """Put rollouts that were graded into `table`, the trainer's `_logs`, which keeps as many as a
-    generation has. `prompts`, `answers` and `images` (empty where no tracker shows them) are of
-    this rank, the rest of all. The advantages are in a training 0 until `set_weighed` has the final
-    ones; `advantage_raw` is TRL's. `functions`: the names of the rewards. `texts`: prompts become
-    plain texts, as wandb refuses messages that mix text and images.
+    """Put rollouts that were graded into TRL's table of completions.
+
+    The table keeps as many rows as a generation has. In a training the column of advantages is 0
+    until `set_weighed` fills in the final ones; `advantage_raw` is what TRL computes. Collective:
+    texts and images are gathered.
+
+    Args:
+        table: the trainer's `_logs`.
+        prompts: the prompts of this rank.
+        answers: the completions of this rank.
+        images: the images of this rank; empty where no tracker shows them.
+        scores: the scores of all ranks.
+        judged: the groups of all ranks, and their advantages.
+        functions: the names of the reward functions.
+        texts: whether prompts become plain texts, as wandb refuses messages that mix text and
+            images.
     """
-    generations = judged.raw_PG.shape[1]
+    group_size = judged.raw_PG.shape[1]
     table["prompt"].extend(gather_texts(prompts))
     table["completion"].extend(gather_object(answers))
     table["images"].extend(gather_object(images))
     in_one_form(table["prompt"])
-    for name, said_B in zip(functions, scores.rewards.all_BF.unbind(dim=1), strict=True):
-        table["rewards"][name].extend(said_B.tolist())
+    for name, rewards_B in zip(functions, scores.rewards.all_BF.unbind(dim=1), strict=True):
+        table["rewards"][name].extend(rewards_B.tolist())
     table["advantages"].extend(judged.advantages_PG.flatten().tolist())
     columns = {
         "advantage_raw": judged.raw_PG.flatten(),
-        "adora_weight": judged.weighting.weights_P.repeat_interleave(generations),
-        "adora_tds": judged.weighting.tds_P.repeat_interleave(generations),
+        "adora_weight": judged.weighting.weights_P.repeat_interleave(group_size),
+        "adora_tds": judged.weighting.tds_P.repeat_interleave(group_size),
         "adora_length": judged.groups.lengths_PG.flatten(),
     }
-    for name, values in [
-        *scores.extra.items(),
-        *((name, own.tolist()) for name, own in columns.items()),
-    ]:
+    for name, values in scores.extra.items():
         table["extra"][name].extend(values)
+    for name, values_N in columns.items():
+        table["extra"][name].extend(values_N.tolist())
     if texts:
         plain = [
             prompt if isinstance(prompt, str) else as_text(prompt) for prompt in table["prompt"]
@@ -117,7 +135,7 @@ def add_rows(
 def set_weighed(table: Mapping[str, Any], name: str, values: Sequence[float]) -> None:
     """Put the final values of a column of the record into the newest rows of `table`.
 
-    NaN: the rollout has none.
+    A rollout whose value is NaN keeps what it has. A column that the table lacks is left out.
     """
     columns = {
         **table["extra"],
@@ -125,14 +143,15 @@ def set_weighed(table: Mapping[str, Any], name: str, values: Sequence[float]) ->
         "weight": table["extra"]["adora_weight"],
     }
     column = columns.get(name, ())
-    for place in range(-min(len(column), len(values)), 0):
-        if not math.isnan(values[place]):
-            column[place] = values[place]
+    for index in range(-min(len(column), len(values)), 0):
+        if not math.isnan(values[index]):
+            column[index] = values[index]
 
 
-def in_one_form(prompts: Any) -> None:
-    """Give all prompts one form, as a column has one type: TRL splits texts into parts on ranks
-    with an image alone.
+def in_one_form(prompts: MutableSequence[Any]) -> None:
+    """Give the texts of all prompts one form, in place, since a column of a table has one type.
+
+    TRL splits them into parts on a rank whose batch has an image, and on no other rank.
     """
     conversations = [prompt for prompt in prompts if is_conversation(prompt)]
     if not any(
@@ -148,39 +167,39 @@ def in_one_form(prompts: Any) -> None:
 
 
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content is a list of parts; one that has such a list stays as it is."""
     content = message.get("content")
-    return (
-        {**message, "content": [{"type": "text", "text": content}]}
-        if isinstance(content, str)
-        else message
-    )
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def to_json(logs: Mapping[str, Any]) -> str:
-    """The rows of the newest generation.
+    """The rows of the newest generation in TRL's `_logs`, without images, as JSON.
 
-    Images are left out; what JSON does not know becomes its text.
+    A value that JSON does not know becomes its text, or a number where it is a scalar of an array.
     """
-    kept: dict[str, Any] = {name: list(logs[name]) for name in _COLUMNS}
-    kept |= {
-        group: {name: list(values) for name, values in logs[group].items()} for group in _GROUPS
-    }
-    return json.dumps(
-        kept, default=lambda value: value.item() if hasattr(value, "item") else str(value)
-    )
+    rows: dict[str, Any] = {name: list(logs[name]) for name in _COLUMNS}
+    for group in _GROUPS:
+        rows[group] = {name: list(values) for name, values in logs[group].items()}
+    return json.dumps(rows, default=_as_json_value)
+
+
+def _as_json_value(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else str(value)
 
 
 def from_json(text: str, logs: Mapping[str, Any]) -> None:
-    """Put the rows of `to_json` into `logs`, TRL's `_logs`, in place of what is there.
+    """Put the rows of `to_json` into `logs`, TRL's `_logs`, in place of the rows there.
 
-    Empty text: nothing was kept.
+    An empty text changes nothing: no rows were saved.
     """
     if not text:
         return
-    kept = json.loads(text)
-    pairs = [(logs[name], kept[name]) for name in _COLUMNS]
+    saved = json.loads(text)
+    pairs = [(logs[name], saved[name]) for name in _COLUMNS]
     pairs += [
-        (logs[group][name], values) for group in _GROUPS for name, values in kept[group].items()
+        (logs[group][name], values) for group in _GROUPS for name, values in saved[group].items()
     ]
     for column, values in pairs:
         column.clear()
@@ -188,13 +207,17 @@ def from_json(text: str, logs: Mapping[str, Any]) -> None:
 
 
 def empty(logs: Mapping[str, Any]) -> None:
-    """Drop all rows.
+    """Drop all rows of TRL's `_logs`.
 
-    TRL keeps as many as a full generation has, so behind a smaller one older rows would stand.
+    TRL keeps as many as a full generation has, so older rows would stand beside those of a smaller
+    one.
     """
     for column in logs.values():
-        for rows in column.values() if isinstance(column, dict) else [column]:
-            rows.clear()
+        if isinstance(column, dict):
+            for rows in column.values():
+                rows.clear()
+        else:
+            column.clear()
 
 
 def logs_tables(args: AdoraGRPOConfig) -> bool:
@@ -203,7 +226,9 @@ def logs_tables(args: AdoraGRPOConfig) -> bool:
 
 
 def logs_images(args: AdoraGRPOConfig) -> bool:
-    """TRL's `log_multimodal`, where a tracker has a table for it: stock TRL gathers all images on
+    """Whether a tracker gets the images of the table of completions (TRL's `log_multimodal`).
+
+    Without a tracker that has tables they are not gathered, while stock TRL gathers all images on
     every rank anyway.
     """
     return bool(args.log_multimodal and logs_tables(args))
