@@ -22,13 +22,24 @@ if TYPE_CHECKING:
 def report(
     runs: Sequence[Path], output: Path, *, max_rollouts: int, max_image_mb: float
 ) -> list[RunView]:
-    """Write the page, with at most `max_rollouts` rollouts per run. Raises `UserError`."""
+    """Write the page of one or more runs, and return what it shows of them.
+
+    Args:
+        runs: the folders of the runs.
+        output: the file of the page.
+        max_rollouts: how many rollouts of a run are shown at most.
+        max_image_mb: the limit of all diagrams together, in MB.
+
+    Raises:
+        UserError: a folder is no run, or the page cannot be written.
+    """
     from adora_vl.report.page import build_page, write_page
     from adora_vl.report.run_view import image_uris, load_run
 
     views = [load_run(run, max_rollouts) for run in runs]
     for view, run in zip(views, runs, strict=True):
-        if sum(other.name == view.name for other in views) > 1:
+        names = [shown_view.name for shown_view in views]
+        if names.count(view.name) > 1:
             view.name = str(run)
     images, left_out = image_uris(list(runs), views, int(max_image_mb * 1e6))
     if left_out:
@@ -40,6 +51,7 @@ def report(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command, and return its exit code."""
     parser = Parser(prog="python -m adora_vl.report", description=__doc__)
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN", help="output_dir of a training run"
@@ -56,10 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--max-image-mb", type=number(0, 1e6), default=30, help="limit of all diagrams together"
     )
-    helped = (
+    compare_help = (
         "did B help? `A B --compare`; with several seeds `A1 A2 --compare B1 B2`, or all before it"
     )
-    parser.add_argument("--compare", type=Path, nargs="*", metavar="RUN", help=helped)
+    parser.add_argument("--compare", type=Path, nargs="*", metavar="RUN", help=compare_help)
 
     def command() -> None:
         options = parser.parse_args(arguments)

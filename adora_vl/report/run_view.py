@@ -1,6 +1,4 @@
-"""What the page shows of a run: groups and rollouts of chosen steps, with the reason of each
-weight.
-"""
+"""What the page shows of a run: groups and rollouts of some steps, and why a group has its weight."""
 
 import base64
 import json
@@ -32,7 +30,8 @@ from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import leads_out, refuse_links_out
 
-_CONTROLS = {  # `assign`: what decided the weight instead of the criteria
+# By the option `assign`: what decided the weight in place of the criteria
+_CONTROLS = {
     "random": "by chance (assign: random)",
     "reversed": "as the criteria do not say (assign: reversed)",
     "rate": "with a scaled learning rate instead (assign: rate)",
@@ -42,9 +41,11 @@ _CONTROLS = {  # `assign`: what decided the weight instead of the criteria
 def weight_reason(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """Why a group has its weight, in one to three sentences.
 
-    `group`: step (from 1 on), weight, tds, pass_rate, longest_right and mean_wrong as recorded,
-    `equal`: all rewards are the same, and `left`: how many of its `size` rollouts have no reward.
-    `settings`: the keys of the run, as its record has them.
+    Args:
+        group: `step` (from 1 on), `weight`, `tds`, `pass_rate`, `longest_right` and `mean_wrong` as
+            recorded; `equal`: whether all rewards are the same; `left`: how many of its `size`
+            rollouts have no reward.
+        settings: the keys of the run, as its record has them.
     """
     if group["left"] == group["size"]:
         return (
@@ -64,6 +65,7 @@ def weight_reason(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
 
 
 def _weight(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """The sentence on the weight of a group with rewards."""
     weight = group["weight"]
     options = adora_options(settings)
     mode = options["mode"]
@@ -72,9 +74,15 @@ def _weight(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     verdict = _verdict(group, options)
     if mode == "off" or "adora" not in methods_of(settings):
         return f"{recipe_of(settings)}, weight {weight:g}; ADORA's criteria say {verdict}."
-    verb = "Attenuated to" if weight < 1 else "Amplified to" if weight > 1 else "Kept at weight"
-    if how := _CONTROLS.get(options["assign"]):
-        return f"{verb} {weight:g} {how}; ADORA's criteria say {verdict}."
+    if weight < 1:
+        verb = "Attenuated to"
+    elif weight > 1:
+        verb = "Amplified to"
+    else:
+        verb = "Kept at weight"
+    control = _CONTROLS.get(options["assign"])
+    if control:
+        return f"{verb} {weight:g} {control}; ADORA's criteria say {verdict}."
     return f"{verb} {weight:g}: {verdict}."
 
 
@@ -83,45 +91,43 @@ def _verdict(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
 
     The page shows the figures beside it, rounded once.
     """
-    sayings = {"length": _length, "difficulty": _difficulty}
+    reason_of = {"length": _length, "difficulty": _difficulty}
     criteria = options["criteria"]
-    alone = [*criteria] == ["difficulty"] or options["combine"] == "any"
-    # with no length to compare
-    hard_is_enough = "difficulty" in criteria and alone and not options["needs_correct"]
+    one_is_enough = [*criteria] == ["difficulty"] or options["combine"] == "any"
+    # Whether the difficulty alone may make a group TDS, though no right rollout has a length
+    hard_is_enough = "difficulty" in criteria and one_is_enough and not options["needs_correct"]
     if not group["pass_rate"] and not group["tds"] and not hard_is_enough:
         return "neither TAS nor TDS, since no rollout is right"
-    return ", ".join(
-        ["TDS" if group["tds"] else "TAS", *(sayings[name](group, options) for name in criteria)]
-    )
+    reasons = [reason_of[name](group, options) for name in criteria]
+    return ", ".join(["TDS" if group["tds"] else "TAS", *reasons])
 
 
 def _length(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """What the criterion of length says of the group."""
     longest = group["longest_right"]
     mean = group["mean_wrong"]
     if longest is None:
         return "no rollout is right"
     if mean is None:
-        nothing = (
-            "all rollouts are right"
-            if group["pass_rate"] == 1
-            else "every wrong rollout was cut off"
-        )
-        holds = "holding" if options["empty_wrong"] == "keep" else "failing"
+        all_right = group["pass_rate"] == 1
+        cause = "all rollouts are right" if all_right else "every wrong rollout was cut off"
+        outcome = "holding" if options["empty_wrong"] == "keep" else "failing"
         return (
-            f"{nothing}, so there is no finished wrong one to compare lengths with, which counts "
-            f"as {holds}"
+            f"{cause}, so there is no finished wrong one to compare lengths with, which counts "
+            f"as {outcome}"
         )
     if longest == mean:
-        holds = "holding" if options["ties"] == "keep" else "failing"
+        outcome = "holding" if options["ties"] == "keep" else "failing"
         return (
             "the longest right rollout is as long as the mean of the finished wrong ones, which "
-            f"counts as {holds}"
+            f"counts as {outcome}"
         )
     relation = "longer" if longest > mean else "not longer"
     return f"the longest right rollout is {relation} than the mean of the finished wrong ones"
 
 
 def _difficulty(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """What the criterion of difficulty says of the group."""
     tau = scheduled(options["tau"]).at(group["step"] - 1)
     if not group["pass_rate"] and options["needs_correct"]:
         return "a pass rate of 0 does not count as difficult"
@@ -129,8 +135,8 @@ def _difficulty(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     return f"the pass rate is {relation} tau, {100 * tau:g} %"
 
 
-# One rollout is a list in this order; viewer/groups.js reads it by the same names. The completion
-# is last, because the page keeps completions in a separate block.
+# A rollout in the page's JSON is a list in this order; viewer/groups.js reads it by the same names.
+# The completion is last, because the page keeps completions in a separate block.
 ROLLOUT = (
     "verdict",
     "extracted",
@@ -150,7 +156,8 @@ ROLLOUT = (
     "completion",
 )
 _GROUP = ("step", "id", "weight", "tds", "pass_rate", "longest_right", "mean_wrong")
-_SHOWN_CHARACTERS = 12_000  # per text
+# Characters of a text that are shown
+_SHOWN_CHARACTERS = 12_000
 Json = dict[str, Any]
 
 
@@ -164,34 +171,32 @@ class RunView:
     problems: dict[str, Json] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
-    result: str | None = None  # what came of it, in one line
+    result: str | None = None  # the result of the run in one line
 
     @property
     def images(self) -> list[str]:
         """The names of all diagrams, in the order in which the groups show them."""
-        at = ROLLOUT.index("turns")
-        turns = (
-            turn
-            for group in self.groups
-            for rollout in group["rollouts"]
-            for turn in rollout[at] or ()
-        )
-        return list(
-            dict.fromkeys(
-                name for one in (*self.problems.values(), *turns) for name in one["images"]
-            )
-        )
+        turns_index = ROLLOUT.index("turns")
+        names = [name for problem in self.problems.values() for name in problem["images"]]
+        for group in self.groups:
+            for rollout in group["rollouts"]:
+                for turn in rollout[turns_index] or ():
+                    names += turn["images"]
+        # each name once, in the order of their first places
+        return list(dict.fromkeys(names))
 
 
 def load_run(folder: Path, max_rollouts: int) -> RunView:
     """Read a run, also one that is still training.
 
-    Raises `UserError` if the folder is no run, or cannot be read.
+    `max_rollouts` is how many rollouts are shown at most. `UserError` is raised if the folder is no
+    run, or cannot be read.
     """
     try:
         try:
             return _load(folder, max_rollouts)
-        except FileNotFoundError:  # the run has merged or deleted a file since it was listed
+        # A run that still trains has merged or deleted a file since the files were listed.
+        except FileNotFoundError:
             return _load(folder, max_rollouts)
     except (pa.ArrowException, OSError) as error:
         raise UserError(
@@ -200,64 +205,67 @@ def load_run(folder: Path, max_rollouts: int) -> RunView:
 
 
 def _load(folder: Path, max_rollouts: int) -> RunView:
-    found = parts(folder / ROLLOUTS)
-    files = [folder / METRICS, folder / MANIFEST, *(part.path for part in found)]
+    record = parts(folder / ROLLOUTS)
+    files = [folder / METRICS, folder / MANIFEST, *(part.path for part in record)]
     refuse_links_out("RUN", folder, *files)
     metrics = read_metrics(folder / METRICS)
-    if not metrics and not found:
-        missing = (
-            "is no folder" if not folder.is_dir() else f"has neither {METRICS} nor {ROLLOUTS}/"
-        )
-        raise UserError(f"RUN: {str(folder)!r} {missing}; name the output_dir of a training run")
+    if not metrics and not record:
+        problem = f"has neither {METRICS} nor {ROLLOUTS}/" if folder.is_dir() else "is no folder"
+        raise UserError(f"RUN: {str(folder)!r} {problem}; name the output_dir of a training run")
     view = RunView(
         name=folder.resolve().name,
         metrics=metrics,
         facts=facts_of_run(read_manifest(folder)),
         result=result_of(folder, metrics),
     )
-    if silence := no_signal(metrics):
+    silence = no_signal(metrics)
+    if silence:
         view.notes.append(f"Warning: {silence}.")
-    if found:
-        _add_groups(view, found, max_rollouts)
+    if record:
+        _add_groups(view, record, max_rollouts)
     else:
         view.notes.append("No rollouts were recorded.")
     return view
 
 
-def _add_groups(view: RunView, found: list[Part], max_rollouts: int) -> None:
-    steps, total = _chosen_steps(found, max_rollouts)
-    for part in found:
-        wanted = [step for step in steps if part.first <= step <= part.last]
-        if not wanted:
+def _add_groups(view: RunView, record: list[Part], max_rollouts: int) -> None:
+    """Add the groups of the chosen steps, and a note where not all rollouts are shown."""
+    steps, total = _chosen_steps(record, max_rollouts)
+    for part in record:
+        part_steps = [step for step in steps if part.first <= step <= part.last]
+        if not part_steps:
             continue
-        table = read_part(part).filter(pc.field("step").isin(wanted))
+        table = read_part(part).filter(pc.field("step").isin(part_steps))
         settings = json.loads((table.schema.metadata or {}).get(SETTINGS, b"{}"))
-        # those of a group in a row
+        # The rows of a group follow one another.
         for _, rows in groupby(table.to_pylist(), key=itemgetter("step", "group")):
             view.groups.append(_group(list(rows), settings, view.problems))
-    shown = sum(len(group["rollouts"]) for group in view.groups)
-    if shown < total:
+    count = sum(len(group["rollouts"]) for group in view.groups)
+    if count < total:
         view.notes.append(
-            f"{shown:,} of {total:,} recorded rollouts are shown, those of {len(steps)} steps."
+            f"{count:,} of {total:,} recorded rollouts are shown, those of {len(steps)} steps."
         )
 
 
-def _chosen_steps(found: list[Part], max_rollouts: int) -> tuple[list[int], int]:
-    """Evenly spread steps with at most `max_rollouts` together (one step at least), and how many
-    rollouts there are.
+def _chosen_steps(record: list[Part], max_rollouts: int) -> tuple[list[int], int]:
+    """Evenly spread steps whose rollouts fit, and the number of all recorded rollouts.
+
+    One step is chosen at least. Steps are taken to have equally many rollouts.
     """
     counts: dict[int, int] = {}
-    for part in found:
+    for part in record:
         for entry in pc.value_counts(read_part(part, ["step"])["step"]).to_pylist():
             counts[entry["values"]] = counts.get(entry["values"], 0) + entry["counts"]
     steps = sorted(counts)
     total = sum(counts.values())
-    keep = max(1, min(len(steps), int(len(steps) * max_rollouts / total)))
-    chosen = [steps[round(i * (len(steps) - 1) / max(1, keep - 1))] for i in range(keep)]
+    count = max(1, min(len(steps), int(len(steps) * max_rollouts / total)))
+    last = len(steps) - 1
+    chosen = [steps[round(number * last / max(1, count - 1))] for number in range(count)]
     return sorted(set(chosen)), total
 
 
 def _group(rows: list[Json], settings: Json, problems: dict[str, Json]) -> Json:
+    """A group as the page's JSON has it, from its recorded rows; its problem is put into `problems`."""
     first = rows[0]
     row_id = str(first["id"])
     problem = {
@@ -270,17 +278,17 @@ def _group(rows: list[Json], settings: Json, problems: dict[str, Json]) -> Json:
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
     group = {name: first[name] for name in _GROUP} | {"id": row_id, "equal": len(set(rewards)) <= 1}
     group |= {"left": len(rows) - len(rewards), "size": len(rows)}
-    shown = {name: _rounded(value) for name, value in group.items()}
     return {
-        **shown,
+        **{name: _rounded(value) for name, value in group.items()},
         "why": weight_reason(group, settings),
         "rollouts": [_rollout(row) for row in rows],
     }
 
 
 def _rollout(row: Json) -> list[Any]:
-    reward_parts = {
-        name.removeprefix("reward/"): value
+    """The values of a rollout in the order of `ROLLOUT`, from its recorded row."""
+    rewards = {
+        name.removeprefix("reward/"): _rounded(value)
         for name, value in row.items()
         if name.startswith("reward/")
     }
@@ -289,17 +297,18 @@ def _rollout(row: Json) -> list[Any]:
         "completion": _cut(row["completion"]),
         "extracted": _cut(row["extracted"]),
         "compared": _compared(row),
-        "parts": {name: _rounded(value) for name, value in reward_parts.items()}
-        if len(reward_parts) > 1
-        else None,
+        # a single reward function says no more than the reward
+        "parts": rewards if len(rewards) > 1 else None,
     }
     return [_rounded(values[name]) for name in ROLLOUT]
 
 
 def _compared(row: Json) -> list[tuple[str, str, str]] | None:
-    """The parts of an answer with those of the reference answer; None for one number, or where the
-    grade was another. The record does not say how the run read its answers, so each way is tried
-    until one has the recorded reason.
+    """The parts of an answer beside those of the reference answer, each pair with its reason.
+
+    It is None for an answer of one number, and where the grader of today decides otherwise than the
+    record. The record does not say how the run read its answers, so each way is tried until one has
+    the recorded verdict and reason.
     """
     response = row["completion"]
     reference = row["answer"]
@@ -307,20 +316,21 @@ def _compared(row: Json) -> list[tuple[str, str, str]] | None:
         return None
     for answer_tags in (False, True):
         for rounding in (False, True):
-            found = comparison(
+            result = comparison(
                 response or "", reference, rounding=rounding, answer_tags=answer_tags
             )
-            if found and (found.verdict, found.reason) == (row["verdict"], row["reason"]):
-                return [(pair.answer, pair.reference, pair.reason) for pair in found.pairs] or None
+            if result and (result.verdict, result.reason) == (row["verdict"], row["reason"]):
+                return [(pair.answer, pair.reference, pair.reason) for pair in result.pairs] or None
     return None
 
 
 def _rounded(value: Any) -> Any:
-    """Six digits are more than anybody reads, and half of what a float takes."""
+    """A float with six digits, which are more than anybody reads, and half as long as all of them."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _cut(text: str | None) -> str | None:
+    """The beginning of a long text, with a note on what is left out."""
     if text is None or len(text) <= _SHOWN_CHARACTERS:
         return text
     return f"{text[:_SHOWN_CHARACTERS]}… ({len(text) - _SHOWN_CHARACTERS:,} more characters)"
@@ -329,9 +339,15 @@ def _cut(text: str | None) -> str | None:
 def image_uris(
     folders: list[Path], views: list[RunView], max_bytes: int
 ) -> tuple[dict[str, str], int]:
-    """The diagrams as data URIs by name, up to `max_bytes` in total, and the number of those left
-    out. One that is a link out of its run's folder is left out with a note: the page is passed on,
+    """The diagrams as data URIs by name, up to `max_bytes` in total, and how many are left out.
+
+    A diagram that is a link out of its run's folder is left out with a note: the page is passed on,
     and would take any file of this machine along.
+
+    Args:
+        folders: the folders of the runs.
+        views: what is shown of each run; notes are added.
+        max_bytes: the limit of all files together.
     """
     uris: dict[str, str] = {}
     used = 0
