@@ -158,7 +158,7 @@ def built_with(monkeypatch: pytest.MonkeyPatch, settings: EngineSettings, ranks:
     engine = object.__new__(AdoraVLLMGeneration)
     model = SimpleNamespace(dtype=torch.float32)
     engine.__dict__.update(
-        NEUTRAL, model=model, image_token_id=None, _asked={}, enable_sleep_mode=False
+        NEUTRAL, model=model, image_token_id=None, _config_kwargs={}, enable_sleep_mode=False
     )
     engine.settings = settings
     engine.tensor_parallel_size = ranks
