@@ -14,7 +14,7 @@ __all__ = ["AdoraGRPOConfig", "AdoraScriptArguments"]
 
 
 def __getattr__(name: str) -> Any:
-    """Both are imported when they are asked for: TRL's classes take seconds, and `reading` does
+    """Both are imported when they are asked for: TRL's classes take seconds, and `command` does
     without them.
     """
     if name not in __all__:
