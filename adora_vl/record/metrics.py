@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 
 from adora_vl.advantage import Adora, AdoraWeighting
 from adora_vl.advantage.grpo import deviation
+from adora_vl.record.figures import ACCURACY, FIGURES, MISSING, PASS
 from adora_vl.training.advantages import Advantages
 from adora_vl.training.scoring import Scores
 from adora_vl.utils.files import replace_file
@@ -282,20 +283,6 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
             self._log(f"seconds/{phase}", seconds)
 
 
-# Share of rollouts whose reward is above adora_correct_above
-PASS = "adora/pass_rate"  # noqa: S105  # no password
-# Share of rollouts whose answer is right
-ACCURACY = "grading/correct"
-# Title, key of the log, format, factor
-_FIGURES = (
-    ("reward", "reward", "{:.3f}", 1),
-    ("without reward", "rewards/missing", "{:.1f}%", 100),
-    ("pass", PASS, "{:.0f}%", 100),
-    ("accuracy", ACCURACY, "{:.0f}%", 100),
-    ("TDS", "adora/tds_share", "{:.0f}%", 100),
-    ("length", "completions/mean_length", "{:.0f}", 1),
-    ("drift", "adora/drift", "{:.1g}", 1),
-)
 # After so many steps without any signal the run warns
 SILENT_STEPS = 5
 # The remaining time is estimated from this many steps
@@ -341,11 +328,16 @@ def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float 
         left_s: seconds that remain, None where nothing is known.
     """
     parts = [f"step {step:>{len(str(total))}}/{total}"]
-    for title, key, form, factor in _FIGURES:
-        if key == ACCURACY and not differs_from_pass(logs):
+    for figure in FIGURES:
+        value = logs.get(figure.key)
+        if not figure.line_title or value is None:
             continue
-        if logs.get(key) is not None and (logs[key] or key != "rewards/missing"):
-            parts.append(f"{title} {form.format(factor * logs[key])}")
+        if figure.key == ACCURACY and not differs_from_pass(logs):
+            continue
+        # Most runs have a reward for every rollout, so that a share of 0 says nothing.
+        if figure.key == MISSING and not value:
+            continue
+        parts.append(f"{figure.line_title} {figure.line_format.format(value)}")
     seconds = {phase: logs.get(f"seconds/{phase}") for phase in PHASES}
     logged = {phase: value for phase, value in seconds.items() if value is not None}
     line = "  ".join(parts)

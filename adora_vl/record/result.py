@@ -17,7 +17,8 @@ from adora_vl.evals.inference.predictions import SCORE
 from adora_vl.evals.scoring.score import share_of_the_data
 from adora_vl.evals.scoring.statistics import welch
 from adora_vl.evals.scoring.table import name_of_data, percent
-from adora_vl.record.metrics import PASS, kind_of
+from adora_vl.record.figures import PASS
+from adora_vl.record.metrics import kind_of
 from adora_vl.record.rollouts import ROLLOUTS, parts, read_part
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError

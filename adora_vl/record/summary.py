@@ -10,8 +10,9 @@ from adora_vl.checkpoint.store import checkpoints
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.evals.benchmark import BENCHMARK_FILES, for_data
 from adora_vl.models.load import ADAPTER, MERGED
+from adora_vl.record.figures import ACCURACY, FIGURES, PASS
 from adora_vl.record.manifest import interpreter
-from adora_vl.record.metrics import ACCURACY, METRICS, PASS, differs_from_pass, kind_of, no_signal
+from adora_vl.record.metrics import METRICS, differs_from_pass, kind_of, no_signal
 from adora_vl.record.result import REWARD, interval_of, result_of, training_change
 from adora_vl.record.rollouts import ROLLOUTS
 from adora_vl.utils.cli import amount, spelled
@@ -68,36 +69,23 @@ def view_command(*runs: Path) -> str:
     return shlex.join([interpreter(), "-m", "adora_vl.report", *map(str, runs)])
 
 
-# Title, key of the log history, format
-FIGURES = (
-    ("reward", "reward", "{:.3f}"),
-    ("pass rate", PASS, "{:.3f}"),
-    ("accuracy", ACCURACY, "{:.3f}"),
-    ("TDS share", "adora/tds_share", "{:.3f}"),
-    ("mean weight", "adora/weight_mean", "{:.3f}"),
-    ("length, correct", "adora/length_correct", "{:.1f}"),
-    ("length, wrong", "adora/length_wrong", "{:.1f}"),
-    ("entropy", "entropy", "{:.3f}"),
-    ("engine drift, nats", "adora/drift", "{:.2g}"),
-    ("seconds per step", "step_time", "{:.2f}"),
-)
-
-
 def figure_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     """The title of each figure, and its means over the first and last fifth of the logged steps."""
     # The run's last entry holds the figures of the steps since the log before it.
     entries = [entry for entry in history if kind_of(entry) != "eval"]
     rows = []
-    for title, key, form in FIGURES:
-        if key == ACCURACY and not any(map(differs_from_pass, entries)):
+    for figure in FIGURES:
+        if not figure.title:
             continue
-        values = [entry[key] for entry in entries if entry.get(key) is not None]
+        if figure.key == ACCURACY and not any(map(differs_from_pass, entries)):
+            continue
+        values = [entry[figure.key] for entry in entries if entry.get(figure.key) is not None]
         if not values:
             continue
         fifth = max(1, len(values) // 5)
-        before = form.format(fmean(values[:fifth]))
-        after = form.format(fmean(values[-fifth:]))
-        rows.append((title, before, after))
+        before = figure.format.format(fmean(values[:fifth]))
+        after = figure.format.format(fmean(values[-fifth:]))
+        rows.append((figure.title, before, after))
     return rows
 
 

@@ -10,7 +10,8 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.evals.records import Graded, RowGrade
 from adora_vl.evals.scoring.score import aggregate, verdict
 from adora_vl.evals.scoring.statistics import welch
-from adora_vl.record.metrics import PASS, read_metrics
+from adora_vl.record.figures import PASS
+from adora_vl.record.metrics import read_metrics
 from adora_vl.record.result import AFTER, BEFORE, is_noise, result_of, training_change
 from adora_vl.record.rollouts import Record
 from adora_vl.record.summary import summary_lines
