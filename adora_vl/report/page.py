@@ -118,7 +118,7 @@ def mathml(source: str) -> Tree | None:
     is_block = source.startswith(("$$", "\\["))
     try:
         element = convert_to_element(latex, display="block" if is_block else "inline")
-        tree = [_Budget(_MAX_NODES).plain(child) for child in element]
+        tree = [_TreeBuilder(_MAX_NODES).build(child) for child in element]
     # The converter raises many kinds of exceptions for what it cannot read. A formula that is not
     # understood is shown as it was written.
     except Exception:
@@ -126,22 +126,22 @@ def mathml(source: str) -> Tree | None:
     return ["math", {"display": "block"} if is_block else {}, *tree]
 
 
-class _Budget:
-    """Turns elements into trees of what is allowed in a page, up to a number of nodes."""
+class _TreeBuilder:
+    """Builds the tree of an element, with what is allowed in a page and a bound on its nodes."""
 
-    def __init__(self, nodes: int) -> None:
-        self._remaining = nodes
+    def __init__(self, max_nodes: int) -> None:
+        self._remaining_nodes = max_nodes
 
-    def plain(self, element: Element) -> Tree:
-        """The element with the attributes that are allowed.
+    def build(self, element: Element) -> Tree:
+        """The tree of the element, with those of its attributes that are allowed.
 
-        `ValueError` is raised for an element that is not, and beyond the number of nodes.
+        `ValueError` is raised for an element that is not allowed, and beyond the bound on nodes.
         """
         text = unescape(element.text or "")
-        self._remaining -= 1
+        self._remaining_nodes -= 1
         is_unknown = element.tag == "mi" and (text.startswith("\\") or text == "&")
         is_struck = element.tag == "menclose" and element.get("notation") != "box"
-        if element.tag not in _ELEMENTS or self._remaining < 0 or is_unknown or is_struck:
+        if element.tag not in _ELEMENTS or self._remaining_nodes < 0 or is_unknown or is_struck:
             raise ValueError(element.tag)
         attributes = {
             name: value
@@ -150,7 +150,7 @@ class _Budget:
             if re.fullmatch(_ATTRIBUTES.get(name, "(?!)"), value)
         }
         content = [text] if text else []
-        children = [self.plain(child) for child in element]
+        children = [self.build(child) for child in element]
         return [element.tag, attributes, *content, *children]
 
 
