@@ -1,6 +1,6 @@
-"""Figures of a run: `metrics.jsonl`, the seconds of each phase, the progress line, and ADORA's
-shares.
-"""
+"""Figures of a run: `metrics.jsonl`, seconds per phase, the progress line, and ADORA's shares."""
+
+from __future__ import annotations
 
 import json
 import math
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,13 +25,19 @@ from adora_vl.training.advantages import Advantages
 from adora_vl.training.scoring import Scores
 from adora_vl.utils.files import replace_file
 
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from adora_vl.rollout.rollouts import Rollout
+
 METRICS = "metrics.jsonl"
 Line = dict[str, Any]
 
 
 def kind_of(logs: Mapping[str, Any]) -> str:
-    """`end` for the run's last entry, `eval` for an evaluation, else `train`, also where nothing
-    was sampled.
+    """The kind of a log entry: `end` for the run's last one, `eval` for an evaluation, else `train`.
+
+    A step in which nothing was sampled is `train` as well.
     """
     if "train_runtime" in logs:
         return "end"
@@ -39,27 +45,33 @@ def kind_of(logs: Mapping[str, Any]) -> str:
 
 
 def as_line(logs: Mapping[str, Any], step: int, now: str | None) -> Line:
+    """The line of a log entry, which JSON can hold: a figure that is not finite becomes None.
+
+    `now` is the time as text, None for an entry that a checkpoint's history has.
+    """
     figures = {key: _finite(value) for key, value in logs.items() if key != "step"}
     return {"step": step, "kind": kind_of(logs), "time": now, **figures}
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, bool | int | str) or value is None:
         return value
     try:
-        number = float(value)
+        number = float(value)  # type: ignore[arg-type]  # refused below
     except (TypeError, ValueError):  # the user's own callbacks may log anything
         return str(value)
     return number if math.isfinite(number) else None
 
 
 def read_metrics(path: Path) -> list[Line]:
-    """The lines of the file, none if it is missing.
+    """Read the lines of the file; there are none if it is missing.
 
     A last line that a crash has cut off is left out.
     """
+    if not path.is_file():
+        return []
     lines = []
-    for text in path.read_bytes().split(b"\n") if path.is_file() else []:
+    for text in path.read_bytes().split(b"\n"):
         try:
             line = json.loads(text)
         except ValueError:
@@ -70,44 +82,71 @@ def read_metrics(path: Path) -> list[Line]:
 
 
 def resumed_lines(
-    found: Iterable[Line], history: Sequence[Mapping[str, Any]], step: int
+    recorded: Iterable[Line], history: Sequence[Mapping[str, Any]], step: int
 ) -> list[Line]:
-    """The file of a run that resumes after `step`: no later line, and what it lacks of the
-    checkpoint's history.
+    """The lines of the file of a run that resumes after `step`.
+
+    Later lines and the run's last entry are dropped; what the file lacks of the checkpoint's
+    history is added.
+
+    Args:
+        recorded: the lines of the file so far.
+        history: the log entries in the checkpoint.
+        step: the optimizer step of the checkpoint.
     """
-    lines = [*found, *(as_line(entry, int(entry["step"]), None) for entry in history)]
-    kept: dict[tuple[Any, ...], Line] = {}
+    lines = [*recorded, *(as_line(entry, int(entry["step"]), None) for entry in history)]
+    unique: dict[_LineKey, Line] = {}
     for line in lines:
         if line["step"] <= step and line["kind"] != "end":
-            kept.setdefault(_identity(line), line)
-    return sorted(kept.values(), key=lambda line: (line["step"], line["kind"] != "eval"))
+            unique.setdefault(_line_key(line), line)
+    return sorted(unique.values(), key=lambda line: (line["step"], line["kind"] != "eval"))
 
 
-def _identity(line: Line) -> tuple[Any, ...]:
-    """What a line is known by: a step has one line for its training, and one for each evaluation."""
-    return (
-        line["step"],
-        line["kind"],
-        min((key for key in line if key.startswith("eval_")), default=""),
+class _LineKey(NamedTuple):
+    """What identifies a line: a step has one line for its training, and one for each evaluation."""
+
+    step: int
+    kind: str
+    evaluation: str
+
+
+def _line_key(line: Line) -> _LineKey:
+    return _LineKey(
+        step=line["step"],
+        kind=line["kind"],
+        evaluation=min((key for key in line if key.startswith("eval_")), default=""),
     )
 
 
 class MetricsFile(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
     """Writes the file in `output_dir`, on the first rank."""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Begin the file: empty, or with the lines up to the step from which the run resumes."""
         if not state.is_world_process_zero:
             return
         path = Path(args.output_dir) / METRICS
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = (
-            resumed_lines(read_metrics(path), state.log_history, state.global_step)
-            if state.global_step
-            else []
-        )
+        lines: list[Line] = []
+        if state.global_step:
+            lines = resumed_lines(read_metrics(path), state.log_history, state.global_step)
         replace_file(path, _as_text(lines))
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **kwargs: object,
+    ) -> None:
+        """Append a line, which is on the disk when this returns."""
         if state.is_world_process_zero and logs:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             with (Path(args.output_dir) / METRICS).open("a", encoding="utf-8") as stream:
@@ -121,24 +160,27 @@ def _as_text(lines: Iterable[Line]) -> str:
 
 
 PHASES = ("rollout", "grading", "policy", "sync", "wake", "sleep", "other")
-_OF_SLEEP_MODE = {"wake", "sleep"}
-_OF_THE_HOST = {"grading", "other"}  # a step starts nothing there that the device is long at
+# Phases that only an engine in sleep mode has
+_SLEEP_MODE_PHASES = {"wake", "sleep"}
+# Phases of the host: no long GPU work is started in them, so that nobody waits for it
+_HOST_PHASES = {"grading", "other"}
 
 
 def settle() -> None:
-    """Wait for the GPU, so that each phase is charged for its own work; the next one would soon
-    wait anyway.
+    """Wait for the GPU, so that each phase is charged for its own work.
+
+    It costs little: the next phase would soon wait anyway.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 
 
 class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Divides the time among phases, and puts the seconds of each into the log of a step.
+    """Divides the time among phases, and puts the seconds of each phase into the log of a step.
 
     A phase inside another one pauses it. Inside a step, time that is in no other phase counts as
-    `policy`. The time between two steps (loading data, saving, evaluating) is `other`, of the later
-    one.
+    `policy`. The time between two steps (loading data, saving, evaluating) counts as `other` in the
+    later step.
     """
 
     def __init__(
@@ -149,23 +191,31 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         *,
         sleep_mode: bool = False,
     ) -> None:
-        """`sleep_mode`: whether the run's engine sleeps between generations; else it has no phases
-        for that.
+        """Start the clock.
+
+        Args:
+            log: takes the name and the value of a figure of the present step.
+            now: the time in seconds.
+            settle: waits for the GPU.
+            sleep_mode: whether the engine sleeps between generations; otherwise there are no phases
+                `wake` and `sleep`.
         """
         self._log = log
         self._now = now
         self._settle = settle
-        self._phases = [phase for phase in PHASES if sleep_mode or phase not in _OF_SLEEP_MODE]
+        self._phases = [phase for phase in PHASES if sleep_mode or phase not in _SLEEP_MODE_PHASES]
         self._open: list[str] = []
         self._seconds = dict.fromkeys(self._phases, 0.0)
         self._mark = now()
 
     def enter(self, phase: str) -> None:
+        """Begin a phase, which pauses the present one until `leave`."""
         assert phase in self._phases, phase
         self._count()
         self._open.append(phase)
 
     def leave(self) -> None:
+        """End the present phase; the one around it goes on."""
         self._count()
         self._open.pop()
 
@@ -185,33 +235,56 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
             self.leave()
 
     def take(self) -> dict[str, float]:
-        """The seconds of every phase since the last call. Their sum is the time that has passed."""
+        """The seconds of every phase since the last call; their sum is the time that has passed."""
         self._count()
-        taken = self._seconds
+        seconds = self._seconds
         self._seconds = dict.fromkeys(self._phases, 0.0)
-        return taken
+        return seconds
 
     def _count(self) -> None:
-        if not self._open or self._open[-1] not in _OF_THE_HOST:
+        """Charge the time since the last mark to the present phase."""
+        if not self._open or self._open[-1] not in _HOST_PHASES:
             self._settle()
         now = self._now()
         self._seconds[self._open[-1] if self._open else "other"] += now - self._mark
         self._mark = now
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Forget the time before the training."""
         self.take()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Begin the phase `policy`."""
         self.enter("policy")
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Log the seconds of each phase."""
         self.leave()
         for phase, seconds in self.take().items():
             self._log(f"seconds/{phase}", seconds)
 
 
-# rewards above adora_correct_above, and right answers
-PASS = "adora/pass_rate"  # noqa: S105
+# Share of rollouts whose reward is above adora_correct_above
+PASS = "adora/pass_rate"  # noqa: S105  # no password
+# Share of rollouts whose answer is right
 ACCURACY = "grading/correct"
 # Title, key of the log, format, factor
 _FIGURES = (
@@ -223,26 +296,29 @@ _FIGURES = (
     ("length", "completions/mean_length", "{:.0f}", 1),
     ("drift", "adora/drift", "{:.1g}", 1),
 )
-SILENT_STEPS = 5  # without any signal, then the run says so
-_WINDOW = 20  # the remaining time is estimated from this many steps
+# After so many steps without any signal the run warns
+SILENT_STEPS = 5
+# The remaining time is estimated from this many steps
+_WINDOW = 20
 
 
 def duration(seconds: float) -> str:
-    """`45s`, `3m05s`, `2h07m`, `1d03h`."""
-    whole = round(seconds)
-    for big, small, long, short in (
+    """A duration as text: `45s`, `3m05s`, `2h07m`, `1d03h`."""
+    total = round(seconds)
+    for long_s, short_s, long_unit, short_unit in (
         (86400, 3600, "d", "h"),
         (3600, 60, "h", "m"),
         (60, 1, "m", "s"),
     ):
-        if whole >= big:
-            return f"{whole // big}{long}{whole % big // small:02}{short}"
-    return f"{whole}s"
+        if total >= long_s:
+            return f"{total // long_s}{long_unit}{total % long_s // short_s:02}{short_unit}"
+    return f"{total}s"
 
 
 def differs_from_pass(logs: Mapping[str, Any]) -> bool:
-    """Whether accuracy is to stand beside the share that passes: several functions are summed, or
-    the two differ.
+    """Whether the accuracy tells more than the share that passes.
+
+    It does where several reward functions are summed, or where the two figures differ.
     """
     functions = [key for key in logs if key.startswith("rewards/") and key.endswith("/mean")]
     accuracy = logs.get(ACCURACY)
@@ -256,7 +332,14 @@ def differs_from_pass(logs: Mapping[str, Any]) -> bool:
 
 
 def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float | None) -> str:
-    """One line with the figures that are known. Seconds are per step: means since the last line."""
+    """One line with the known figures of a log entry; seconds are means per step since the last.
+
+    Args:
+        logs: the log entry.
+        step: optimizer steps that were made.
+        total: optimizer steps of the run.
+        left_s: seconds that remain, None where nothing is known.
+    """
     parts = [f"step {step:>{len(str(total))}}/{total}"]
     for title, key, form, factor in _FIGURES:
         if key == ACCURACY and not differs_from_pass(logs):
@@ -264,11 +347,11 @@ def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float 
         if logs.get(key) is not None and (logs[key] or key != "rewards/missing"):
             parts.append(f"{title} {form.format(factor * logs[key])}")
     seconds = {phase: logs.get(f"seconds/{phase}") for phase in PHASES}
-    known = {phase: value for phase, value in seconds.items() if value is not None}
+    logged = {phase: value for phase, value in seconds.items() if value is not None}
     line = "  ".join(parts)
-    if known:
-        line += f" | {_short(sum(known.values()))} s: "
-        line += " ".join(f"{phase} {_short(value)}" for phase, value in known.items())
+    if logged:
+        line += f" | {_short(sum(logged.values()))} s: "
+        line += " ".join(f"{phase} {_short(value)}" for phase, value in logged.items())
     return line if left_s is None else f"{line} | {duration(left_s)} left"
 
 
@@ -280,11 +363,21 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
     """Replaces Transformers' progress bar and printed dictionaries. Only the first rank prints."""
 
     def __init__(self) -> None:
+        # None on all ranks but the first, and outside of a training
         self._bar: tqdm[Any] | None = None
+        # the numbers of the last steps, and the times when they ended
         self._ends: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+        # whether the present stretch of steps without signal was warned of
         self._warned = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Open the bar, which shows only in a terminal."""
         if not state.is_world_process_zero:
             return
         self._ends.clear()
@@ -295,101 +388,147 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
             total=state.max_steps, initial=done, disable=off, unit="step", dynamic_ncols=True
         )
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if len(self._ends) == 1:  # what comes before the first step, as the self-check, comes once
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Begin to measure at the first step.
+
+        The self-check and all else before it is done once, and says nothing about later steps.
+        """
+        if len(self._ends) == 1:
             self._ends[0] = (state.global_step, time.monotonic())
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Note the time at which the step ended."""
         if self._bar is not None:
             self._ends.append((state.global_step, time.monotonic()))
             self._bar.update(1)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self._bar is not None and logs and ("reward" in logs or "rewards/missing" in logs):
-            (first, began) = self._ends[0]
-            (last, ended) = self._ends[-1]
-            left_s = (
-                (ended - began) / (last - first) * (state.max_steps - last)
-                if last > first
-                else None
-            )
-            self._bar.write(
-                progress_line(logs, step=state.global_step, total=state.max_steps, left_s=left_s)
-            )
-            sys.stdout.flush()
-            silence = no_signal(state.log_history)
-            if silence and not self._warned:
-                self._bar.write(f"warning: {silence}", file=sys.stderr)
-            self._warned = bool(silence)  # once for each stretch of such steps
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **kwargs: object,
+    ) -> None:
+        """Write the line of a step, and a warning where the last steps had no signal."""
+        if self._bar is None or not logs:
+            return
+        if "reward" not in logs and "rewards/missing" not in logs:
+            return
+        left_s = self._left_s(state.max_steps)
+        self._bar.write(
+            progress_line(logs, step=state.global_step, total=state.max_steps, left_s=left_s)
+        )
+        sys.stdout.flush()
+        silence = no_signal(state.log_history)
+        if silence and not self._warned:
+            self._bar.write(f"warning: {silence}", file=sys.stderr)
+        # so that each stretch of such steps is warned of once
+        self._warned = bool(silence)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def _left_s(self, max_steps: int) -> float | None:
+        """Seconds until the last step, from the pace of the latest ones; None before the first."""
+        (first, began) = self._ends[0]
+        (last, ended) = self._ends[-1]
+        if last <= first:
+            return None
+        return (ended - began) / (last - first) * (max_steps - last)
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Close the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
 
 def no_signal(history: Sequence[Mapping[str, Any]]) -> str | None:
-    """What to say of a run in whose last steps, `SILENT_STEPS` at least, no group had anything to
-    teach: since when, the likeliest reason, and what to look at. None if there was something.
-    `history`: of the log, or of the file.
+    """What to say of a run in whose last steps no group had a signal; None where one had.
+
+    The text says for how many steps (`SILENT_STEPS` at least), the likeliest reason, and what to
+    look at. `history` is the trainer's log history, or the lines of the file.
     """
+    # Newest first
     silent: list[Mapping[str, Any]] = []
-    before = 0
+    last_step_with_signal = 0
     for entry in reversed(history):
-        if kind_of(entry) == "train" and (share := entry.get("frac_reward_zero_std")) is not None:
-            if share < 1:
-                before = int(entry["step"])
-                break
-            silent.append(entry)
-    steps = int(silent[0]["step"]) - before if silent else 0
+        if kind_of(entry) != "train":
+            continue
+        share = entry.get("frac_reward_zero_std")
+        if share is None:
+            continue
+        if share < 1:
+            last_step_with_signal = int(entry["step"])
+            break
+        silent.append(entry)
+    if not silent:
+        return None
+    steps = int(silent[0]["step"]) - last_step_with_signal
     if steps < SILENT_STEPS:
         return None
+    return (
+        f"nothing was learned in the last {steps} steps: in every group all rewards were equal, "
+        f"since {_silence_reason(silent)}"
+    )
+
+
+def _silence_reason(silent: Sequence[Mapping[str, Any]]) -> str:
+    """The likeliest reason why these log entries have no signal, and what to look at."""
     rates = {entry.get(PASS) for entry in silent}
     if rates == {0.0}:
-        reason = (
+        return (
             "no answer was right. `python -m adora_vl.rewards.explain` says what the reward makes "
             "of one (a run's answers are in its report), `python -m data_prep filter` keeps the "
             "problems that the model solves sometimes, and the built-in tiny models know drawn "
             "problems alone"
         )
-    elif rates == {1.0}:
-        reason = (
+    if rates == {1.0}:
+        return (
             "every answer was right. `python -m data_prep filter` keeps the problems that it "
             "does not always solve"
         )
-    elif not any(entry.get("reward_std") for entry in silent):
-        reason = (
+    if not any(entry.get("reward_std") for entry in silent):
+        return (
             f"every answer had the reward {silent[0].get('reward', math.nan):g}. `python -m "
             "adora_vl.rewards.explain --reward FILE.py:FUNCTION` says what yours returns for one"
         )
-    else:
-        reason = (
-            "the answers to a problem are all alike. A higher temperature or more num_generations "
-            "makes them differ, `python -m data_prep filter` finds problems where they do"
-        )
     return (
-        f"nothing was learned in the last {steps} steps: in every group all rewards were equal, "
-        f"since {reason}"
+        "the answers to a problem are all alike. A higher temperature or more num_generations "
+        "makes them differ, `python -m data_prep filter` finds problems where they do"
     )
 
 
 def _mean_where(values: Tensor, chosen: Tensor) -> float:
-    """The mean of the chosen values.
-
-    It is NaN if none is chosen; TRL's log leaves such figures out.
-    """
+    """The mean of the chosen values; NaN if none is chosen, which TRL's log leaves out."""
     return values[chosen].mean().item() if bool(chosen.any()) else float("nan")
 
 
 def adora_metrics(weighting: AdoraWeighting) -> dict[str, float]:
-    """Shares of prompts, and mean lengths of rollouts in tokens.
+    """ADORA's figures by name: shares of prompts, and mean lengths of rollouts in tokens.
 
     A group without any reward counts nowhere.
     """
     groups = weighting.groups
-    judged_P, any_correct_P, any_wrong_P = (
-        each_PG.any(dim=1) for each_PG in (groups.scored_PG, groups.correct_PG, groups.wrong_PG)
-    )
+    judged_P = groups.scored_PG.any(dim=1)
+    any_correct_P = groups.correct_PG.any(dim=1)
+    any_wrong_P = groups.wrong_PG.any(dim=1)
     wrong_all_truncated_P = any_wrong_P & ~groups.finished_wrong_PG.any(dim=1)
     all_correct_P = any_correct_P & ~any_wrong_P
     lengths_PG = groups.lengths_PG.float()
@@ -413,19 +552,27 @@ def _comparable(weighting: AdoraWeighting) -> Tensor:
 
 
 class TieNotice:
-    """Says once in a run, on the first rank, that many of the attenuated groups are ties of length."""
+    """Says once in a run, on the first rank, that many of the attenuated groups are ties of length.
 
-    # nothing is said below either
+    It stays silent until there are `GROUPS` comparable groups, and a share of ties above `SHARE`.
+    """
+
     SHARE = 0.1
     GROUPS = 50
 
     def __init__(self, options: Adora, *, speaks: bool) -> None:
-        """`options`: of the run's ADORA, with the mode `off` where it has none."""
+        """Start the count.
+
+        Args:
+            options: those of the run's ADORA, with the mode `off` where the run has none.
+            speaks: whether this is the first rank.
+        """
         self._silent = not speaks or options.mode != "attenuation" or options.plain
-        self._marked = self._ties = 0
+        self._marked = 0
+        self._ties = 0
 
     def count(self, weighting: AdoraWeighting) -> None:
-        """Called with every generation that is learned from."""
+        """Count the groups of a generation that the loss uses, and say so if many are ties."""
         if self._silent:
             return
         self._marked += int(_comparable(weighting).sum())
@@ -441,62 +588,113 @@ class TieNotice:
             )
 
 
-def learned_figures(weighed: Advantages) -> dict[str, float]:
-    """The figures of the rollouts that are learned from, by their names in the log."""
-    figures = {"learned_reward": torch.nanmean(weighed.groups.rewards_PG).item(), **weighed.figures}
+def learned_figures(advantages: Advantages) -> dict[str, float]:
+    """The figures of the rollouts that the loss uses, by their names in the log."""
+    learned_reward = torch.nanmean(advantages.groups.rewards_PG).item()
+    figures = {"learned_reward": learned_reward, **advantages.figures}
     return {f"adora/{name}": value for name, value in figures.items()}
 
 
 def judged_figures(
-    judged: Advantages, scores: Scores, functions: Sequence[str]
+    advantages: Advantages, scores: Scores, functions: Sequence[str]
 ) -> dict[str, float]:
-    """The figures of all rollouts that were graded: TRL's under its names, ADORA's, and what the
-    `functions` log.
+    """The figures of all rollouts that were graded, by their names in the log.
+
+    They are TRL's, ADORA's, and those that the reward functions log.
+
+    Args:
+        advantages: the groups of all ranks, weighed by ADORA's criteria.
+        scores: rewards and lengths of the same rollouts.
+        functions: the names of the reward functions.
     """
-    figures = {f"adora/{name}": value for name, value in adora_metrics(judged.weighting).items()}
+    figures = {
+        f"adora/{name}": value for name, value in adora_metrics(advantages.weighting).items()
+    }
     figures["adora/reflective_per_1000_tokens"] = scores.reflective_per_1000_tokens
     figures["rewards/missing"] = scores.rewards.missing_share
     figures["completions/clipped_ratio"] = scores.unended_B.float().mean().item()
     ended = scores.lengths_B[~scores.unended_B]
-    for name, of in (("mean", torch.mean), ("min", torch.amin), ("max", torch.amax)):
-        figures[f"completions/{name}_length"] = of(scores.lengths_B).item()
-        figures[f"completions/{name}_terminated_length"] = of(ended).item() if len(ended) else 0.0
-    for name, rewards_B in zip(functions, scores.rewards.counted_BF.unbind(dim=1), strict=True):
-        figures[f"rewards/{name}/mean"], figures[f"rewards/{name}/std"] = _mean_and_deviation(
-            rewards_B
+    for name, reduce in (("mean", torch.mean), ("min", torch.amin), ("max", torch.amax)):
+        figures[f"completions/{name}_length"] = reduce(scores.lengths_B).item()
+        figures[f"completions/{name}_terminated_length"] = (
+            reduce(ended).item() if len(ended) else 0.0
         )
-    figures["reward"], figures["reward_std"] = _mean_and_deviation(
-        judged.groups.rewards_PG.flatten()
-    )
-    return {**figures, **judged.figures, **scores.logged}
+    for name, rewards_B in zip(functions, scores.rewards.counted_BF.unbind(dim=1), strict=True):
+        mean, std = _mean_and_deviation(rewards_B)
+        figures[f"rewards/{name}/mean"] = mean
+        figures[f"rewards/{name}/std"] = std
+    mean, std = _mean_and_deviation(advantages.groups.rewards_PG.flatten())
+    figures["reward"] = mean
+    figures["reward_std"] = std
+    return {**figures, **advantages.figures, **scores.logged}
 
 
-def tool_figures(rewards_PG: Tensor, facts_N4: Tensor) -> dict[str, float]:
-    """Of a run with tools, TRL's under its names.
+class ToolUse(NamedTuple):
+    """How each of N rollouts used tools; tensors of floats, (N,)."""
 
-    `facts_N4`: of each rollout its calls, those that failed, their seconds, whether its last turn
-    was unanswered. `adora/tool_gain`: by how much those that called have more reward than others of
-    the group.
+    calls_N: Tensor
+    failed_calls_N: Tensor
+    # what all calls of a rollout took together
+    seconds_N: Tensor
+    # 1 where the last turn calls a tool and nobody answers: no calls or no room are left
+    unanswered_N: Tensor
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout]) -> ToolUse:
+        """The use of tools by these rollouts, on the CPU."""
+
+        def column(values: Iterable[float]) -> Tensor:
+            return torch.tensor([*values], dtype=torch.float32)
+
+        return cls(
+            calls_N=column(len(rollout.calls) for rollout in rollouts),
+            failed_calls_N=column(
+                sum(call.failed for call in rollout.calls) for rollout in rollouts
+            ),
+            seconds_N=column(sum(call.seconds for call in rollout.calls) for rollout in rollouts),
+            unanswered_N=column(rollout.ended in ("calls", "room") for rollout in rollouts),
+        )
+
+    def stack(self) -> Tensor:
+        """The fields as the columns of one tensor, (N, F), which takes one gather."""
+        return torch.stack([*self], dim=1)
+
+    @classmethod
+    def unstack(cls, stacked_NF: Tensor) -> ToolUse:
+        """The inverse of `stack`."""
+        return cls(*stacked_NF.unbind(dim=1))
+
+
+def tool_figures(rewards_PG: Tensor, use: ToolUse) -> dict[str, float]:
+    """The figures of a run with tools, by their names in the log, of which TRL's begin with `tools/`.
+
+    `adora/tool_gain` is the mean reward of the rollouts that called a tool minus that of the others
+    in their group, over the groups that have both; it is left out where no group has.
+
+    Args:
+        rewards_PG: the rewards of all rollouts, (P, G), NaN where a rollout has none.
+        use: how the same rollouts, P x G of them, used tools.
     """
-    calls_N, failed_N, seconds_N, unanswered_N = facts_N4.unbind(dim=1)
-    called_PG = calls_N.view_as(rewards_PG) > 0
+    called_PG = use.calls_N.view_as(rewards_PG) > 0
     both_P = called_PG.any(1) & ~called_PG.all(1)
     nothing = torch.tensor(torch.nan)
-    with_P, without_P = (
-        torch.where(one, rewards_PG, nothing).nanmean(1) for one in (called_PG, ~called_PG)
-    )
+    with_P = torch.where(called_PG, rewards_PG, nothing).nanmean(1)
+    without_P = torch.where(~called_PG, rewards_PG, nothing).nanmean(1)
     gain = (with_P - without_P)[both_P].nanmean().item()
-    return {
-        "tools/call_frequency": calls_N.mean().item(),
-        "tools/failure_frequency": (failed_N.sum() / calls_N.sum().clamp(min=1)).item(),
+    failure_frequency = use.failed_calls_N.sum() / use.calls_N.sum().clamp(min=1)
+    figures = {
+        "tools/call_frequency": use.calls_N.mean().item(),
+        "tools/failure_frequency": failure_frequency.item(),
         "adora/called": called_PG.float().mean().item(),
-        "adora/unanswered_calls": unanswered_N.mean().item(),
-        "adora/tools_s": seconds_N.sum().item(),
-        **({} if math.isnan(gain) else {"adora/tool_gain": gain}),
+        "adora/unanswered_calls": use.unanswered_N.mean().item(),
+        "adora/tools_s": use.seconds_N.sum().item(),
     }
+    if not math.isnan(gain):
+        figures["adora/tool_gain"] = gain
+    return figures
 
 
 def _mean_and_deviation(values: Tensor) -> tuple[float, float]:
-    """Of those that are not NaN."""
+    """The mean and the standard deviation of the values that are not NaN."""
     mean = torch.nanmean(values)
     return mean.item(), deviation(values, mean).item()

@@ -1,13 +1,13 @@
-"""Puts each rollout of a generation into the record, with its grades, its advantages and their
-reasons.
-"""
+"""The recorder of rollouts, with their grades and advantages, and the logger of a generation."""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
@@ -17,7 +17,13 @@ from transformers import TrainerCallback
 from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.data.rows import images_of
 from adora_vl.packing.prompts import PromptBatch
-from adora_vl.record.metrics import TieNotice, judged_figures, learned_figures, tool_figures
+from adora_vl.record.metrics import (
+    TieNotice,
+    ToolUse,
+    judged_figures,
+    learned_figures,
+    tool_figures,
+)
 from adora_vl.record.rollouts import Columns, Record, criteria_columns, turns_of
 from adora_vl.record.trackers import add_rows, logs_images, logs_tables, set_weighed
 from adora_vl.rewards.completion import completion_text
@@ -29,45 +35,55 @@ from adora_vl.types import Batch, Row, StepContext, compared_mask
 from adora_vl.utils.cli import plain
 from adora_vl.utils.secrets import masked
 
-# The reward functions' columns of TRL's completions table
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+# Columns that the reward functions add to TRL's table of completions
 _EXTRA = ("verdict", "extracted", "reason")
-# beside our own keys
+# Settings of TRL that the record holds beside all keys that begin with `adora_`
 _RECORDED_SETTINGS = (
     "num_generations",
     "scale_rewards",
     "loss_type",
     "reward_weights",
 )
-# Columns of a batch, (B,), that only some runs have
+# Columns of a batch, (B,), that only some runs have: those that continue unfinished rollouts
 _OPTIONAL = ("segments", "age")
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Keeps what a step did until it ends, then writes it.
+    """Keeps the rollouts of a step until the step ends, then writes them, before a checkpoint.
 
-    All ranks call every method; the first one writes.
+    Collective: all ranks call every method, in the same order; the first rank writes.
     """
 
     def __init__(
         self, context: StepContext, decode: Callable[[Sequence[int]], str] | None = None
     ) -> None:
-        """`decode`: what a run with tools says; None without."""
+        """Take the settings from the context.
+
+        Args:
+            context: the run's config, accelerator and state.
+            decode: turns tokens into text, in a run with tools; None in a run without tools.
+        """
         config = context.config
         accelerator = context.accelerator
         self.accelerator = accelerator
         self.decode = decode
-        # the rollouts of every n-th generation are recorded; 0: of none
+        # every n-th generation is recorded; 0: none is
         self.every = config.adora_record_every
         self.updates = BatchLayout.of(config).updates
-        # this rank's rollouts in the present step, and those graded last
-        self._counted = self._latest = 0
-        self._drift: dict[
-            int, float
-        ] = {}  # of rollouts of any rank, by their numbers, as this one has measured it
-        self._spans: list[slice] = []  # the recorded ones, one entry per generation
-        own = [each.name for each in fields(config) if each.name.startswith("adora_")]
+        # how many rollouts of this rank were graded in the present step
+        self._step_count = 0
+        # how many rollouts of this rank were graded last
+        self._last_count = 0
+        # drift that this rank has measured, by the number of the rollout, which may be any rank's
+        self._drift: dict[int, float] = {}
+        # the recorded rollouts of this rank in the present step, one slice per generation
+        self._spans: list[slice] = []
+        adora_keys = [field.name for field in fields(config) if field.name.startswith("adora_")]
         settings = masked(
-            plain({name: getattr(config, name) for name in (*own, *_RECORDED_SETTINGS)})
+            plain({name: getattr(config, name) for name in (*adora_keys, *_RECORDED_SETTINGS)})
         )
         settings["truncated_at"] = config.truncated_at
         self.record = Record(
@@ -78,14 +94,19 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         )
 
     def number(self, rows: int) -> Tensor:
-        """The numbers of this rank's next `rows` rollouts, by which all ranks know them in this
-        step, (rows,).
+        """Number this rank's next rollouts, (rows,); a number is unique in the step over all ranks.
+
+        A rollout's number is its position on its rank, times the number of ranks, plus its rank.
         """
-        own_B = torch.arange(self._counted, self._counted + rows, device=self.accelerator.device)
-        numbers_B: Tensor = own_B * self.accelerator.num_processes + self.accelerator.process_index
+        accelerator = self.accelerator
+        positions_B = torch.arange(
+            self._step_count, self._step_count + rows, device=accelerator.device
+        )
+        numbers_B: Tensor = positions_B * accelerator.num_processes + accelerator.process_index
         return numbers_B
 
     def records(self, step: int) -> bool:
+        """Whether the generation of this optimizer step (counted from 0) is recorded."""
         return self.every > 0 and step // self.updates % self.every == 0
 
     def add(
@@ -93,64 +114,79 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
     ) -> None:
         """Add rollouts that were just graded.
 
-        `table`: TRL's completions table. `functions`: names of the rewards.
+        Collective, where the generation is recorded: columns and rows are gathered on all ranks.
+
+        Args:
+            generation: this rank's rows, with scores and advantages.
+            table: TRL's table of completions.
+            functions: the names of the reward functions.
         """
         rows = generation.rows
         batch = generation.batch
         step = generation.step
         scores = generation.scores
-        weighed = generation.advantages
-        assert scores is not None and weighed is not None
-        self._latest = len(rows)
-        self._counted += len(rows)
+        advantages = generation.advantages
+        assert scores is not None and advantages is not None
+        self._last_count = len(rows)
+        self._step_count += len(rows)
         if not self.records(step):
             return
-        self._spans.append(slice(self._counted - len(rows), self._counted))
+        self._spans.append(slice(self._step_count - len(rows), self._step_count))
         drift = self._drift_of(batch)
         optional = {
             name: self.accelerator.gather(batch[name]).tolist()  # type: ignore[literal-required]
             for name in _OPTIONAL
             if name in batch
         }
-        own = [self._of_row(row) for row in rows]
+        row_columns = [self._row_columns(row) for row in rows]
         if self.decode is not None:
             keep = partial(self._keep, None)
-            for row, one in zip(own, generation.rollouts, strict=True):
-                row |= {"calls": len(one.calls), "turns": turns_of(one, self.decode, keep)}
-        facts = gather_object(own)
+            for values, rollout in zip(row_columns, generation.rollouts, strict=True):
+                values["calls"] = len(rollout.calls)
+                values["turns"] = turns_of(rollout, self.decode, keep)
+        gathered = gather_object(row_columns)
         if self.accelerator.is_main_process and not self.record.failed:
-            columns = _columns(scores, weighed, table, functions)
-            columns["step"] = [step + 1] * len(facts)
-            columns["drift"] = drift or [math.nan] * len(facts)
+            columns = _columns(scores, advantages, table, functions)
+            columns["step"] = [step + 1] * len(gathered)
+            columns["drift"] = drift or [math.nan] * len(gathered)
             columns |= optional
-            columns |= {name: [row[name] for row in facts] for name in facts[0]}
-            self.record.add(columns, weighed.groups.rewards_PG.shape[1])
+            columns |= {name: [values[name] for values in gathered] for name in gathered[0]}
+            self.record.add(columns, advantages.groups.rewards_PG.shape[1])
 
     def weighed(self, generation: Generation, table: Mapping[str, Any]) -> None:
-        """Put the final advantages of those rollouts that are learned from into the record, and
-        into the rows of `table`, those of the batch that was graded last. A rollout that was
-        replaced keeps an advantage of 0.
+        """Put the final advantages of the rollouts that the loss uses into the record and `table`.
+
+        The rows of `table` are those of the batch that was graded last. A rollout that was replaced
+        keeps an advantage of 0. Collective: the numbers of the rollouts are gathered.
         """
         batch = generation.batch
-        weighed = generation.advantages
+        advantages = generation.advantages
         gather = self.accelerator.gather
-        assert weighed is not None
+        assert advantages is not None
+        group_size = advantages.raw_PG.shape[1]
         columns = {
-            "advantage_raw": weighed.raw_PG.flatten(),
-            "advantage": weighed.advantages_PG.flatten(),
-            "weight": weighed.weighting.weights_P.repeat_interleave(weighed.raw_PG.shape[1]),
+            "advantage_raw": advantages.raw_PG.flatten(),
+            "advantage": advantages.advantages_PG.flatten(),
+            "weight": advantages.weighting.weights_P.repeat_interleave(group_size),
         }
         numbers_N = gather(batch["rollout_number"]).cpu()
         for name, values_N in columns.items():
             late_RB = self._set_late(name, numbers_N, values_N)
-            set_weighed(table, name, late_RB[:, -self._latest :].flatten().tolist())
+            set_weighed(table, name, late_RB[:, -self._last_count :].flatten().tolist())
 
     def _set_late(self, name: str, numbers_N: Tensor, values_N: Tensor) -> Tensor:
-        """Fill in a column of the step's rollouts, (ranks, rollouts of each), NaN where nothing is
-        known of one.
+        """Fill in a column of the present step's rollouts, once its values are known.
+
+        Args:
+            name: the column.
+            numbers_N: the numbers of the rollouts that have a value, as `number` gives them, (N,).
+            values_N: their values, (N,).
+
+        Returns:
+            the column by rank and position on the rank, (R, B), NaN where a rollout has no value.
         """
         ranks = self.accelerator.num_processes
-        late_RB = torch.full((ranks, self._counted), torch.nan)
+        late_RB = torch.full((ranks, self._step_count), torch.nan)
         late_RB[numbers_N % ranks, numbers_N // ranks] = values_N.float()
         if self.accelerator.is_main_process:
             self.record.set_late(
@@ -159,84 +195,109 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         return late_RB
 
     def measured(self, micro: Batch, logps_BC: Tensor) -> None:
-        """Add the drift of rollouts for which it is only known after the policy's own forward pass."""
-        drift_B = rollout_drift(logps_BC, micro["sampling_per_token_logps"], compared_mask(micro))
-        both = torch.stack(
-            [micro["rollout_number"].double(), drift_B.double()], dim=1
-        ).tolist()  # one wait for both
-        self._drift |= {int(number): drift for number, drift in both}
+        """Add the drift of a micro-batch whose log-probabilities only the loss's forward pass gives.
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        Args:
+            micro: the micro-batch, B rollouts of any ranks.
+            logps_BC: the policy's log-probabilities of their tokens, (B, C).
+        """
+        drift_B = rollout_drift(logps_BC, micro["sampling_per_token_logps"], compared_mask(micro))
+        # One tensor, so that the host waits for the GPU once
+        pairs = torch.stack([micro["rollout_number"].double(), drift_B.double()], dim=1).tolist()
+        self._drift |= {int(number): drift for number, drift in pairs}
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Start the record: rollouts of steps that a resumed run makes again are deleted."""
         self.record.diagrams.forget()
         if state.is_world_process_zero:
             self.record.start(state.global_step)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Fill in the drift, gathered from all ranks, and write the rows of the step."""
+        # All ranks have recorded the same generations, so all of them gather or none does.
         if self._spans:
-            found = {
-                number: drift
-                for each in gather_object([self._drift])
-                for number, drift in each.items()
-            }
-            self._set_late(
-                "drift", torch.tensor([*found], dtype=torch.long), torch.tensor([*found.values()])
-            )
-        self._counted = 0
+            drift: dict[int, float] = {}
+            for rank_drift in gather_object([self._drift]):
+                drift |= rank_drift
+            numbers_N = torch.tensor([*drift], dtype=torch.long)
+            self._set_late("drift", numbers_N, torch.tensor([*drift.values()]))
+        self._step_count = 0
         self._spans = []
         self._drift = {}
         self.record.flush(state.global_step)
 
     def _drift_of(self, batch: Batch) -> list[float]:
-        """The drift of each rollout of all ranks, nats per token; empty if only the policy's
-        forward pass will tell.
+        """The drift of each rollout of all ranks, in nats per token.
+
+        The list is empty where the log-probabilities are known only after the loss's forward pass.
         """
         if "old_per_token_logps" not in batch or "sampling_per_token_logps" not in batch:
             return []
-        logps = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
-        drift: list[float] = self.accelerator.gather(
-            rollout_drift(*logps, compared_mask(batch))
-        ).tolist()
+        drift_B = rollout_drift(
+            batch["old_per_token_logps"], batch["sampling_per_token_logps"], compared_mask(batch)
+        )
+        drift: list[float] = self.accelerator.gather(drift_B).tolist()
         return drift
 
-    def _of_row(self, row: Row) -> dict[str, Any]:
+    def _row_columns(self, row: Row) -> dict[str, Any]:
         """The columns of a rollout that come from the dataset."""
-        name = None if row.get("id") is None else str(row["id"])
+        row_id = None if row.get("id") is None else str(row["id"])
         problem = row.get("problem") or completion_text(row["prompt"])
         answer = row.get("answer")
         return {
-            "id": name,
+            "id": row_id,
             "problem": str(problem),
             "choices": [str(choice) for choice in row.get("choices") or ()] or None,
             "answer": None if answer is None else str(answer),
-            "images": self._keep(name, images_of(row)),
+            "images": self._keep(row_id, images_of(row)),
         }
 
-    def _keep(self, row: str | None, images: Sequence[Any]) -> list[str]:
+    def _keep(self, row_id: str | None, images: Sequence[object]) -> list[str]:
+        """Store images and return the names of their files; none where the disk is full.
+
+        Recording is no reason to end a training, so its rows then come without diagrams.
+        """
         try:
-            return self.record.diagrams.keep(row, images)
-        except OSError:  # if the disk is full, these are left out of the record
+            return self.record.diagrams.keep(row_id, images)
+        except OSError:
             return []
 
 
 def _columns(
-    scores: Scores, weighed: Advantages, table: Mapping[str, Any], functions: Sequence[str]
+    scores: Scores, advantages: Advantages, table: Mapping[str, Any], functions: Sequence[str]
 ) -> Columns:
-    """The columns that come from grading and weighing, for the rollouts of all ranks."""
-    groups = weighed.groups
-    weighting = weighed.weighting
+    """The columns that come from scores and advantages, for the rollouts of all ranks.
+
+    `table` is TRL's table of completions, whose last rows are these rollouts.
+    """
+    groups = advantages.groups
+    weighting = advantages.weighting
     rewards_BF = scores.rewards.all_BF
     count = len(rewards_BF)
     generations = groups.rewards_PG.shape[1]
     extra = {name: list(table["extra"].get(name, ()))[-count:] for name in _EXTRA}
-    parts = {f"reward/{name}": rewards_BF[:, i].tolist() for i, name in enumerate(functions)}
+    rewards = {f"reward/{name}": rewards_BF[:, i].tolist() for i, name in enumerate(functions)}
+    completions = list(table["completion"])[-count:]
     return {
-        "completion": [completion_text(one) for one in list(table["completion"])[-count:]],
+        "completion": [completion_text(completion) for completion in completions],
         "reward": groups.rewards_PG.flatten().tolist(),
-        **parts,
+        **rewards,
         "missing": scores.rewards.why_left,
         **extra,
-        "advantage_raw": weighed.raw_PG.flatten().tolist(),
-        "advantage": weighed.advantages_PG.flatten().tolist(),
+        "advantage_raw": advantages.raw_PG.flatten().tolist(),
+        "advantage": advantages.advantages_PG.flatten().tolist(),
         "weight": weighting.weights_P.repeat_interleave(generations).tolist(),
         "tds": weighting.tds_P.repeat_interleave(generations).tolist(),
         **criteria_columns(weighting.groups),
@@ -246,9 +307,9 @@ def _columns(
 
 
 class MetricsLogger:
-    """What a generation leaves behind: figures, the table of completions, and the record.
+    """Logs each generation: its figures, the table of completions, and the record of rollouts.
 
-    On all ranks together.
+    Collective: all ranks call every method, in the same order.
     """
 
     def __init__(
@@ -261,10 +322,16 @@ class MetricsLogger:
         notice: TieNotice,
         bytes_sent: Callable[[], int] | None,
     ) -> None:
-        """`figures`, `table`: TRL's `_metrics` and `_logs`.
+        """Keep what the figures go into.
 
-        `functions`: the names of the reward functions. `bytes_sent`: of the last weight sync, None
-        without an engine.
+        Args:
+            context: the run's config, log and state.
+            recorder: the recorder of rollouts.
+            figures: TRL's `_metrics`, lists of values by mode and name.
+            table: TRL's `_logs`, the table of completions.
+            functions: the names of the reward functions.
+            notice: the warning about ties of length.
+            bytes_sent: how many bytes the last weight sync has sent; None without an engine.
         """
         self.recorder = recorder
         self.figures = figures
@@ -278,14 +345,17 @@ class MetricsLogger:
         self.images = logs_images(context.config)
 
     def graded(self, generation: Generation, prompts: PromptBatch, answers: list[Any]) -> None:
-        """Of all that were graded, also of those that are replaced.
+        """Log all rollouts that were graded, also those that `refill` replaces.
 
-        `prompts`, `answers`: of this rank.
+        Args:
+            generation: the rollouts with their scores.
+            prompts: the prompts of this rank.
+            answers: the completions of this rank, as texts or conversations.
         """
         scores = generation.scores
-        judged = generation.advantages
+        advantages = generation.advantages
         training = generation.mode == "train"
-        assert scores is not None and judged is not None
+        assert scores is not None and advantages is not None
         figures = self.figures[generation.mode]
         state = self.state()
         if training:
@@ -293,32 +363,23 @@ class MetricsLogger:
         if training and self.bytes_sent is not None:
             self.log("adora/sync_mb", self.bytes_sent() / 2**20)
         figures["num_tokens"][:] = [state.num_input_tokens_seen]
-        for name, value in judged_figures(judged, scores, self.functions).items():
+        for name, value in judged_figures(advantages, scores, self.functions).items():
             figures[name].append(value)
         if self.recorder.decode is not None:
-            facts = [
-                [
-                    len(r.calls),
-                    sum(c.failed for c in r.calls),
-                    sum(c.seconds for c in r.calls),
-                    r.ended in ("calls", "room"),
-                ]
-                for r in generation.rollouts
-            ]
-            gather = self.recorder.accelerator.gather
-            device = self.recorder.accelerator.device
-            # whole where nothing was called
-            facts_N4 = gather(torch.tensor(facts, dtype=torch.float32, device=device))
-            for name, value in tool_figures(judged.groups.rewards_PG.cpu(), facts_N4.cpu()).items():
+            tool_use = self._gathered_tool_use(generation)
+            rewards_PG = advantages.groups.rewards_PG.cpu()
+            for name, value in tool_figures(rewards_PG, tool_use).items():
                 figures[name].append(value)
-        images = (prompts.images or [None] * len(answers)) if self.images else []
+        images: list[Any] = []
+        if self.images:
+            images = prompts.images or [None] * len(answers)
         add_rows(
             self.table,
             prompts=prompts.messages,
             answers=answers,
             images=images,
             scores=scores,
-            judged=judged,
+            judged=advantages,
             functions=self.functions,
             texts=self.texts,
         )
@@ -326,8 +387,18 @@ class MetricsLogger:
             generation.batch["rollout_number"] = self.recorder.number(len(answers))
             self.recorder.add(generation, self.table, self.functions)
 
+    def _gathered_tool_use(self, generation: Generation) -> ToolUse:
+        """The use of tools by the rollouts of all ranks, on the CPU.
+
+        Collective. A rank whose rollouts called nothing takes part too, with rows of zeros.
+        """
+        accelerator = self.recorder.accelerator
+        stacked_BF = ToolUse.of(generation.rollouts).stack()
+        stacked_NF: Tensor = accelerator.gather(stacked_BF.to(accelerator.device))
+        return ToolUse.unstack(stacked_NF.cpu())
+
     def weighed(self, generation: Generation) -> None:
-        """Of those that are learned from."""
+        """Log the rollouts that the loss uses, with their final advantages."""
         assert generation.advantages is not None
         for name, value in learned_figures(generation.advantages).items():
             self.log(name, value)

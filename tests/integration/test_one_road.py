@@ -113,7 +113,7 @@ def here(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _no_hub(no_weights, monkeypatch):
-    for place in ("utils.hub", "start.road"):
+    for place in ("utils.hub", "preflight.run_checks"):
         monkeypatch.setattr(f"adora_vl.{place}.no_hub", lambda: "the hub does not answer")
 
 
@@ -248,11 +248,11 @@ WRONG: list[
         "adora_rollouts.ahead: 1 does not go with another engine",
     ),
     (
-        f"--adora_extensions {{{NOISY}:{{share:0.3}}}}",
+        f'--adora_extensions {{"{NOISY}":{{"share":0.3}}}} ' + " ".join(VLLM),
         "adora_extensions.NoisyRollouts.share: 0.3 of num_generations",
     ),
     (
-        f"--adora_extensions {{{NOISY}:{{strength:1000}}}}",
+        f'--adora_extensions {{"{NOISY}":{{"strength":1000}}}}',
         "adora_extensions.NoisyRollouts.strength: 1000 must",
     ),
     ("--adora_extensions {noisy_rollouts:{}}", "adora_extensions: 'noisy_rollouts' names no ext"),
@@ -717,6 +717,7 @@ def test_every_stop_is_made_once_and_in_order_and_nothing_is_unknown_to_a_run(
                 "parts",
                 "processor",
                 "rows",
+                "room",
                 "tries",
                 "evaluations",
                 "weights",

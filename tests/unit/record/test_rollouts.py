@@ -18,7 +18,7 @@ from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import weigh_groups
 from adora_vl.record import recorder as recorder_module
 from adora_vl.record import rollouts
-from adora_vl.record.metrics import METRICS, read_metrics, tool_figures
+from adora_vl.record.metrics import METRICS, ToolUse, read_metrics, tool_figures
 from adora_vl.record.recorder import Recorder
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
@@ -253,7 +253,7 @@ def test_what_a_call_gains_is_counted_within_groups_that_have_both():
     facts = torch.tensor(
         [[1, 0, 0.5, 0], [0, 0, 0, 0], [2, 1, 0.5, 0], [1, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
     )
-    figures = tool_figures(rewards_PG, facts)
+    figures = tool_figures(rewards_PG, ToolUse.unstack(facts))
     assert (
         figures["adora/tool_gain"] == 1
         and figures["adora/called"] == 0.5
@@ -262,7 +262,7 @@ def test_what_a_call_gains_is_counted_within_groups_that_have_both():
     assert figures["tools/failure_frequency"] == 0.25 and figures[
         "tools/call_frequency"
     ] == pytest.approx(4 / 6)
-    assert "adora/tool_gain" not in tool_figures(rewards_PG[1:], facts[2:])
+    assert "adora/tool_gain" not in tool_figures(rewards_PG[1:], ToolUse.unstack(facts[2:]))
 
 
 def test_a_problem_is_recorded_with_its_choices(tmp_path):

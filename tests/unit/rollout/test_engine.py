@@ -52,16 +52,16 @@ def test_log_probabilities_are_the_trainers_own_where_tokens_are_only_left_out(s
         {"top_k": 20},
         {"min_p": 0.1},
     ]
-    cases += [{"_asked": {"stop": ["x"], "bad_words": ["y"]}}]
+    cases += [{"_config_kwargs": {"stop": ["x"], "bad_words": ["y"]}}]
     moved: list[dict[str, Any]] = [
         {"temperature": 0.7},
         {"repetition_penalty": 1.05},
-        {"_asked": {"logit_bias": {5: 1.0}}},
+        {"_config_kwargs": {"logit_bias": {5: 1.0}}},
     ]
     for sampling in [*cases, *moved]:
         with subtests.test(str(sampling)):
             engine = object.__new__(AdoraVLLMGeneration)
-            engine.__dict__.update({**NEUTRAL, "_asked": {}, **sampling})
+            engine.__dict__.update({**NEUTRAL, "_config_kwargs": {}, **sampling})
             assert engine._logprobs_mode() == (
                 "raw_logprobs" if sampling in cases else "processed_logprobs"
             )
@@ -158,7 +158,7 @@ def built_with(monkeypatch: pytest.MonkeyPatch, settings: EngineSettings, ranks:
     engine = object.__new__(AdoraVLLMGeneration)
     model = SimpleNamespace(dtype=torch.float32)
     engine.__dict__.update(
-        NEUTRAL, model=model, image_token_id=None, _asked={}, enable_sleep_mode=False
+        NEUTRAL, model=model, image_token_id=None, _config_kwargs={}, enable_sleep_mode=False
     )
     engine.settings = settings
     engine.tensor_parallel_size = ranks

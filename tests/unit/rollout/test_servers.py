@@ -83,7 +83,7 @@ def engine_of(
     engine.__dict__.update(
         _engine_is_complete=False, _timed=nullcontext, image_token_id=IMAGE, tensors_sent=0
     )
-    engine.__dict__.update(_asked={}, group_port=0, server_timeout=patience_s)
+    engine.__dict__.update(_config_kwargs={}, group_port=0, server_timeout=patience_s)
     engine.server_base_url = ",".join(one.url for one in stand_ins)
     engine.settings = EngineSettings(
         weight_folder=str(folder), answer_s=answer_s, output_dir=str(folder)

@@ -126,7 +126,7 @@ def test_only_an_engine_that_sleeps_and_can_do_without_starts_without_weights(
             dtype=torch.float32, config=config, name_or_path=str(tmp_path / checkpoint)
         )
         engine.__dict__.update(
-            model=model, image_token_id=None, _asked={}, enable_sleep_mode=sleeps
+            model=model, image_token_id=None, _config_kwargs={}, enable_sleep_mode=sleeps
         )
         engine.__dict__.update(
             temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0
