@@ -147,13 +147,9 @@ class Chase:
         to 180.
         """
         turn = self._direction(corner, last).plus(self._direction(corner, first), -1.0)
-        drawn_degrees = (
-            math.degrees(
-                phase(self.places[last] - self.places[corner])
-                - phase(self.places[first] - self.places[corner])
-            )
-            + 180
-        ) % 360 - 180
+        start = math.degrees(phase(self.places[first] - self.places[corner]))
+        end = math.degrees(phase(self.places[last] - self.places[corner]))
+        drawn_degrees = (end - start + 180) % 360 - 180
         return turn, drawn_degrees
 
     def _turned_to(self, turn: _Sum, drawn_degrees: float) -> _Sum:

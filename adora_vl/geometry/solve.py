@@ -42,9 +42,9 @@ _WIDE_STRETCHES = (1.0, 4.0, 2.0, 0.4, 1.0, 8.0)
 # them away.
 _PULLS = (1e-1, 1e-3)
 _PULLED_STEPS = 8
-_LETTER_STEPS = 25
+_LETTER_STEPS = 25  # steps of the letters while the points are held
 _STEPS = 80
-_TRIALS = 7
+_TRIALS = 7  # dampings that one step tries
 _RANK = 1e-6  # singular values below this share of the largest count as none
 _FREE = 1e-4  # share of its gradient with which a goal may move while the facts hold
 _COLLAPSED = 10  # faults of a figure in which points fall together

@@ -24,7 +24,7 @@ from adora_vl.geometry.words import words_of
 MAX_POINTS = 60
 MAX_FACTS = 120
 MAX_SEGMENTS = 200
-MAX_FACT_LENGTH = 400
+MAX_FACT_LENGTH = 400  # characters
 # Evaluations of all equations. Of Geometry3K no problem needs more than a fifth of the first.
 EVALUATIONS = 6000
 REPAIR_EVALUATIONS = 9000
