@@ -77,7 +77,8 @@ class GenerationGuard:
         others_count = len({name for name, _ in unreadable}) - 1
         raise RunError(
             f"step {step + 1}: row {row}: an image cannot be read: {reason}"
-            f"{f' (and {others_count} more rows)' if others_count else ''}. Nothing of this step was applied. "
+            f"{f' (and {others_count} more rows)' if others_count else ''}. "
+            "Nothing of this step was applied. "
             f"Repair or remove the row, and go on with --resume_from_checkpoint {checkpoint}"
         )
 
