@@ -17,7 +17,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from adora_vl.builtin.processor import END_OF_TURN, build_processor
 from adora_vl.builtin.small_model import Lesson, Untaught
 from adora_vl.builtin.tiny_vl import build_model, token_loss
-from adora_vl.config.options import ToolOptions
+from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.prompts import conversation_with_images, with_tools
 from adora_vl.models.load import PRETRAINED
 from adora_vl.synthetic.corners import CORNERS, PARTS, answer, cell, drawn, question

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from adora_vl.config.options import RolloutOptions, ToolOptions, key
+from adora_vl.config.blocks import RolloutOptions, ToolOptions, key
 from adora_vl.config.values import Name, check_fields
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPTS, control_token_in, template
 from adora_vl.utils.errors import UserError, did_you_mean

@@ -14,7 +14,7 @@ from typing import Any
 
 from PIL import Image
 
-from adora_vl.config.options import ToolOptions
+from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.images import WIDEST, UnreadableImageError, as_shown, size_within
 from adora_vl.data.prompt_lengths import Limits
 from adora_vl.data.prompts import (

@@ -26,7 +26,7 @@ from accelerate.utils import gather_object
 from tqdm import tqdm
 
 from adora_vl.config.batch_plan import BatchLayout
-from adora_vl.config.options import RolloutOptions
+from adora_vl.config.blocks import RolloutOptions
 from adora_vl.data.dataloader import ROW_NUMBER, DistinctRows, shown_rows
 from adora_vl.data.rows import images_of
 from adora_vl.packing.images import DistinctImages

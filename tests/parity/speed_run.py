@@ -31,8 +31,8 @@ from transformers import AutoModelForImageTextToText, TrainerCallback  # noqa: E
 from trl.kernels import ChunkedLogProbFunction  # noqa: E402
 
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
+from adora_vl.config.blocks import RolloutOptions  # noqa: E402
 from adora_vl.config.keys import StepPart  # noqa: E402
-from adora_vl.config.options import RolloutOptions  # noqa: E402
 from adora_vl.models.load import PRETRAINED  # noqa: E402
 from adora_vl.packing import policy_pass as packed_module  # noqa: E402
 from adora_vl.packing.shared_prompt import pack, sharing_pays  # noqa: E402

@@ -23,7 +23,7 @@ from adora_vl.evals.inference.requests import (
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from adora_vl.config.options import ToolOptions
+    from adora_vl.config.blocks import ToolOptions
     from adora_vl.tools.run import Toolbox
 
 
@@ -85,7 +85,7 @@ def settings_of(options: EngineOptions) -> AnswerEngineSettings:
 
 def tool_options_of(tools: Sequence[str], mapping: str) -> ToolOptions:
     """The limits of tools that a mapping in YAML asks for. Raises `UserError`."""
-    from adora_vl.config.options import ToolOptions
+    from adora_vl.config.blocks import ToolOptions
     from adora_vl.config.values import convert
 
     if not tools:
@@ -103,7 +103,7 @@ def _toolbox_of(options: EngineOptions, settings: AnswerEngineSettings) -> Toolb
             "tools: --engine openai answers no calls; use vllm or transformers, or leave --tools "
             "out"
         )
-    from adora_vl.config.options import ToolOptions
+    from adora_vl.config.blocks import ToolOptions
     from adora_vl.data.prompt_lengths import limits_of
     from adora_vl.data.prompts import control_tokens
     from adora_vl.tools.room import Room, refuse_no_room

@@ -17,7 +17,7 @@ from adora_vl.utils.cli import MAX_SEED, number, optional, text, whole
 from adora_vl.utils.openai_client import Endpoint, Reply
 
 if TYPE_CHECKING:
-    from adora_vl.config.options import ToolOptions
+    from adora_vl.config.blocks import ToolOptions
     from adora_vl.tools.run import Toolbox
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*")

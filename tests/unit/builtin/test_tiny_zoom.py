@@ -7,7 +7,7 @@ import pytest
 
 from adora_vl.builtin.small_model import build_start
 from adora_vl.builtin.tiny_zoom import SEEN, ZoomStart, _Teacher, begin_zoom, call_for
-from adora_vl.config.options import ToolOptions
+from adora_vl.config.blocks import ToolOptions
 from adora_vl.models.load import load_processor
 from adora_vl.rollout.rollouts import Rollout, Segment
 from adora_vl.rollout.turns import ToolLoop

@@ -27,8 +27,8 @@ from adora_vl.checkpoint.universal import (
     write_universal,
 )
 from adora_vl.checkpoint.writer import ASIDE, CheckpointWriter
+from adora_vl.config.blocks import RolloutOptions
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
-from adora_vl.config.options import RolloutOptions
 from adora_vl.data.dataloader import EpochRepeatSampler
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.seeding import rollout_seed

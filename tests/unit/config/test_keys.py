@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from trl import GRPOConfig, ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
+from adora_vl.config.blocks import RolloutOptions, ToolOptions
 from adora_vl.config.command import read_file
-from adora_vl.config.options import RolloutOptions, ToolOptions
 from adora_vl.config.schema import DATACLASSES, parse
 from adora_vl.config.values import RANGES, convert, declared
 from adora_vl.utils.cli import dotted, plain

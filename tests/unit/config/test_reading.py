@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from adora_vl.config import command, help, values
 from adora_vl.config.advantage import method_run
+from adora_vl.config.blocks import RolloutOptions
 from adora_vl.config.command import OPTIONS, read
 from adora_vl.config.help import help_text
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
-from adora_vl.config.options import RolloutOptions
 from adora_vl.config.schema import DATACLASSES, parse
 from adora_vl.utils.cli import read_mapping, split_list
 from adora_vl.utils.errors import UserError

@@ -16,8 +16,8 @@ from trl import ModelConfig
 
 from adora_vl.checkpoint.fingerprint import fingerprint
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments, checks
+from adora_vl.config.blocks import RolloutOptions
 from adora_vl.config.checks import sampling_needs
-from adora_vl.config.options import RolloutOptions
 from adora_vl.export import main as export
 from adora_vl.models.check import check_parts, lora_of
 from adora_vl.models.load import PRETRAINED

@@ -14,7 +14,7 @@ from transformers import TrainerState
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
-from adora_vl.config.options import RolloutOptions
+from adora_vl.config.blocks import RolloutOptions
 from adora_vl.doctor.engine import check_runner
 from adora_vl.packing.policy_pass import has_dropout
 from adora_vl.record.metrics import PhaseClock

@@ -18,7 +18,7 @@ from PIL import Image
 
 from adora_vl.advantage.adora import Adora
 from adora_vl.advantage.methods import AdvantagePipeline
-from adora_vl.config.options import ToolOptions
+from adora_vl.config.blocks import ToolOptions
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.packing.images import DistinctImages
 from adora_vl.rewards import reward_function

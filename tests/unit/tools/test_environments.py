@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adora_vl.config.options import ToolOptions
+from adora_vl.config.blocks import ToolOptions
 from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup
 from adora_vl.tools.environments import environments_of
 from adora_vl.tools.run import Toolbox, choose_tools

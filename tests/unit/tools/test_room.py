@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 import adora_vl.builtin
-from adora_vl.config.options import ToolOptions
+from adora_vl.config.blocks import ToolOptions
 from adora_vl.models.load import load_processor
 from adora_vl.rollout.turns import ToolLoop
 from adora_vl.tools.ours import OURS, View

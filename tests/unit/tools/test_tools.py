@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import ExifTags, Image, ImageDraw
 
-from adora_vl.config.options import ToolOptions
+from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.prompts import with_tools
 from adora_vl.tools.ours import OURS, View
 from adora_vl.tools.run import Toolbox, choose_tools

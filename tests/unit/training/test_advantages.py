@@ -22,7 +22,7 @@ from transformers import GenerationMixin
 from adora_vl.advantage import METHODS, AdvantagePipeline, Groups
 from adora_vl.advantage.adora import Adora, weigh_groups
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.options import RolloutOptions
+from adora_vl.config.blocks import RolloutOptions
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.metrics import judged_figures, learned_figures
 from adora_vl.record.trackers import add_rows

@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from transformers import TrainerState
 
-from adora_vl.config.options import RolloutOptions
+from adora_vl.config.blocks import RolloutOptions
 from adora_vl.data.dataloader import ROW_NUMBER
 from adora_vl.data.images import content_digest, kept
 from adora_vl.packing.prompts import PromptBatch
