@@ -496,9 +496,9 @@ class AdoraGRPOTrainer(TrainerParts):
         return 0.0 if self.use_adaptive_entropy and too_high else float(self.entropy_coef)
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
-        """Which tokens have the highest entropy, (B, C), as stock TRL chooses them.
+        """The tokens of the highest entropy, (B, C).
 
-        Ours keeps them for the entropy bonus.
+        Stock TRL chooses them for the policy's loss. Ours keeps its choice for the entropy bonus too.
         """
         chosen_BC: Tensor = super().get_high_entropy_mask(entropies, mask, threshold)
         self.entropy_bonus.chosen_BC = chosen_BC
@@ -666,7 +666,10 @@ class AdoraGRPOTrainer(TrainerParts):
         dataset_name: str | list[str] | None = None,
         tags: str | list[str] | None = None,
     ) -> None:
-        """Write nothing: stock TRL's card, written at every save, would replace ours."""
+        """Write nothing.
+
+        Stock TRL writes a card at every save, which would replace ours.
+        """
 
     # -------------------------------------------------------------- data, log, and the engine's end
 

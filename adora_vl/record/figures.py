@@ -11,7 +11,7 @@ MISSING = "rewards/missing"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure:
+class LoggedFigure:
     """A figure of the log, and how it is shown; an empty title leaves it out."""
 
     # its name in the log
@@ -26,22 +26,22 @@ class Figure:
 
 # In the order in which they are shown
 FIGURES = (
-    Figure(key="reward", title="reward", line_title="reward", line_format="{:.3f}"),
-    Figure(key=MISSING, line_title="without reward", line_format="{:.1%}"),
-    Figure(key=PASS, title="pass rate", line_title="pass"),
-    Figure(key=ACCURACY, title="accuracy", line_title="accuracy"),
-    Figure(key="adora/tds_share", title="TDS share", line_title="TDS"),
-    Figure(key="adora/weight_mean", title="mean weight"),
-    Figure(key="completions/mean_length", line_title="length", line_format="{:.0f}"),
-    Figure(key="adora/length_correct", title="length, correct", format="{:.1f}"),
-    Figure(key="adora/length_wrong", title="length, wrong", format="{:.1f}"),
-    Figure(key="entropy", title="entropy"),
-    Figure(
+    LoggedFigure(key="reward", title="reward", line_title="reward", line_format="{:.3f}"),
+    LoggedFigure(key=MISSING, line_title="without reward", line_format="{:.1%}"),
+    LoggedFigure(key=PASS, title="pass rate", line_title="pass"),
+    LoggedFigure(key=ACCURACY, title="accuracy", line_title="accuracy"),
+    LoggedFigure(key="adora/tds_share", title="TDS share", line_title="TDS"),
+    LoggedFigure(key="adora/weight_mean", title="mean weight"),
+    LoggedFigure(key="completions/mean_length", line_title="length", line_format="{:.0f}"),
+    LoggedFigure(key="adora/length_correct", title="length, correct", format="{:.1f}"),
+    LoggedFigure(key="adora/length_wrong", title="length, wrong", format="{:.1f}"),
+    LoggedFigure(key="entropy", title="entropy"),
+    LoggedFigure(
         key="adora/drift",
         title="engine drift, nats",
         format="{:.2g}",
         line_title="drift",
         line_format="{:.1g}",
     ),
-    Figure(key="step_time", title="seconds per step", format="{:.2f}"),
+    LoggedFigure(key="step_time", title="seconds per step", format="{:.2f}"),
 )

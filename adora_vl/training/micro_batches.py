@@ -132,7 +132,7 @@ class Move(NamedTuple):
     target: int
 
 
-class Unit(NamedTuple):
+class SizedUnit(NamedTuple):
     """A unit of a rank.
 
     Units compare by their tokens; among equally long ones the lower number is the greater unit.
@@ -161,7 +161,7 @@ def plan_moves(tokens: Sequence[Mapping[int, int]], min_units: int = 1) -> list[
         min_units: units that every rank processes anyway.
     """
     remaining = [
-        sorted((Unit(count, -number) for number, count in units.items()), reverse=True)
+        sorted((SizedUnit(count, -number) for number, count in units.items()), reverse=True)
         for units in tokens
     ]
     ranks = range(len(remaining))

@@ -85,7 +85,7 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
         ]
     )
     assert "checkpoint-3" in done.stdout
-    assert "3 steps, the rollouts of 3, weights: all equal" in done.stdout
+    assert "3 steps, the rollouts of 6, weights: all equal" in done.stdout
     rollouts = pd.read_parquet(next(tmp_path.glob("*/killed/rollouts")))
     by_half = rollouts["drift"].isna().groupby([rollouts["step"], rollouts["rollout"] >= 2]).all()
     assert by_half.xs(True, level="rollout").all(), "the last two of four see a distorted image"

@@ -178,6 +178,8 @@ UNCOMPARED = {
     "on an H200",
     "prompt, rollouts x tokens",
     "on Geometry3K",
+    "card",
+    "task, by a model of under 1 M parameters",
 }
 
 
