@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+from adora_vl.evals import asking
 from adora_vl.evals.inference.engines import build_engine
 from adora_vl.evals.inference.requests import AnswerEngine, AnswerEngineSettings
 from eval import command
@@ -29,7 +30,7 @@ def shared(settings: AnswerEngineSettings) -> AnswerEngine:
 
 
 def main(model: str, folder: Path) -> int:
-    mock.patch.object(command, "build_engine", shared).start()
+    mock.patch.object(asking, "build_engine", shared).start()
     for benchmark, name, more in (
         (GEOMETRY3K, "geometry3k", []),
         (MATHVISTA, "mathvista", ["--rules", "vlmevalkit"]),

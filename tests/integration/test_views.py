@@ -16,6 +16,7 @@ from adora_vl.builtin.processor import END_OF_TURN
 from adora_vl.builtin.small_model import fit
 from adora_vl.data.dataset import Row, schema, write_split
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
+from adora_vl.evals import asking
 from adora_vl.evals.inference.local import TransformersEngine
 from adora_vl.models.load import PRETRAINED
 from adora_vl.synthetic.generate import generate
@@ -103,7 +104,7 @@ def test_each_model_is_called_what_it_is(
     said = {}
     for name, folder in (("able", "able"), ("blind", "able"), ("reads", "reads")):
         monkeypatch.setattr(
-            command, "build_engine", blind if name == "blind" else TransformersEngine
+            asking, "build_engine", blind if name == "blind" else TransformersEngine
         )
         words = [
             "run",
