@@ -79,8 +79,8 @@ def after(tmp_path_factory):
 
 
 ENDS = [
-    r"error: step 2: row synthetic/0/train/14: an image cannot be read: OSError: image file is "
-    r"truncated. .*"
+    r"error: step 2: row synthetic/0/train/14: an image cannot be read: Truncated File "
+    r"Read\. .*"
     r"Repair or remove the row, and go on with --resume_from_checkpoint .*checkpoint-1$",
     r"error: checkpoint-3 could not be written \(no space left .*\); older .* as they were; make "
     r"room there, and the "
