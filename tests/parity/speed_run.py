@@ -181,8 +181,8 @@ def sabotage(names: str) -> None:
     """Break parts, comma-separated, to see that the tests notice."""
     if "positions" in names:  # every rollout one place further on
 
-        def shifted(*args: Any) -> Any:
-            packed = pack(*args)
+        def shifted(*args: Any, **kwargs: Any) -> Any:
+            packed = pack(*args, **kwargs)
             after_the_prompt = torch.arange(packed.ids_NS.size(1)) >= packed.shared.groups[0].prompt
             return dataclasses.replace(packed, positions=packed.positions + after_the_prompt)
 
