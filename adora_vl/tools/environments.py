@@ -92,8 +92,8 @@ class Environments:
     def _entered(self, group: RolloutGroup, run_seed: int) -> RolloutGroup:
         """One group in environments, which are reset with the same random numbers."""
         problem = group.problem
-        where = f"row {group.row.get('id', problem.number)}"
-        seed = f"{run_seed}/{problem.where}/{problem.place}"
+        where = f"row {group.row.get('id', problem.row_number)}"
+        seed = f"{run_seed}/{problem.key.name}/{problem.slot}"
         inside = [
             replace(rollout, environment=self._free(f"{KEY}: {where}"))
             for rollout in group.rollouts
