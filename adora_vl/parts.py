@@ -30,7 +30,8 @@ from adora_vl.rollout.turns import ToolLoop, Tools
 from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.batch_builder import BatchBuilder
 from adora_vl.training.entropy_bonus import EntropyBonus
-from adora_vl.training.generation import Generation
+from adora_vl.training.first_answers import FirstAnswers
+from adora_vl.training.generation import PresentGeneration
 from adora_vl.training.guards import (
     DriftGuard,
     GenerationGuard,
@@ -42,7 +43,7 @@ from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.optimizer_steps import ScaledRate, SkipBadSteps
 from adora_vl.training.pool import Pool
 from adora_vl.training.pool_ahead import PoolAhead
-from adora_vl.training.scoring import Grader, RewardFunctions, StopCriteria
+from adora_vl.training.scoring import RewardFunctions, Scorer, StopCriteria
 from adora_vl.training.unfinished import UnfinishedGeneration
 from adora_vl.types import Row, StepContext
 
@@ -78,12 +79,12 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self._make_guards(context)
         to_device = super(GRPOTrainer, self)._prepare_inputs
         reward_guard = RewardGuard(context)
-        rewards = self._reward_functions(reward_guard, to_device)
+        self.rewards = self._reward_functions(reward_guard, to_device)
         decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-        ends = StopCriteria.of(
+        stop = StopCriteria.of(
             {*self.eos_token_ids, context.pad_id}, args.generation_kwargs or {}, decode
         )
-        grader = Grader(
+        self.scorer = Scorer(
             context=context,
             guard=reward_guard,
             weights_F=self.reward_weights,
@@ -96,28 +97,23 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.sampler = self._sampler(context)
         self.ratio = ImportanceRatio(context)
         self.recorder = Recorder(context, decode if self.toolbox else None)
-        logger = self._metrics_logger(context)
-        builder = BatchBuilder(
+        self.generation_log = self._metrics_logger(context)
+        self.first_answers = FirstAnswers()
+        options = args.adora_rollouts
+        self.builder = BatchBuilder(
             context=context,
             images=self.images,
             processor=self.processing_class,
-            ends=ends,
-            rewards=rewards,
-            grader=grader,
+            ends=stop,
             to_device=to_device,
-            score=self._score,
-            advantages=self.advantages,
-            drift_guard=self.drift_guard,
-            watcher=logger,
-            phase=self.clock.phase,
             scored=self.sampler.scores,
             multiple=self.pad_to_multiple_of,
             tools=self.toolbox is not None,
+            has_stale=options.budget is not None or options.ahead > 0,
             other_images=any(extension.changes_images for extension in self.extensions),
         )
-        self.pool = self._pool(context, builder)
-        self._generation: Generation | None = None  # the one that is being learned from
-        self._collecting: Generation | None = None  # the one that is being sampled and graded
+        self.pool = self._pool(context, stop)
+        self._generation: PresentGeneration | None = None
         self.log_multimodal = trackers.logs_images(args)
         if not self.use_vllm:
             never_sample(
@@ -215,7 +211,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             bytes_sent=bytes_sent,
         )
 
-    def _pool(self, context: StepContext, builder: BatchBuilder) -> Pool:
+    def _pool(self, context: StepContext, stop: StopCriteria) -> Pool:
         """The pool that fills generations, with servers that sample ahead where the run asks."""
         pool_class: Callable[..., Pool] = Pool
         if self.args.adora_rollouts.ahead:
@@ -228,7 +224,9 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             context=context,
             images=self.images,
             sampler=self.sampler,
-            builder=builder,
+            score=self._score,
+            judge=self.advantages.judge,
+            stop=stop,
             guard=GenerationGuard(context, control_tokens(self.processing_class)),
             extensions=self.extensions,
             phase=self.clock.phase,

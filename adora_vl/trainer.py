@@ -54,12 +54,13 @@ from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import engine_settings
 from adora_vl.rollout.prompt_tokens import folder_settings_left_out
-from adora_vl.rollout.rollouts import StepKey
+from adora_vl.rollout.rollouts import RolloutGroup, StepKey, row_for_rewards
 from adora_vl.rollout.samplers import AsyncServerSampler
 from adora_vl.rollout.weight_sync import refuse_unmergeable
-from adora_vl.training.generation import Generation
+from adora_vl.training.generation import Generation, PresentGeneration, ScoredGroups
 from adora_vl.training.guards import errors_with_step
-from adora_vl.types import Batch, Row
+from adora_vl.training.rollout_facts import rows_of_rank
+from adora_vl.types import Batch, Row, loss_mask
 from adora_vl.utils import compat
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.files import usual_modes
@@ -308,18 +309,16 @@ class AdoraGRPOTrainer(TrainerParts):
         """
         return regroups(self.args) and not regroup_obstacle(self.args)
 
-    def _sample(self, rows: list[Row]) -> Generation:
+    def _sample(self, rows: list[Row]) -> PresentGeneration:
         """A generation from these rows, ready to be learned from."""
+        key = self._step_key
         with self._engine_awake():
             # TRL's name for it, which a subclass may override
             batch = self._generate_and_score_completions(rows)
-        generation = self._collecting
-        assert generation is not None
-        generation.batch = batch
-        generation.micro_batches = self.batcher.split(generation.batch, generation.key.position)
-        generation.release()
-        self._collecting = None
-        return generation
+        return PresentGeneration(
+            first_micro_step=self._first_micro_step,
+            micro_batches=self.batcher.split(batch, key.position),
+        )
 
     def _engine_awake(self) -> AbstractContextManager[None]:
         """Inside, the engine stays awake from the first batch of dynamic sampling to the last.
@@ -346,18 +345,85 @@ class AdoraGRPOTrainer(TrainerParts):
         if training and self._step == self._step_began:
             self.unfinished.begins(self._step, self._facts())
         generation = Generation(
-            rows=inputs,
             key=self._step_key,
             group_size=self.num_generations if training else self.num_generations_eval,
-            first_micro_step=self._step - self._step % self.shape.cycle,
         )
-        self.pool.fill(generation)
-        if training:
-            self.prefetch.start()
-        # Where nothing more is made of it, its rows and images are not held while the policy
-        # learns.
-        self._collecting = generation if training and self._cuts else None
-        return generation.batch
+        scored = self.pool.fill(generation, inputs)
+        if not training:
+            return self._evaluated(scored)
+        batch = self._weigh(generation, scored)
+        self.prefetch.start()
+        return batch
+
+    def _score(
+        self, generation: Generation, groups: Sequence[RolloutGroup], prompts: PromptBatch | None
+    ) -> ScoredGroups:
+        """Make complete groups of this rank into a batch, score it, and judge all ranks' groups.
+
+        Collective: every rank has equally many groups.
+
+        Args:
+            generation: that the groups are scored for.
+            groups: of this rank, complete.
+            prompts: of all rollouts in their order; None where they have to be read.
+
+        Raises:
+            RunError: a reward function failed, or no rollout has a reward.
+            RolloutError: the engine and the policy drift apart.
+        """
+        is_training = generation.key.mode == "train"
+        step = generation.key.step
+        built = self.builder.build(generation, groups, prompts)
+        self._add_logps(built.batch, generation.key.mode)
+        with self.clock.phase("grading"):
+            function_scores = self.rewards(
+                [row_for_rewards(*pair) for pair in zip(built.rows, built.rollouts, strict=True)],
+                built.prompts.messages,
+                built.answers,
+                [rollout.policy_tokens for rollout in built.rollouts],
+                thinking_opened=built.thinking_opened,
+                state=self.state,
+            )
+        facts = self.scorer.score(built, function_scores, generation.group_size, step)
+        if is_training and self.accelerator.is_main_process:
+            self.first_answers.look(built.rows, facts)
+        if is_training:
+            self.drift_guard.check_batch(built.batch, step)
+        judged = self.advantages.judge(facts, generation.group_size, step)
+        scored = ScoredGroups(groups=groups, batch=built.batch, facts=facts, judged=judged)
+        with self.clock.phase("other"):
+            self.generation_log.scored(generation, built, scored)
+        return scored
+
+    def _evaluated(self, scored: ScoredGroups) -> Batch:
+        """The batch of an evaluation, with the advantages that TRL would give it."""
+        batch = scored.batch
+        batch["advantages"] = self._rows_on_device(scored.judged.raw_PG)
+        batch["num_items_in_batch"] = self._loss_tokens(batch)
+        return batch
+
+    def _weigh(self, generation: Generation, scored: ScoredGroups) -> Batch:
+        """The batch with its final advantages, once no group is exchanged any more. Collective."""
+        advantages = self.advantages.compute(scored.judged)
+        batch = scored.batch
+        batch["advantages"] = self._rows_on_device(advantages.final_PG)
+        batch["num_items_in_batch"] = self._loss_tokens(batch)
+        with self.clock.phase("policy"):
+            for extension in self.extensions:
+                extension.after_weighing(generation, batch, advantages)
+        with self.clock.phase("other"):
+            self.generation_log.weighed(batch, advantages)
+        return batch
+
+    def _rows_on_device(self, values_PG: Tensor) -> Tensor:
+        """The part of this rank, (B,), of values of all ranks' groups, on the device."""
+        values_B = rows_of_rank(values_PG.flatten(), self.accelerator)
+        return values_B.to(self.accelerator.device, non_blocking=True)
+
+    def _loss_tokens(self, batch: Batch) -> Tensor:
+        """Number of tokens in the loss over all ranks, (). Collective."""
+        tokens: Tensor = self.accelerator.gather(loss_mask(batch).sum()).sum()
+        return tokens
 
     def _turn(self, prompts: PromptBatch) -> list[list[int]]:
         """Sample one turn by the policy itself, with Transformers: token ids, (B,).
@@ -369,7 +435,7 @@ class AdoraGRPOTrainer(TrainerParts):
             turn = self._generate_single_turn(prompts.ids, prompts.images, prompts.fields, 1)
         return cast("list[list[int]]", turn[0])
 
-    def _score(self, batch: Batch, mode: str) -> None:
+    def _add_logps(self, batch: Batch, mode: str) -> None:
         """Put those log-probabilities into a batch that the loss compares its own with.
 
         They are of the policy that has sampled, unless the policy's own pass gives them, and of the
@@ -418,6 +484,11 @@ class AdoraGRPOTrainer(TrainerParts):
             step=self.state.global_step,
             micro=self._step % self.args.gradient_accumulation_steps,
         )
+
+    @property
+    def _first_micro_step(self) -> int:
+        """TRL's `_step` where the present generation begins."""
+        return int(self._step - self._step % self.shape.cycle)
 
     # ----------------------------------------------------------------------------- 2. a micro-batch
 
@@ -603,8 +674,8 @@ class AdoraGRPOTrainer(TrainerParts):
         unfinished = self.unfinished.load(Path(checkpoint))
         if unfinished is not None:
             self._step, self._buffered_inputs, table = unfinished
-            self._generation = Generation.restored(
-                self._step - self._step % self.shape.cycle, self._buffered_inputs
+            self._generation = PresentGeneration(
+                first_micro_step=self._first_micro_step, micro_batches=self._buffered_inputs
             )
             trackers.from_json(table, self._logs)
         for name, values in facts.get("metrics", {}).items():

@@ -79,6 +79,7 @@ class HasEngine(HasModels, Protocol):
     vllm_generation: AdoraVLLMGeneration
     sampler: Any
     pool: Any
+    builder: Any
     eos_token_ids: Sequence[int]
     _tokenizer: PreTrainedTokenizerBase
 
@@ -159,7 +160,7 @@ def _asks(trainer: HasEngine, prompts: Prompts, where: str, tokens: int) -> list
 def _rollouts(trainer: HasEngine, prompts: Prompts, answers: Sequence[SamplingResult]) -> Rollouts:
     tokens = [answer.tokens for answer in answers]
     logps = [answer.logps for answer in answers]
-    batch = trainer.pool.builder.collated(
+    batch = trainer.builder.collated(
         prompts, completions=tokens, logps=logps, counted=[True] * len(tokens)
     )
     return Rollouts(tokens, batch)

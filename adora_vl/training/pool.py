@@ -5,11 +5,11 @@ as many tokens as one generation may take (`budget`). Such partial rollouts are 
 (arXiv 2501.12599, section 2.6.2) and of APRIL (arXiv 2509.18521), which have them for texts. Ours
 keeps whole groups together, takes the images along, and drops nothing.
 
-The oldest complete groups are graded. Groups without signal give their slots to groups of further
+The oldest complete groups are scored. Groups without signal give their slots to groups of further
 problems (`refill`: DAPO's dynamic sampling, arXiv 2503.14476). The remaining groups are weighed
 once; rollouts that have not ended wait for the next generation.
 
-All ranks begin, grade and learn from equally many groups, so a rank has to remember nothing but the
+All ranks begin, score and learn from equally many groups, so a rank has to remember nothing but the
 groups themselves.
 """
 
@@ -45,13 +45,13 @@ from adora_vl.rollout.samplers import PendingSamples, Sampler
 from adora_vl.rollout.turns import ToolLoop, append_result, run_turns
 from adora_vl.tools.environments import Environments
 from adora_vl.training import schedule
-from adora_vl.training.batch_builder import BatchBuilder
-from adora_vl.training.batch_rows import chosen_groups
+from adora_vl.training.advantages import JudgedGroups
 from adora_vl.training.extensions import Extension, other_images
-from adora_vl.training.generation import Generation
+from adora_vl.training.generation import Generation, ScoredGroups
 from adora_vl.training.guards import GenerationGuard
-from adora_vl.training.micro_batches import live_units
 from adora_vl.training.pool_state import PoolState
+from adora_vl.training.rollout_facts import RolloutFacts
+from adora_vl.training.scoring import StopCriteria
 from adora_vl.types import Row, StepContext
 from adora_vl.utils.errors import RolloutError, UserError
 
@@ -72,6 +72,8 @@ class Continuation:
     tokens_before: int  # tokens that the policy had sampled before this generation
 
 
+# Scores the groups of a generation; their prompts are None where they have to be read.
+ScoreGroups = Callable[[Generation, Sequence[RolloutGroup], PromptBatch | None], ScoredGroups]
 TokenLimits = dict[int, int | None]  # by the number of the group; None: up to the rollouts' ends
 
 
@@ -86,7 +88,9 @@ class Pool:
         context: StepContext,
         images: DistinctImages,
         sampler: Sampler,
-        builder: BatchBuilder,
+        score: ScoreGroups,
+        judge: Callable[[RolloutFacts, int, int], JudgedGroups],
+        stop: StopCriteria,
         guard: GenerationGuard,
         extensions: Sequence[Extension],
         phase: Callable[[str], AbstractContextManager[None]],
@@ -100,7 +104,9 @@ class Pool:
             context: what every part of a training step is built from.
             images: reads prompts, with each distinct image processed once.
             sampler: samples the rollouts.
-            builder: makes complete groups into a batch, grades and judges it.
+            score: makes complete groups into a batch, and scores them.
+            judge: judges groups again, some of which were replaced.
+            stop: says whether a turn has ended by itself.
             guard: ends the run where rows are unreadable or no server is left.
             extensions: of the run, in their order.
             phase: a context in which the seconds count as those of the named phase.
@@ -111,7 +117,9 @@ class Pool:
         self.context = context
         self.images = images
         self.sampler = sampler
-        self.builder = builder
+        self.score = score
+        self.judge = judge
+        self.stop = stop
         self.accelerator = context.accelerator
         self.config = context.config
         self.log = context.log
@@ -145,21 +153,20 @@ class Pool:
 
     # --------------------------------------------------------------------------------- a generation
 
-    def fill(self, generation: Generation) -> None:
-        """Sample, grade and judge the rows of a generation.
+    def fill(self, generation: Generation, rows: list[Row]) -> ScoredGroups:
+        """Sample and score the rows of a generation.
 
-        In a training this also replaces groups without signal and weighs the remaining ones.
+        In a training this also replaces groups without signal.
 
         Args:
-            generation: of this rank; has its rows, and gets its rollouts, scores, batch and
-                advantages here.
+            generation: that is filled.
+            rows: of this rank.
 
         Raises:
             UserError: rollouts may be stale, but the rows have no numbers.
             RunError: a row cannot be read, or a reward function or the last server failed.
         """
-        rows: list[Row] = shown_rows(generation.rows)
-        generation.rows = rows
+        rows = shown_rows(rows)
         size = generation.group_size
         self.guard.check(rows, generation.key.step)
         if generation.key.mode == "train" and self.has_stale:
@@ -169,7 +176,8 @@ class Pool:
                     "wait are read again (a streamed data set, or a loader of your own); load the "
                     "data set whole, or set budget and ahead off"
                 )
-            generation.number = self._generations_before(generation.key.step, generation.key.micro)
+            number = self._generations_before(generation.key.step, generation.key.micro)
+            generation = replace(generation, number=number)
         first = self.accelerator.process_index * len(rows)
         drawn = groups_of(
             rows, generation.key, began=generation.number, first=first, generations=size
@@ -177,16 +185,15 @@ class Pool:
         drawn = self._in_environments(drawn, generation.key.step, anew=True)
         if generation.key.mode == "eval":
             groups = self._sample(generation, drawn, dict.fromkeys(range(len(drawn))))
-            self.builder(generation, groups, self._prompts_read(groups), aged=False)
-            return
+            return self.score(generation, groups, self._prompts_read(groups))
         self._begin_step(generation)
         budget = self._token_budget()
         groups = self._sample_generation(generation, drawn, budget)
-        groups, min_complete = self._grade_and_refill(generation, groups, budget)
+        scored, groups, min_complete = self._score_and_refill(generation, groups, budget)
         self.state = replace(self.state, waiting=tuple(groups), min_complete=min_complete)
         if self.has_stale:
-            self._log_ages(generation, budget)
-        self.builder.weigh(generation, self.extensions)
+            self._log_ages(scored, budget)
+        return scored
 
     def before_weights_change(self) -> None:
         """Do what has to precede a change of the weights; here nothing.
@@ -341,83 +348,79 @@ class Pool:
         oldest = incomplete[: max(0, missing)]
         return self._sample(generation, groups, dict.fromkeys(oldest))
 
-    # ----------------------------------------------------------------------------- grade and refill
+    # ----------------------------------------------------------------------------- score and refill
 
-    def _grade_and_refill(
+    def _score_and_refill(
         self, generation: Generation, groups: list[RolloutGroup], budget: int | None
-    ) -> tuple[list[RolloutGroup], int]:
-        """Grade the complete groups, then replace those without signal by further problems.
+    ) -> tuple[ScoredGroups, list[RolloutGroup], int]:
+        """Score the complete groups, then replace those without signal by further problems.
 
         Rounds of further problems follow as long as any rank lacks groups with signal, `refill` of
         them at most.
 
         Returns:
-            The groups that wait, and how many of them are complete on the rank with the fewest.
+            The scored groups, the groups that wait, and how many of them are complete on the rank
+            with the fewest.
         """
-        learned, groups, min_complete = self._grade_complete(generation, groups, self.slots)
-        assert learned, "a generation has groups that are complete on every rank"
-        lengths = _lengths(generation)
+        scored, groups, min_complete = self._score_complete(generation, groups, self.slots)
+        assert scored is not None, "a generation has groups that are complete on every rank"
+        lengths = scored.facts.length_N.int().tolist()
         replaced = 0
-        size = generation.group_size
-        share = self._note_signal_share(generation) if self.options.refill else 0.0
+        ranks = range(self.accelerator.num_processes)
+        rank = self.accelerator.process_index
+        free_slots_for = self.slots if self.has_stale else 0
+        share = self._note_signal_share(scored.judged) if self.options.refill else 0.0
         for attempt in range(1, self.options.refill + 1):
-            live = live_units(generation.batch["signal"], size)
-            missing = self._most_missing(live)
+            has_signal = [scored.judged.signal_of(rank) for rank in ranks]
+            missing = max(map(self._missing, has_signal))
             if not missing:
                 break
             retry = generation.attempt(attempt)
-            max_graded = schedule.groups_for(schedule.OVERSAMPLE * missing, [share], self.slots)
+            max_scored = schedule.groups_for(schedule.OVERSAMPLE * missing, [share], self.slots)
             groups = self._sample_further(
-                retry, groups=groups, budget=budget, count=max_graded - min_complete
+                retry, groups=groups, budget=budget, count=max_scored - min_complete
             )
-            more_groups, groups, min_complete = self._grade_complete(retry, groups, max_graded)
-            if not more_groups:  # on no rank: none has ended within the budget
+            further, groups, min_complete = self._score_complete(retry, groups, max_scored)
+            if further is None:  # on no rank: none has ended within the budget
                 continue
-            lengths = (*lengths, *_lengths(retry))
+            lengths += further.facts.length_N.int().tolist()
             # Collective: where only one of the two batches has images on some rank, their rows have
             # different columns, and no rank exchanges any.
-            if not all(gather_object([retry.batch.keys() == generation.batch.keys()])):
+            if not all(gather_object([further.batch.keys() == scored.batch.keys()])):
                 continue
-            free_slots_for = self.slots if self.has_stale else 0
-            chosen = schedule.admitted(
-                live, live_units(retry.batch["signal"], size), free_slots_for
-            )
-            replaced += sum(number != slot for slot, number in enumerate(chosen[: len(live)]))
-            candidates = [*learned, *more_groups]
-            generation.batch = chosen_groups(
-                generation.batch,
-                further=retry.batch,
-                groups=chosen,
-                size=size,
-                pad_id=self.context.pad_id,
-            )
-            learned = [candidates[number] for number in chosen]
-            generation.rows = [group.row for group in learned for _ in group.rollouts]
+            chosen = [
+                schedule.admitted(has_signal[rank], further.judged.signal_of(rank), free_slots_for)
+                for rank in ranks
+            ]
+            kept_slots = range(len(scored.groups))
+            replaced += sum(chosen[rank][slot] != slot for slot in kept_slots)
+            scored = scored.exchanged(further, chosen, pad_id=self.context.pad_id, rank=rank)
+            judged = self.judge(scored.facts, generation.group_size, generation.key.step)
+            scored = replace(scored, judged=judged)
         if self.options.refill:
-            self.log("adora/refilled_groups", replaced / len(learned))
+            self.log("adora/refilled_groups", replaced / len(scored.groups))
         if self.allows_partial:
-            remembered = (*self.state.lengths, lengths)[-schedule.REMEMBERED :]
+            remembered = (*self.state.lengths, tuple(lengths))[-schedule.REMEMBERED :]
             self.state = replace(self.state, lengths=remembered)
-        return groups, min_complete
+        return scored, groups, min_complete
 
-    def _note_signal_share(self, generation: Generation) -> float:
+    def _note_signal_share(self, judged: JudgedGroups) -> float:
         """Remember and return the share of groups with signal, the mean over all ranks."""
-        live = live_units(generation.batch["signal"], generation.group_size)
-        share_1 = torch.tensor([live.count(True) / len(live)], device=self.accelerator.device)
-        share = float(self.accelerator.gather(share_1).mean())
+        ranks = range(self.accelerator.num_processes)
+        has_signal = [judged.signal_of(rank) for rank in ranks]
+        shares_R = torch.tensor([groups.count(True) / len(groups) for groups in has_signal])
+        share = float(shares_R.mean())
         remembered = (*self.state.signal_shares, share)[-schedule.REMEMBERED :]
         self.state = replace(self.state, signal_shares=remembered)
         return share
 
-    def _most_missing(self, live: Sequence[bool]) -> int:
-        """How many groups with signal are missing on the rank that lacks most.
+    def _missing(self, has_signal: Sequence[bool]) -> int:
+        """How many groups with signal a rank lacks.
 
-        `live` says for each group of this rank whether it has signal. Slots that stayed empty count
-        as missing too.
+        `has_signal` says it for each of its groups. Slots that stayed empty count as missing too.
         """
-        free_slots = self.slots - len(live) if self.has_stale else 0
-        missing_1 = torch.tensor([live.count(False) + free_slots], device=self.accelerator.device)
-        return int(self.accelerator.gather(missing_1).max())
+        free_slots = self.slots - len(has_signal) if self.has_stale else 0
+        return has_signal.count(False) + free_slots
 
     def _sample_further(
         self, generation: Generation, groups: list[RolloutGroup], budget: int | None, count: int
@@ -464,33 +467,34 @@ class Pool:
                 groups = self.environments.entered(groups, self.config.seed, anew=anew)
         return groups
 
-    def _grade_complete(
+    def _score_complete(
         self, generation: Generation, groups: list[RolloutGroup], max_groups: int
-    ) -> tuple[list[RolloutGroup], list[RolloutGroup], int]:
-        """Grade the oldest complete groups, equally many on every rank.
+    ) -> tuple[ScoredGroups | None, list[RolloutGroup], int]:
+        """Score the oldest complete groups, equally many on every rank.
 
         Args:
-            generation: gets the batch of the graded groups.
+            generation: that the groups are scored for.
             groups: of this rank, the oldest first.
-            max_groups: the most groups that are graded.
+            max_groups: the most groups that are scored.
 
         Returns:
-            The graded groups, the remaining ones, and how many of the remaining ones are complete
-            on the rank with the fewest.
+            The scored groups, None where no rank scores any, the remaining ones, and how many of
+            the remaining ones are complete on the rank with the fewest.
         """
         complete = [number for number, group in enumerate(groups) if group.complete]
         count = len(groups)
         min_complete = count
         if self.has_stale:
-            # Collective: ranks may have completed unequal numbers, and have to grade equally many.
+            # Collective: ranks may have completed unequal numbers, and have to score equally many.
             complete_1 = torch.tensor([len(complete)], device=self.accelerator.device)
             min_complete = int(self.accelerator.gather(complete_1).min())
             count = min(min_complete, max_groups)
-        graded = [groups[number] for number in complete[:count]]
+        selected = [groups[number] for number in complete[:count]]
         remaining = [group for number, group in enumerate(groups) if number not in complete[:count]]
+        scored = None
         if count:
-            self.builder(generation, graded, self._prompts_read(graded), aged=self.has_stale)
-        return graded, remaining, min_complete - count
+            scored = self.score(generation, selected, self._prompts_read(selected))
+        return scored, remaining, min_complete - count
 
     # ------------------------------------------------------------------------------------- sampling
 
@@ -683,7 +687,7 @@ class Pool:
 
     def _has_ended(self, tokens: Sequence[int]) -> bool:
         """Whether a turn of these tokens has come to its end by itself."""
-        return self.builder.ends.ended(tokens, self.builder.ends.decode(tokens))
+        return self.stop.ended(tokens, self.stop.decode(tokens))
 
     def _prompts_read(self, groups: Sequence[RolloutGroup]) -> PromptBatch | None:
         """The prompts that were read last, if they are those of exactly these groups.
@@ -719,9 +723,9 @@ class Pool:
                 file=sys.stderr,
             )
 
-    def _log_ages(self, generation: Generation, budget: int | None) -> None:
+    def _log_ages(self, scored: ScoredGroups, budget: int | None) -> None:
         """Log how old the rollouts of the batch are, and how many unfinished ones wait."""
-        ages_B = generation.batch["age"]
+        ages_B = scored.batch["age"]
         waiting = [
             *self.state.waiting,
             *(group for pending in self.state.pending for group in pending.groups),
@@ -777,10 +781,3 @@ class Pool:
         ]
         waiting = tuple(self._with_rows(state.waiting))
         self.state = replace(state, waiting=waiting, pending=tuple(pending))
-
-
-def _lengths(generation: Generation) -> tuple[int, ...]:
-    """Tokens of every rollout of a graded generation, of all ranks."""
-    if generation.scores is None:
-        return ()
-    return tuple(map(int, generation.scores.lengths_B.tolist()))

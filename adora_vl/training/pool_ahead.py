@@ -88,7 +88,7 @@ class PoolAhead(Pool):
             servers.give_weights()
             is_stale = expected is not None and expected.samples.step != generation.key.step
             if is_stale and self._judge_drift is None:  # once for all generations of a step
-                problems = generation.rows[:: generation.group_size]
+                problems = [group.row for group in drawn]
                 self._judge_drift = self.request_drift(problems, generation.key.step)
             self._request_ahead(
                 generation,
@@ -170,18 +170,12 @@ class PoolAhead(Pool):
         while len(self.state.pending) < count:
             distance = len(self.state.pending)
             later = self._generation_after(generation, distance)
-            rows = None
+            fresh = None
             if later is not None:
-                rows = self._rows_after(generation, drawn, distance)
-            if later is None or rows is None:
+                fresh = drawn if distance == 0 else self._groups_after(later, drawn, distance)
+            if later is None or fresh is None:
                 break
-            fresh = groups_of(
-                rows,
-                later.key,
-                began=generation.number,
-                first=self.accelerator.process_index * len(rows),
-                generations=generation.group_size,
-            )
+            fresh = [replace(group, began=generation.number) for group in fresh]
             row_numbers = _row_numbers(fresh)
             begun = self._begin_groups(
                 generation,
@@ -273,21 +267,33 @@ class PoolAhead(Pool):
         key = StepKey(mode="train", step=step, micro=micro)
         return replace(generation, key=key, number=number)
 
-    def _rows_after(
-        self, generation: Generation, drawn: list[RolloutGroup], distance: int
-    ) -> list[Row] | None:
-        """The rows of the generation `distance` after this one.
+    def _groups_after(
+        self, later: Generation, drawn: list[RolloutGroup], distance: int
+    ) -> list[RolloutGroup] | None:
+        """The groups of the problems that the data loader draws for a later generation.
 
         None on all ranks where any row on any rank cannot be read; the step that draws the row
         reports it.
+
+        Args:
+            later: the generation.
+            drawn: groups of the problems of the present one.
+            distance: generations between the two.
         """
-        if not distance:
-            return generation.rows
         rows: list[Row] = []
         with suppress(Exception):
             rows = self.next_rows(list(_row_numbers(drawn)), distance)
-        readable = bool(rows) and not unreadable_rows(rows)
-        return rows if all(gather_object([readable])) else None
+        is_readable = bool(rows) and not unreadable_rows(rows)
+        # Collective: the ranks request the same generations.
+        if not all(gather_object([is_readable])):
+            return None
+        return groups_of(
+            rows,
+            later.key,
+            began=later.number,
+            first=self.accelerator.process_index * len(rows),
+            generations=later.group_size,
+        )
 
 
 def _row_numbers(groups: Sequence[RolloutGroup]) -> tuple[int, ...]:

@@ -98,6 +98,10 @@ def part(place: int, members: int = 8, first: int = 0, step: int = 0) -> Rollout
     )
 
 
+def at_step(step: int) -> Generation:
+    return Generation(key=StepKey(mode="train", step=step, micro=0), group_size=4)
+
+
 def drawing(seed: int = 0, size: tuple[int, int] = (56, 28)) -> Image.Image:
     pixels = np.random.default_rng(seed).integers(1, 256, (size[1], size[0], 3), dtype=np.uint8)
     return Image.fromarray(pixels)
@@ -140,7 +144,7 @@ def test_the_last_rollouts_of_a_group_see_one_image_of_the_same_patches():
     for nothing in (noisy_at(0, share=0.0), noisy_at(0, strength=0.0)):
         assert nothing.images_of(part(0), images) == [None] * 8
     log: dict[str, float] = {}
-    noisy_at(0, log).after_weighing(Generation([], StepKey(mode="train", step=400, micro=0), 4))
+    noisy_at(0, log).after_weighing(at_step(400), {}, None)
     assert log == {"noisy_rollouts/level": 250.0}
     distorted, as_seen = (example(f"noisy_rollouts.py:{name}") for name in ("distorted", "as_seen"))
     processor = Qwen2VLImageProcessor(min_pixels=12544, max_pixels=50176)
@@ -188,7 +192,9 @@ def test_visual_tokens_weigh_a_batch_by_hand():
     passes = [seen_BC, blind_BC]
     log: dict[str, float] = {}
     keys = {
-        "accelerator": SimpleNamespace(gather=lambda tensor: tensor, process_index=0),
+        "accelerator": SimpleNamespace(
+            gather=lambda tensor: tensor, process_index=0, num_processes=1
+        ),
         "policy_logps": lambda batch, pixels=None: passes.pop(0),
     }
     processor = Qwen2VLImageProcessor()
@@ -197,13 +203,8 @@ def test_visual_tokens_weigh_a_batch_by_hand():
     ones = torch.ones(3, 4, dtype=torch.long)
     batch: Any = {"completion_mask": ones, "advantages": torch.tensor([1.0, -2.0, 3.0])}
     batch["num_images"] = [1, 1, 0]
-    advantages: Any = SimpleNamespace(live_B=torch.ones(3, dtype=torch.bool))
-    rows: Any = [{}, {}, {}]
-    visual.after_weighing(
-        Generation(
-            rows, StepKey(mode="train", step=0, micro=0), 3, batch=batch, advantages=advantages
-        )
-    )
+    advantages: Any = SimpleNamespace(has_signal_N=torch.ones(3, dtype=torch.bool))
+    visual.after_weighing(at_step(0), batch, advantages)
     # Two rollouts, at 0 and 1 of the range: 0.9 and 0.9 + 0.1 / 0.5.
     expected = [[1.1, 0, 1.1, 0], [-1.8, 0, 0, -1.8], [3, 3, 3, 3]]
     assert [row.tolist() for row in batch["advantages"]] == [pytest.approx(row) for row in expected]

@@ -18,14 +18,14 @@ from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import weigh_groups
 from adora_vl.record import recorder as recorder_module
 from adora_vl.record import rollouts
-from adora_vl.record.metrics import METRICS, ToolUse, read_metrics, tool_figures
+from adora_vl.record.metrics import METRICS, read_metrics, tool_figures
 from adora_vl.record.recorder import Recorder
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
 from adora_vl.rollout.rollouts import Call, FinishReason, Picture, Rollout, Segment
-from adora_vl.training.advantages import Advantages
-from adora_vl.training.generation import Generation
-from adora_vl.training.scoring import Rewards, Scores, weighted_sum
+from adora_vl.training.advantages import JudgedGroups
+from adora_vl.training.rollout_facts import weighted_sum
+from tests.support.facts import counted_facts, rollout_facts
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
 
@@ -209,20 +209,25 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, caps
     )
 
 
-def generation_of(asked: list[Any], ranks: int) -> Generation:
-    """Of groups of two; every rank has these rows."""
-    generation = Generation.restored(0, [])
-    count = ranks * len(asked)
-    generation.rows = asked
-    rewards_BF = torch.ones(count, 1)
-    lengths_B = torch.full((count,), 3.0)
-    rewards = Rewards.of(rewards_BF, {}, torch.ones(1), ["accuracy"], 2)
-    generation.scores = Scores(rewards, lengths_B, lengths_B > 9, lengths_B)
-    groups = Groups(rewards_BF.view(-1, 2), lengths_B.view(-1, 2), lengths_B.view(-1, 2) > 9)
-    generation.advantages = Advantages(
-        groups, weigh_groups(groups), groups.rewards_PG, groups.rewards_PG, {}
+def scored_rollouts(
+    rows: list[Any], ranks: int, rollouts: list[Rollout] | None = None
+) -> tuple[Any, Any]:
+    """Built and scored groups of two; every rank has these rows."""
+    count = ranks * len(rows)
+    rewards_NF = torch.ones(count, 1)
+    lengths_N = torch.full((count,), 3.0)
+    groups = Groups(rewards_NF.view(-1, 2), lengths_N.view(-1, 2), lengths_N.view(-1, 2) > 9)
+    judged = JudgedGroups(
+        groups=groups,
+        weighting=weigh_groups(groups),
+        raw_PG=groups.rewards_PG,
+        signal_P=torch.ones(len(groups.rewards_PG), dtype=torch.bool),
+        equal_reward_share=0.0,
+        ranks=ranks,
     )
-    return generation
+    facts = counted_facts(rewards_NF, 2, length_N=lengths_N)
+    built = SimpleNamespace(rows=rows, rollouts=rollouts or [])
+    return built, SimpleNamespace(batch={}, facts=facts, judged=judged)
 
 
 def test_a_rollout_with_tools_is_recorded_as_a_conversation(tmp_path):
@@ -243,9 +248,11 @@ def test_a_rollout_with_tools_is_recorded_as_a_conversation(tmp_path):
         pictures=(Picture(digest="x", image=image, span=1),),
         calls=(call,),
     )
-    generation = generation_of([{"id": 7, "problem": "?", "prompt": "?"}] * 2, 1)
-    generation.rollouts = [looked, Rollout(segments=spans[:1], finish_reason=FinishReason.STOP)]
-    recorder.add(generation, {"completion": ["so 3"] * 2, "extra": {}}, ["accuracy"])
+    rollouts = [looked, Rollout(segments=spans[:1], finish_reason=FinishReason.STOP)]
+    built, scored = scored_rollouts(
+        [{"id": 7, "problem": "?", "prompt": "?"}] * 2, 1, rollouts=rollouts
+    )
+    recorder.add(0, built, scored, {"completion": ["so 3"] * 2, "extra": {}}, ["accuracy"])
     recorder.record.flush(1)
     first, second = recorded(recorder.record.folder).to_pylist()
     assert [first["calls"], second["calls"], len(second["turns"])] == [1, 0, 1]
@@ -259,10 +266,14 @@ def test_a_rollout_with_tools_is_recorded_as_a_conversation(tmp_path):
 
 def test_what_a_call_gains_is_counted_within_groups_that_have_both():
     rewards_PG = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
-    facts = torch.tensor(
-        [[1, 0, 0.5, 0], [0, 0, 0, 0], [2, 1, 0.5, 0], [1, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
+    facts = rollout_facts(
+        rewards_PG.view(-1, 1),
+        calls_N=torch.tensor([1.0, 0, 2, 1, 0, 0]),
+        failed_calls_N=torch.tensor([0.0, 0, 1, 0, 0, 0]),
+        tool_seconds_N=torch.tensor([0.5, 0, 0.5, 0, 0, 0]),
+        unanswered_N=torch.tensor([False, False, False, True, False, False]),
     )
-    figures = tool_figures(rewards_PG, ToolUse.unstack(facts))
+    figures = tool_figures(rewards_PG, facts)
     assert (
         figures["adora/tool_gain"] == 1
         and figures["adora/called"] == 0.5
@@ -271,7 +282,7 @@ def test_what_a_call_gains_is_counted_within_groups_that_have_both():
     assert figures["tools/failure_frequency"] == 0.25 and figures[
         "tools/call_frequency"
     ] == pytest.approx(4 / 6)
-    assert "adora/tool_gain" not in tool_figures(rewards_PG[1:], ToolUse.unstack(facts[2:]))
+    assert "adora/tool_gain" not in tool_figures(rewards_PG[1:], facts.selected(range(2, 6)))
 
 
 def test_a_problem_is_recorded_with_its_choices(tmp_path):
@@ -286,7 +297,8 @@ def test_a_problem_is_recorded_with_its_choices(tmp_path):
     }
     more: list[dict[str, Any]] = [{}, {}, {"choices": None}, {"choices": []}]
     rows = [{**asked, **one} for one in more]
-    recorder.add(generation_of(rows, 1), {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"])
+    built, scored = scored_rollouts(rows, 1)
+    recorder.add(0, built, scored, {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"])
     recorder.record.flush(1)
     found = recorded(recorder.record.folder).to_pylist()
     assert [one["choices"] for one in found] == [["3", "4"], ["3", "4"], None, None]
@@ -322,7 +334,8 @@ def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_pat
     recorder.record.start(0)
     numbers = recorder.number(2)
     asked = [{"id": "a", "problem": "Which?", "prompt": "Which?"}] * 2
-    recorder.add(generation_of(asked, 2), {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"])
+    built, scored = scored_rollouts(asked, 2)
+    recorder.add(0, built, scored, {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"])
     learned: Any = {"rollout_number": numbers[1:], "completion_mask": torch.ones(1, 1)}
     learned["sampling_per_token_logps"] = torch.zeros(1, 1)
     recorder.measured(learned, torch.tensor([[0.25]]))

@@ -6,7 +6,6 @@ import asyncio
 import copy
 import random
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from transformers import TrainerState
 
 from adora_vl.advantage.adora import Adora
 from adora_vl.advantage.methods import AdvantagePipeline
@@ -38,7 +38,7 @@ from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.batch_builder import BatchBuilder
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import RewardGuard
-from adora_vl.training.scoring import Grader, RewardFunctions, StopCriteria
+from adora_vl.training.scoring import RewardFunctions, Scorer, StopCriteria
 from tests.support.step_context import step_context
 
 PROCESSOR: Any = load_processor(str(PRETRAINED))
@@ -244,38 +244,40 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
         answered(tools, sampled(CALLED), longest=50),
     )
     images = DistinctImages([], PROCESSOR, torch.device("cpu"), context.config)
-    guard = RewardGuard(context)
     ends = StopCriteria.of({END}, {}, partial(TOKENIZER.decode, skip_special_tokens=True))
-    watched: Any = SimpleNamespace(check_batch=lambda *_: None, graded=lambda *_: None)
     functions = RewardFunctions(
         [reward_function("accuracy")], [None], {}, dict, asyncio.new_event_loop
     )
-    judge = BatchBuilder(
-        context,
-        images,
-        PROCESSOR,
-        ends,
-        functions,
-        Grader(context, guard, weights, ["accuracy"]),
-        lambda batch: batch,
-        lambda *_: None,
-        AdvantageComputer(context, AdvantagePipeline({"adora": Adora()}), weights, tools=True),
-        watched,
-        watched,
-        lambda _: nullcontext(),
+    builder = BatchBuilder(
+        context=context,
+        images=images,
+        processor=PROCESSOR,
+        ends=ends,
+        to_device=lambda batch: batch,
         scored=True,
         tools=True,
+    )
+    scorer = Scorer(context, RewardGuard(context), weights, ["accuracy"])
+    computer = AdvantageComputer(
+        context, AdvantagePipeline({"adora": Adora()}), weights, tools=True
     )
     prompt = [{"role": "user", "content": "Which?"}]
     asked: Any = {"prompt": prompt, "answer": "7", "images": [Image.new("RGB", (56, 28))]}
     group = RolloutGroup(
         problem=DrawnProblem(row_number=0, key=KEY, slot=0), row=asked, began=0, rollouts=rollouts
     )
-    generation = Generation([], KEY, 3)
-    judge(generation, [group], None, aged=False)
-    judged = generation.advantages
-    batch = generation.batch
-    assert judged is not None and judged.groups.rewards_PG.tolist() == [[0, 1, 0]]
+    built = builder.build(Generation(key=KEY, group_size=3), [group], None)
+    scores = functions(
+        built.rows,
+        built.prompts.messages,
+        built.answers,
+        [rollout.policy_tokens for rollout in built.rollouts],
+        built.thinking_opened,
+        TrainerState(),
+    )
+    judged = computer.judge(scorer.score(built, scores, 3, 0), 3, 0)
+    batch = built.batch
+    assert judged.groups.rewards_PG.tolist() == [[0, 1, 0]]
     own, right, _ = judged.groups.lengths_PG[0].tolist()
     assert own == len(ids_of(CALLED)) + 1 + len(ids_of("so 3")) + 1 and own < right < len(
         rollouts[0].tokens

@@ -94,7 +94,9 @@ def test_the_extension_of_the_page_is_one(mine):
     extension.start(step_context(log), None)
     mask = torch.arange(9) < torch.tensor([2, 9, 4, 5])[:, None]
     batch: Batch = {"completion_mask": mask, "advantages": torch.ones(4)}
-    extension.after_weighing(Generation([], StepKey(mode="train", step=0, micro=0), 4, batch=batch))
+    generation = Generation(key=StepKey(mode="train", step=0, micro=0), group_size=4)
+    advantages: Any = None
+    extension.after_weighing(generation, batch, advantages)
     assert batch["advantages"].tolist() == [1, 0, 1, 1] and log == {"longest/left_out": 0.25}
 
 
