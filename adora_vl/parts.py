@@ -26,12 +26,15 @@ from adora_vl.rollout.agreement import SelfCheck, drift_measured
 from adora_vl.rollout.importance import ImportanceRatio
 from adora_vl.rollout.prompt_tokens import never_sample, never_sampled_ids
 from adora_vl.rollout.samplers import AsyncServerSampler, Sampler, TransformersSampler, VLLMSampler
+from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.rollout.turns import ToolLoop, Tools
 from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.batch_builder import BatchBuilder
 from adora_vl.training.entropy_bonus import EntropyBonus
 from adora_vl.training.first_answers import FirstAnswers
 from adora_vl.training.generation import PresentGeneration
+from adora_vl.training.generation_sampler import GenerationSampler, LateDriftCheck, RowsAhead
+from adora_vl.training.group_sampler import GroupSampler, PromptReader
 from adora_vl.training.guards import (
     DriftGuard,
     GenerationGuard,
@@ -42,10 +45,9 @@ from adora_vl.training.guards import (
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.optimizer_steps import ScaledRate, SkipBadSteps
 from adora_vl.training.pool import Pool
-from adora_vl.training.pool_ahead import PoolAhead
-from adora_vl.training.scoring import RewardFunctions, Scorer, StopCriteria
+from adora_vl.training.scoring import RewardFunctions, Scorer
 from adora_vl.training.unfinished import UnfinishedGeneration
-from adora_vl.types import Row, StepContext
+from adora_vl.types import StepContext
 
 
 class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
@@ -97,9 +99,12 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.sampler = self._sampler(context)
         self.ratio = ImportanceRatio(context)
         self.recorder = Recorder(context, decode if self.toolbox else None)
+        self.pool = Pool(context, self.train_dataset, tools=self.toolbox is not None)
+        self.prompts = PromptReader(self.images)
+        self.rows_ahead = RowsAhead()
+        self.rollouts = self._generation_sampler(context, stop)
         self.generation_log = self._metrics_logger(context)
         self.first_answers = FirstAnswers()
-        options = args.adora_rollouts
         self.builder = BatchBuilder(
             context=context,
             images=self.images,
@@ -109,10 +114,9 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             scored=self.sampler.scores,
             multiple=self.pad_to_multiple_of,
             tools=self.toolbox is not None,
-            has_stale=options.budget is not None or options.ahead > 0,
+            has_stale=self.pool.has_stale,
             other_images=any(extension.changes_images for extension in self.extensions),
         )
-        self.pool = self._pool(context, stop)
         self._generation: PresentGeneration | None = None
         self.log_multimodal = trackers.logs_images(args)
         if not self.use_vllm:
@@ -211,37 +215,26 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             bytes_sent=bytes_sent,
         )
 
-    def _pool(self, context: StepContext, stop: StopCriteria) -> Pool:
-        """The pool that fills generations, with servers that sample ahead where the run asks."""
-        pool_class: Callable[..., Pool] = Pool
-        if self.args.adora_rollouts.ahead:
-            pool_class = partial(
-                PoolAhead,
-                next_rows=self._rows_after,
-                request_drift=partial(drift_measured, self, self.drift_guard.check),
-            )
-        return pool_class(
+    def _generation_sampler(self, context: StepContext, stop: StopCriteria) -> GenerationSampler:
+        """What draws, schedules and samples the groups of each generation."""
+        groups = GroupSampler(
             context=context,
-            images=self.images,
+            prompts=self.prompts,
             sampler=self.sampler,
-            score=self._score,
-            judge=self.advantages.judge,
             stop=stop,
-            guard=GenerationGuard(context, control_tokens(self.processing_class)),
             extensions=self.extensions,
-            phase=self.clock.phase,
-            dataset=self.train_dataset,
             tool_loop=self._tool_loop(),
-            environments=self.run.tools.environments,
         )
-
-    def _rows_after(self, row_numbers: list[int], distance: int) -> list[Row]:
-        """The rows of the generation `distance` after the one whose rows have these numbers.
-
-        The loader's order exists once the training has begun.
-        """
-        rows: list[Row] = self._distinct_rows.rows_after(row_numbers, self._row_order, distance)
-        return rows
+        return GenerationSampler(
+            context=context,
+            pool=self.pool,
+            groups=groups,
+            guard=GenerationGuard(context, control_tokens(self.processing_class)),
+            phase=self.clock.phase,
+            environments=self.run.tools.environments,
+            rows_ahead=self.rows_ahead.after,
+            late_drift=LateDriftCheck(partial(drift_measured, self, self.drift_guard.check)),
+        )
 
     def _tool_loop(self) -> ToolLoop | None:
         """What answers the policy's calls; None without tools."""

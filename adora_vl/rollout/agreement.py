@@ -78,7 +78,7 @@ class HasEngine(HasModels, Protocol):
     vllm_mode: str
     vllm_generation: AdoraVLLMGeneration
     sampler: Any
-    pool: Any
+    rollouts: Any
     builder: Any
     eos_token_ids: Sequence[int]
     _tokenizer: PreTrainedTokenizerBase

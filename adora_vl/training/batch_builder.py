@@ -17,8 +17,8 @@ from adora_vl.packing.prompts import PromptBatch
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rewards.thinking import closes_block, opens_thinking
 from adora_vl.rollout.rollouts import Rollout, RolloutGroup
+from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.training.generation import BuiltGroups, Generation
-from adora_vl.training.scoring import StopCriteria
 from adora_vl.types import Batch, StepContext
 
 _BY_TOKEN = ("token_type_ids", "mm_token_type_ids")  # fields of prompts with a value for each token
@@ -64,20 +64,16 @@ class BatchBuilder:
     other_images: bool = False  # whether some rollouts see other images than the trainer
 
     def build(
-        self, generation: Generation, groups: Sequence[RolloutGroup], prompts: PromptBatch | None
+        self, generation: Generation, groups: Sequence[RolloutGroup], prompts: PromptBatch
     ) -> BuiltGroups:
         """The groups as a batch, with what the reward functions get.
 
         Args:
             generation: that the groups are built for.
             groups: of this rank, complete.
-            prompts: of all rollouts in their order; None where they have to be read.
+            prompts: of all rollouts in their order.
         """
-        rows = [group.row for group in groups for _ in group.rollouts]
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        key = generation.key
-        if not prompts:
-            prompts = self.images.prompts(rows, key.mode, refill=key.attempt > 0)
         # What is graded is the last turn.
         answers = answers_of(
             self.processor, prompts, [rollout.last_turn_tokens for rollout in rollouts]

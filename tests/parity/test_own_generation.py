@@ -207,7 +207,7 @@ def test_a_generation_is_trls(tmp_path, case):
         )
         found.take_images_from = lambda _: None
         trainer.vllm_generation = found
-        trainer.pool.sampler = VLLMSampler(trainer.context, trainer.images, found)
+        trainer.rollouts.groups.sampler = VLLMSampler(trainer.context, trainer.images, found)
         trainer.builder = replace(trainer.builder, scored=True)
     trainer._generate_single_turn = lambda *_: (completions, logps if engine else None)
     trainer.model.train(training)

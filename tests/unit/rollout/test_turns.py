@@ -5,7 +5,7 @@ ranks make the same calls.
 import asyncio
 import copy
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -31,6 +31,7 @@ from adora_vl.rollout.rollouts import (
     Segment,
     StepKey,
 )
+from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.rollout.turns import CALL, ToolLoop, run_turns
 from adora_vl.tools.ours import View
 from adora_vl.tools.run import Toolbox, choose_tools
@@ -38,7 +39,7 @@ from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.batch_builder import BatchBuilder
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import RewardGuard
-from adora_vl.training.scoring import RewardFunctions, Scorer, StopCriteria
+from adora_vl.training.scoring import RewardFunctions, Scorer
 from tests.support.step_context import step_context
 
 PROCESSOR: Any = load_processor(str(PRETRAINED))
@@ -297,22 +298,25 @@ def test_all_play_a_turn_then_those_that_were_answered_the_next_one():
     """And a rank whose own rollouts have ended takes part until all have."""
     wanted = {"a": 1, "b": 3, "c": 2}
     asked = list[list[str]]()
+    going_elsewhere = iter([True, True, True, True, False])
 
-    def ask(going: dict[str, Rollout]) -> dict[str, Rollout]:
-        asked.append([*going])
-        return {key: sampled("x", *rollout.segments) for key, rollout in going.items()}
+    class Player:
+        def sample(self, rollouts: Mapping[str, Rollout]) -> dict[str, Rollout]:
+            asked.append([*rollouts])
+            return {key: sampled("x", *rollout.segments) for key, rollout in rollouts.items()}
 
-    def answer(key: str, rollout: Rollout) -> Rollout:
-        more = len(rollout.segments) < 2 * wanted[key] - 1
-        return (
-            Rollout(segments=(*rollout.segments, Segment(tokens=(9,), logps=None, step=3)))
-            if more
-            else rollout
-        )
+        def answer(self, key: str, rollout: Rollout) -> Rollout:
+            if len(rollout.segments) >= 2 * wanted[key] - 1:
+                return rollout
+            answer = Segment(tokens=(9,), logps=None, step=3)
+            return Rollout(segments=(*rollout.segments, answer))
 
-    others = iter([True, True, True, True, False])
-    done = run_turns(
-        dict.fromkeys(wanted, Rollout()), ask, answer, lambda *_: True, lambda _: next(others)
-    )
+        def has_room(self, key: str, rollout: Rollout) -> bool:
+            return True
+
+        def on_any_rank(self, holds: bool) -> bool:
+            return next(going_elsewhere)
+
+    done = run_turns(dict.fromkeys(wanted, Rollout()), Player())
     assert asked == [["a", "b", "c"], ["b", "c"], ["b"], [], []]
     assert {key: len(rollout.segments) for key, rollout in done.items()} == {"a": 1, "b": 5, "c": 3}

@@ -35,6 +35,7 @@ from adora_vl.rollout.rollouts import (
     Segment,
     StepKey,
 )
+from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.advantages import AdvantageComputer, Advantages, JudgedGroups
 from adora_vl.training.generation import BuiltGroups, ScoredGroups
@@ -42,7 +43,7 @@ from adora_vl.training.guards import RewardGuard
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.training.schedule import admitted
-from adora_vl.training.scoring import FunctionScores, Scorer, StopCriteria, surprisal
+from adora_vl.training.scoring import FunctionScores, Scorer, surprisal
 from adora_vl.types import Row
 from tests.support.examples import example
 from tests.support.facts import rollout_facts

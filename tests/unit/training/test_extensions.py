@@ -127,10 +127,12 @@ def test_what_does_not_fit_is_named_in_one_line(mine):
 
 
 def test_a_rollout_that_saw_other_images_cannot_be_compared_at_any_token():
-    ask = SamplingRequest(prompt_ids=[1], images=[], group=0, max_tokens=3)
+    ask = SamplingRequest(prompt_ids=[1], images=[], group=0, max_tokens=3, max_length=9)
     answer = SamplingResult(tokens=[5, 6], logps=[-0.1, -0.2])
     for compared, logps, stale in ((True, [-0.1, -0.2], 0), (False, [None, None], 2)):
-        rollout = append_result(Rollout(), ask, answer, 9, None, None, step=4, compared=compared)
+        rollout = append_result(
+            Rollout(), ask, answer, step=4, max_turn=None, stop=None, compared=compared
+        )
         assert (rollout.logps, rollout.stale_tokens(4)) == (logps, stale)
         assert rollout.policy_mask == [True, True], "the policy has sampled them all the same"
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from threading import Barrier, Thread
 from types import SimpleNamespace
@@ -40,10 +39,12 @@ from adora_vl.rollout.rollouts import (
     merge_requests,
 )
 from adora_vl.rollout.samplers import AsyncServerSampler, PendingSamples
+from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.advantages import JudgedGroups
 from adora_vl.training.generation import Generation, ScoredGroups
+from adora_vl.training.generation_sampler import GenerationSampler, LateDriftCheck
+from adora_vl.training.group_sampler import GroupSampler, PromptReader
 from adora_vl.training.pool import Pool
-from adora_vl.training.pool_ahead import PoolAhead
 from adora_vl.training.pool_state import PoolState
 from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.training.schedule import (
@@ -186,7 +187,7 @@ class EngineAhead(Engine, AsyncServerSampler):
         return {}
 
 
-def rows_after(numbers: list[int], distance: int) -> list[Row]:
+def rows_after(numbers: Sequence[int], distance: int) -> list[Row]:
     """The rows of the generation so many after the one with these numbers."""
     later = [number + distance * PLACES for number in numbers]
     rows: list[Any] = [{"id": f"0/{number}", ROW_NUMBER: number} for number in later]
@@ -219,6 +220,15 @@ class Answered:
         )
 
 
+class Silent:
+    """Answers nothing."""
+
+    turn_tokens = None
+
+    def __call__(self, rollout: Rollout, images: Any, **_: Any) -> Rollout:
+        return rollout
+
+
 class Judges:
     """Notes the groups of a generation in its batch. It scores nothing: every group has signal."""
 
@@ -227,7 +237,7 @@ class Judges:
         self.accelerator = accelerator
         self.has_signal = has_signal
 
-    def score(self, generation: Generation, groups: Any, prompts: Any) -> ScoredGroups:
+    def score(self, generation: Generation, groups: Any) -> ScoredGroups:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         problems = torch.tensor(
             [group.problem.row_number for group in groups for _ in group.rollouts]
@@ -281,6 +291,30 @@ def rollouts_of(learned: Learned) -> list[list[int]]:
     return [rollout.tokens for group in groups_in(learned) for rollout in group.rollouts]
 
 
+def stages(run: Any, context: Any, judges: Judges) -> Any:
+    """A trainer that has no policy and goes through the stages of a generation all the same."""
+    trainer: Any = AdoraGRPOTrainer.__new__(AdoraGRPOTrainer)
+    trainer.model = SimpleNamespace(training=True)
+    trainer.state = run.state
+    trainer.args = context.config
+    trainer.accelerator = context.accelerator
+    trainer.context = context
+    trainer.shape = run.pool.shape
+    trainer.num_generations = SIZE
+    trainer.pool = run.pool
+    trainer.rollouts = run.rollouts
+    trainer.prefetch = SimpleNamespace(start=lambda: None, finish=lambda: None)
+    trainer.unfinished = SimpleNamespace(begins=lambda *_: None)
+    trainer.advantages = judges
+    trainer.log_figure = run.log.__setitem__
+    trainer._facts = dict
+    trainer._logs = {}
+    trainer._step = 0
+    trainer._score = judges.score
+    trainer._weigh = lambda generation, scored: Learned(generation, scored.groups, scored.batch)
+    return trainer
+
+
 class Run:
     """A training of so many optimizer steps, without a policy.
 
@@ -320,28 +354,31 @@ class Run:
             prompts=lambda rows, *_, **__: PromptBatch([], [[1]] * len(rows), None, {})
         )
         guard: Any = SimpleNamespace(check=lambda *_: None, watching=nullcontext)
-        self.judges = Judges(context.accelerator, has_signal)
-        stop: Any = SimpleNamespace(ended=lambda *_: True, decode=lambda _: "")
-        phase: Any = lambda _: nullcontext()  # noqa: E731
+        judges = Judges(context.accelerator, has_signal)
+        stop: Any = SimpleNamespace(ends=lambda *_: True)
         if tools:
             self.engine = TurnsEngine()
-        turns: Any = Answered() if tools else None
-        asked_ahead = partial(
-            PoolAhead, next_rows=rows_after, request_drift=lambda rows, step: lambda: None
+        tool_loop: Any = Answered() if tools else None
+        self.pool = Pool(context, rows, tools=tools)
+        groups = GroupSampler(
+            context=context,
+            prompts=PromptReader(images),
+            sampler=self.engine,  # type: ignore[arg-type]
+            stop=stop,
+            extensions=[],
+            tool_loop=tool_loop,
         )
-        self.pool: Pool = (asked_ahead if options.ahead else Pool)(
-            context,
-            images,
-            self.engine,  # type: ignore[arg-type]
-            self.judges.score,
-            self.judges.judge,
-            stop,
-            guard,
-            [],
-            phase,
-            rows,
-            tool_loop=turns,
+        self.rollouts = GenerationSampler(
+            context=context,
+            pool=self.pool,
+            groups=groups,
+            guard=guard,
+            phase=lambda _: nullcontext(),
+            environments=None,
+            rows_ahead=rows_after,
+            late_drift=LateDriftCheck(lambda rows, step: lambda: None),
         )
+        self.trainer = stages(self, context, judges)
         self.learned: list[Learned] = []
         self.figures: list[dict[str, float]] = []
 
@@ -353,11 +390,7 @@ class Run:
             for number in range(step * PLACES, (step + self.updates) * PLACES)
             for _ in range(SIZE)
         ]
-        key = StepKey(mode="train", step=step, micro=0)
-        generation = Generation(key=key, group_size=SIZE)
-        scored = self.pool.fill(generation, rows)
-        number = self.pool._generations_before(step) if self.pool.has_stale else 0
-        return Learned(replace(generation, number=number), scored.groups, scored.batch)
+        return self.trainer._generate_and_score_completions(rows)
 
     def go_on(self, until: int | None = None) -> Run:
         while self.state.global_step < (until or self.state.max_steps):
@@ -485,8 +518,9 @@ def test_a_run_with_tools_that_is_killed_within_a_turn_goes_on_to_the_bit(tmp_pa
 
 def test_where_nothing_is_called_a_run_with_tools_is_the_run_without():
     runs = [Run(4, tools=True, budget=None) for _ in range(2)]
-    runs[0].pool.tool_loop = None
-    runs[1].pool._answer_calls = lambda continuation, rollout, step: rollout  # type: ignore[method-assign]
+    runs[0].rollouts.groups.tool_loop = None
+    silent: Any = Silent()
+    runs[1].rollouts.groups.tool_loop = silent
     assert runs[0].go_on().answers == runs[1].go_on().answers
     assert runs[0].engine.asked == runs[1].engine.asked
 
@@ -495,7 +529,8 @@ def test_processes_whose_rollouts_have_other_numbers_of_turns_make_the_same_call
     def part(rank: int, accelerator: Any) -> list[int]:
         run = Run(4, accelerator, tools=True, budget=None)
         if rank:
-            run.pool._answer_calls = lambda continuation, rollout, step: rollout  # type: ignore[method-assign]
+            silent: Any = Silent()
+            run.rollouts.groups.tool_loop = silent
         run.go_on()
         return [len(asks) for asks in run.engine.asked]
 
@@ -655,12 +690,9 @@ def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer()
     places = ((0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (3, 0))
     keys = [StepKey(mode="train", step=step, micro=micro) for step, micro in places]
     ahead = [Generation(key=key, group_size=SIZE) for key in keys]
-    assert [run.pool._generations_left(generation) for generation in ahead] == [6, 5, 4, 3, 2, 1]
+    assert [run.pool.generations_left(generation) for generation in ahead] == [6, 5, 4, 3, 2, 1]
     for at, generation in enumerate(ahead):
-        later = [
-            PoolAhead._generation_after(run.pool, generation, distance)  # type: ignore[arg-type]
-            for distance in range(7 - at)
-        ]
+        later = [run.pool.generation_after(generation, distance) for distance in range(7 - at)]
         assert later.pop() is None
         assert [(one.key, one.number) for one in later if one] == [
             (key, at + number) for number, key in enumerate(keys[at:])
