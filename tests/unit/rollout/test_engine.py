@@ -1,6 +1,7 @@
 """What the engine is asked for, with which prompts and tokens, without starting one."""
 
 import json
+import math
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -29,18 +30,36 @@ prepare_engine_environment()
 
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed.device_communicators import cpu_communicator  # noqa: E402
+from vllm.logprobs import FlatLogprobs, Logprob  # noqa: E402
 from vllm.multimodal.hasher import MultiModalHasher  # noqa: E402
 from vllm.multimodal.parse import MultiModalDataParser, parse_mm_uuids  # noqa: E402
 from vllm.multimodal.processing.inputs import ProcessorInputs  # noqa: E402
 from vllm.v1.core.sched.utils import check_sequence_repetition  # noqa: E402
 
 from adora_vl.rollout import llm as llm_module  # noqa: E402
-from adora_vl.rollout.llm import PolicyLLM, with_known_images  # noqa: E402
+from adora_vl.rollout.llm import PolicyLLM, sampled_logps, with_known_images  # noqa: E402
 
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 IMAGE = 90
 START = 91
 END = 92
+
+
+@pytest.mark.parametrize("candidates", [1, 3])
+@pytest.mark.parametrize("broken", [-0.5, float("nan"), float("-inf")])
+def test_flat_log_probabilities_are_read_as_those_of_one_mapping_a_position(candidates, broken):
+    """The sampled token is the likeliest at no position, and one value may be no number."""
+    tokens = [5, 7, 5]
+    values = [-1.5, broken, -2.0]
+    positions = []
+    for token, value in zip(tokens, values, strict=True):
+        likelier = {100 + rank: Logprob(-0.1 * rank) for rank in range(1, candidates)}
+        positions.append({**likelier, token: Logprob(value)})
+    flat = FlatLogprobs()
+    flat.extend(positions)
+    expected = [value if math.isfinite(value) else -math.inf for value in values]
+    assert sampled_logps(positions, tokens) == expected
+    assert sampled_logps(flat, tokens) == expected
 
 
 def test_log_probabilities_are_the_trainers_own_where_tokens_are_only_left_out(subtests):
