@@ -8,7 +8,7 @@ import pytest
 
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.metrics import METRICS, read_metrics
-from tests.integration.support import launch, run
+from tests.support.launch import launch, run
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,9 @@ import pytest
 
 from adora_vl.doctor.engine import BANNED, BUFFERS, FEATURES, LANGUAGE, SLEEP, VISION
 from adora_vl.rollout.agreement import COLD, DISTANT, PROMPTS
-from tests.integration.support import REPOSITORY, lost_image_features, run
+from tests.support.engine_errors import lost_image_features
+from tests.support.launch import run
+from tests.support.paths import REPOSITORY
 
 pytestmark = pytest.mark.slow
 SCRIPT = str(Path(__file__).with_name("doctor_run.py"))

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 from adora_vl.checkpoint.store import STAGING, checkpoints, problem_of
 from data_prep.cli import main as data_prep
-from tests.integration.support import damage, processes_with, run
+from tests.support.launch import processes_with, run
+from tests.support.user_tables import truncate_image
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +32,7 @@ def after(tmp_path_factory):
         words = ["--output", str(folder / name), "--rows", "40", "--test-rows", "4"]
         assert data_prep(["synthetic", *words]) == 0
     # a row of the second step
-    damage(folder / "damaged" / "data" / "train-00000-of-00001.parquet", 14)
+    truncate_image(folder / "damaged" / "data" / "train-00000-of-00001.parquet", 14)
     out = folder / "out"
     starts = [
         f"- --dataset_name {folder / 'damaged'}",

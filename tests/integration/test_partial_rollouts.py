@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from benchmarks.kill_and_resume import facts
-from tests.integration.support import launch
+from tests.support.launch import launch
 
 pytestmark = pytest.mark.slow
 RUN = {

@@ -26,8 +26,8 @@ from adora_vl.utils.launch import free_port
 from data_prep.cli import main as data_prep
 from eval.command import main
 from eval.geometry3k import BENCHMARK
-from tests.integration.support import launch, processes_with, run
-from tests.parity.looks import Draws
+from tests.support.launch import launch, processes_with, run
+from tests.support.parity import Draws
 from tests.support.tiny_run import arguments, train
 from tests.support.vllm_server import vllm_server
 

@@ -18,9 +18,9 @@ from adora_vl.checkpoint.stop import EXIT_STOPPED, STOPPED_FILE
 from adora_vl.checkpoint.store import checkpoints, newest_valid, problem_of, step_of
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.metrics import METRICS, read_metrics
-from tests.integration.machines import TwoMachines
-from tests.integration.stopping import Running
-from tests.integration.test_two_processes import distance
+from tests.support.machines import TwoMachines
+from tests.support.terminal import Running
+from tests.support.weights import mean_difference
 
 # the fixture starts two processes six times
 pytestmark = [
@@ -212,8 +212,8 @@ def test_two_machines_learn_what_two_processes_do(two_machines, two_processes):
         ours, theirs = (
             load_file(folder / "model.safetensors") for folder in (together[name], alone[name])
         )
-        moved = distance(theirs, shipped)
-        assert moved > 1e-4 and distance(ours, theirs) < 1e-4 * moved, name
+        moved = mean_difference(theirs, shipped)
+        assert moved > 1e-4 and mean_difference(ours, theirs) < 1e-4 * moved, name
 
 
 @pytest.mark.parametrize("way", [way.__name__ for way in WAYS])

@@ -23,7 +23,9 @@ from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.synthetic.generate import generate
 from data_prep.cli import main as data_prep
-from tests.integration.support import REPOSITORY, history, launch, run
+from tests.support.launch import launch, run
+from tests.support.paths import REPOSITORY
+from tests.support.tiny_run import training_log
 
 pytestmark = pytest.mark.slow
 SMOKE = [
@@ -82,7 +84,7 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
         if not line.startswith(("6 training problems; ", "Loading model and engine; "))
     ]
     assert done.stderr == "" and "Loading" in (out / ".startup.log").read_text()
-    steps = history(out)
+    steps = training_log(out)
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
         assert step["sampling/sampling_logp_difference/max"] < 1e-2
@@ -181,7 +183,7 @@ def test_lora_reaches_the_engine(tmp_path):
         "--beta",
         "0.01",
     )
-    steps = history(out)
+    steps = training_log(out)
     assert len(steps) == 4
     assert all(step["adora/drift"] < 1e-3 for step in steps), "scored without LoRA's dropout"
     assert max(step["kl"] for step in steps) > 1e-3, "the adapter did not move the policy"

@@ -20,7 +20,8 @@ from adora_vl.train import main as train
 from data_prep.cli import main as data_prep
 from eval.command import main as evaluate
 from eval.problems import BENCHMARK
-from tests.integration.support import REPOSITORY, run
+from tests.support.launch import run
+from tests.support.paths import REPOSITORY
 
 pytestmark = pytest.mark.slow
 PAGE = (

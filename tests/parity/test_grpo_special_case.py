@@ -19,7 +19,7 @@ from adora_vl.rewards import reward_function
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.synthetic.generate import generate
 from adora_vl.trainer import AdoraGRPOTrainer
-from tests.parity.looks import Gradients, data_set
+from tests.support.parity import Gradients, data_set
 
 pytestmark = [pytest.mark.slow, pytest.mark.core]
 

@@ -21,7 +21,7 @@ from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.rollout.rollouts import SamplingResult
 from adora_vl.rollout.samplers import VLLMSampler
 from adora_vl.trainer import AdoraGRPOTrainer
-from tests.unit.packing.test_images import picture
+from tests.support.pictures import noise_picture
 
 pytestmark = [pytest.mark.slow, pytest.mark.core]
 GROUPS, SIZE = 4, 4
@@ -70,7 +70,7 @@ def rows_of(images: tuple[int, ...]) -> list[dict[str, Any]]:
         {
             "prompt": conversation(f"What is {number}?", SYSTEM_PROMPT),
             "level": number,
-            "images": [picture(10 * number + one) for one in range(count)],
+            "images": [noise_picture(10 * number + one) for one in range(count)],
         }
         for number, count in enumerate(images)
     ]

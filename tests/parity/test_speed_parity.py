@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.support import launch
+from tests.support.launch import launch
 
 pytestmark = pytest.mark.slow
 SCRIPT = str(Path(__file__).with_name("speed_run.py"))

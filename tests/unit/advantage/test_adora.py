@@ -18,8 +18,8 @@ from adora_vl.config.advantage import check_method, method_run
 from adora_vl.config.schema import parse
 from adora_vl.training.optimizer_steps import ScaledRate
 from adora_vl.utils.errors import UserError
+from tests.support.reward_groups import adora_weights, groups_of_rewards, random_groups, weighed_by
 from tests.support.tiny_run import train
-from tests.unit.advantage.methods_support import adora_weights, batch, random_batch, run
 
 NAN = float("nan")
 
@@ -181,7 +181,7 @@ def test_keeping_ties_amplifies_them(subtests):
 
 def test_with_both_options_the_length_criterion_is_the_llm_references():
     """`compute_grpo_outcome_advantage_ADORA` written out: a maximum or a mean over nothing is -inf."""
-    drawn = random_batch(prompts=400, generations=5)
+    drawn = random_groups(prompts=400, generations=5)
     rewards = drawn.rewards_PG
     lengths = drawn.lengths_PG
     weights = adora_weights(
@@ -237,7 +237,7 @@ def test_adora_changes_its_factor_and_tau_with_the_step_and_is_off_outside_its_s
     rewards = [[1.0, 1.0, 0.0, 0.0]]
     base = group_advantages(torch.tensor([[1.0, 1.0, 0.0, 0.0]]))
     weights = [
-        (run("adora", batch(rewards, step=step), options) / base)[0, 0].item()
+        (weighed_by("adora", groups_of_rewards(rewards, step=step), options) / base)[0, 0].item()
         for step in (0, 2, 4, 5, 6, 9, 10)
     ]
     # TDS while tau is below one half, that is up to step 5
@@ -248,7 +248,7 @@ CONTROLS = ("random", "reversed", "rate")
 
 
 def groups(seed=0, step=0, prompts=40) -> Groups:
-    return random_batch(prompts, 4, seed, step)
+    return random_groups(prompts, 4, seed, step)
 
 
 def judged(assign, batch, seed=5, **options):

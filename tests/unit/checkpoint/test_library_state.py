@@ -17,7 +17,12 @@ from adora_vl.checkpoint.trl_state import REFERENCE, Losses, MovingReference
 from adora_vl.checkpoint.writer import of_a_run
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.errors import RunError, UserError
-from tests.unit.rollout.test_weight_sync import LORA, adapted, base  # noqa: F401  # a fixture
+from tests.support.adapters import LORA, adapted, float64_model
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    return float64_model()
 
 
 def resumed(model: Any, folder: Any) -> None:
@@ -27,7 +32,7 @@ def resumed(model: Any, folder: Any) -> None:
 
 
 @pytest.mark.parametrize("form", [form for form in LORA if form != "biases of the base"])
-def test_every_adapter_is_read_back_the_trained_one_and_the_reference(base, form, tmp_path):  # noqa: F811
+def test_every_adapter_is_read_back_the_trained_one_and_the_reference(base, form, tmp_path):
     config = LoraConfig(**{"r": 4, "target_modules": ["q_proj", "up_proj"], **LORA[form]})
     start = adapted(base, config, "ref")
     trained = deepcopy(start)
@@ -51,7 +56,7 @@ def test_every_adapter_is_read_back_the_trained_one_and_the_reference(base, form
     ] == []
 
 
-def test_an_adapter_that_does_not_fit_ends_in_one_line(base, tmp_path):  # noqa: F811
+def test_an_adapter_that_does_not_fit_ends_in_one_line(base, tmp_path):
     model = adapted(base, LoraConfig(r=4, target_modules=["q_proj"]), "ref")
     model.save_pretrained(tmp_path)
     file = tmp_path / "adapter_model.safetensors"

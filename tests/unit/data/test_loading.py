@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
 
 from adora_vl.builtin.builtin_data import data_folders
 from adora_vl.checkpoint.fingerprint import differences, fingerprint
@@ -19,7 +18,6 @@ from adora_vl.config.schema import parse
 from adora_vl.conversion import convert as convert_module
 from adora_vl.conversion.convert import ensure_converted
 from adora_vl.conversion.tables import open_local
-from adora_vl.data.dataloader import EpochRepeatSampler
 from adora_vl.data.dataset import load_split, read_manifest, row_count, write_split
 from adora_vl.data.loading import load_rows, mixed_rows
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT, SYSTEM_PROMPTS
@@ -34,7 +32,8 @@ from adora_vl.train import main as train
 from adora_vl.utils.errors import UserError
 from eval.command import parse as parse_evaluation
 from eval.geometry3k import BENCHMARK
-from tests.unit.data_prep.own_data_support import convert, jsonl, with_images
+from tests.support.row_order import ids_of_epochs
+from tests.support.user_tables import convert, with_images, write_jsonl
 
 CPU = [
     "--use_cpu",
@@ -58,7 +57,8 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         columns = (*COLUMNS, *(["tip=tip"] if more else []))
         options = ("--name", name, "--test-share", "0.2")
         assert (
-            convert(jsonl(root / f"in-{name}", rows), root / name, *options, columns=columns) == 0
+            convert(write_jsonl(root / f"in-{name}", rows), root / name, *options, columns=columns)
+            == 0
         )
     return [root / "large", root / "small"]
 
@@ -78,18 +78,6 @@ def test_every_share_is_kept_and_every_row_comes() -> None:
         == mixed_rows([300, 50], [0.7, 0.3], seed=1)
         != mixed_rows([300, 50], [0.7, 0.3], seed=2)
     )
-
-
-def ids_of_epochs(rows: Dataset, epochs: range) -> list[str]:
-    """In the order in which a run draws them."""
-    sampler = EpochRepeatSampler(
-        rows, mini_repeat_count=2, batch_size=4, repeat_count=1, shuffle=True, seed=3
-    )
-    seen = []
-    for epoch in epochs:
-        sampler.set_epoch(epoch)
-        seen += [rows[index]["id"] for index in sampler]
-    return seen
 
 
 def test_a_mixture_goes_on_where_it_was_interrupted(sets: list[Path]) -> None:
@@ -149,7 +137,7 @@ def test_a_table_is_named_with_its_columns_and_converted_once(
 ) -> None:
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
     rows = with_images([f"pics/{n}.png" for n in range(4)])
-    source = jsonl(tmp_path / "in", rows)
+    source = write_jsonl(tmp_path / "in", rows)
     columns = {"problem": "question", "answer": "label", "images": "image", "choices": "options"}
     words = ("--dataset_name", source, "--adora_columns", json.dumps(columns))
     config = tmp_path / "c.yaml"
@@ -191,11 +179,11 @@ def test_a_table_is_named_with_its_columns_and_converted_once(
         data_folders(script) == [folder]
         and Path(folder, "manifest.json").stat().st_mtime_ns != made
     )
-    jsonl(tmp_path / "in", rows[1:])
+    write_jsonl(tmp_path / "in", rows[1:])
     data_folders(script)
     manifest = read_manifest(Path(folder))
     assert manifest is not None and manifest["counts"] == {"train": 2}
-    jsonl(tmp_path / "in", rows)
+    write_jsonl(tmp_path / "in", rows)
     picture.unlink()
     with pytest.raises(
         UserError, match=r"^dataset_name: .*mine.jsonl' with adora_columns: input: 1 of 3 row"
@@ -344,7 +332,7 @@ def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_pat
 
     def opened(name: str, columns: Any, revision: str | None, **_: Any) -> Any:
         asked.append(revision)
-        local = open_local(jsonl(tmp_path / "in", [{"q": "?", "a": 1}]), columns)
+        local = open_local(write_jsonl(tmp_path / "in", [{"q": "?", "a": 1}]), columns)
         return replace(local, kind="hub", revision=commits[-1])
 
     def commit_of(name: str, revision: str | None) -> str:
@@ -369,7 +357,7 @@ def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_pat
 
 
 def test_two_data_sets_with_one_id_are_told_apart_by_name(sets: list[Path], tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "in", [{"q": "Again?", "a": 1}])
+    source = write_jsonl(tmp_path / "in", [{"q": "Again?", "a": 1}])
     assert convert(source, tmp_path / "again", "--name", "large", columns=COLUMNS) == 0
     script = script_of("--dataset_name", sets[0], tmp_path / "again")
     with pytest.raises(UserError, match="large and again both have a row 'large/train/0'"):

@@ -51,8 +51,8 @@ from tests.support.benchmark_data import (
     write_mathvista,
     write_mmstar,
 )
-from tests.unit.data.test_loading import ids_of_epochs
-from tests.unit.data_prep.data_prep_support import drawing, encoded
+from tests.support.pictures import drawing, encoded
+from tests.support.row_order import ids_of_epochs
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny"]
 BATCH = [

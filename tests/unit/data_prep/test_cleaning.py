@@ -16,15 +16,9 @@ from adora_vl.conversion.leakage import LeakIndex, difference_hash, fingerprint
 from adora_vl.conversion.quarantine import Quarantine
 from adora_vl.data.dataset import read_manifest, stored_rows
 from adora_vl.data.images import MAX_DECODED_PIXELS, UnreadableImageError, clean_image
-from tests.unit.data_prep.data_prep_support import (
-    Damage,
-    drawing,
-    encoded,
-    files,
-    prepare,
-    problem_folder,
-    quarantined,
-)
+from tests.support.disk import file_contents
+from tests.support.geometry3k import Damage, prepare, problem_folder, quarantined
+from tests.support.pictures import drawing, encoded
 
 
 def _bomb() -> bytes:
@@ -185,7 +179,7 @@ def test_good_rows_survive_among_broken_ones_and_everything_is_counted(
     assert manifest["quarantined"]["rows"] == len(KINDS) == len(quarantined(output)) >= 25
     assert sum(manifest["quarantined"]["reasons"].values()) == len(KINDS)
     assert set(manifest["quarantined"]["reasons"]) == set(reasons.values())
-    assert set(manifest["files"]) | {"manifest.json"} == set(files(output))
+    assert set(manifest["files"]) | {"manifest.json"} == set(file_contents(output))
 
 
 def test_broken_rows_give_the_same_bytes_again_and_with_workers(
@@ -196,7 +190,7 @@ def test_broken_rows_give_the_same_bytes_again_and_with_workers(
         prepare("intergps", raw, tmp_path / "again", "--allow-quarantined", "1", "--workers", "4")
         == 0
     )
-    assert files(tmp_path / "again") == files(output)
+    assert file_contents(tmp_path / "again") == file_contents(output)
 
 
 def test_too_many_broken_rows_are_an_error_that_says_where_to_look(tmp_path, capsys):
@@ -204,7 +198,7 @@ def test_too_many_broken_rows_are_an_error_that_says_where_to_look(tmp_path, cap
         problem_folder(tmp_path / "raw", number=number)
     (tmp_path / "raw" / "train" / "3" / "img_diagram.png").write_bytes(b"x")
     assert prepare("intergps", tmp_path / "raw", tmp_path / "out") == 0, "2 % are allowed"
-    before = files(tmp_path / "out")
+    before = file_contents(tmp_path / "out")
     assert len(quarantined(tmp_path / "out")) == 1
     for number in (3, 4):
         (tmp_path / "raw" / "train" / str(number) / "img_diagram.png").write_bytes(b"x")
@@ -219,7 +213,7 @@ def test_too_many_broken_rows_are_an_error_that_says_where_to_look(tmp_path, cap
     assert "error: image_undecodable: 2 rows, the first is geometry3k/train/3: image 0" in error
     assert "error: not_json: 1 row, the first is geometry3k/train/5: " in error
     assert "--allow-quarantined 0.05" in error, "rounded up"
-    assert files(tmp_path / "out") == before, "the old output has to stay"
+    assert file_contents(tmp_path / "out") == before, "the old output has to stay"
     report = tmp_path / "out.quarantine"
     assert str(report / "quarantine.jsonl") in error and len(quarantined(report)) == 3
     assert all((report / name).is_file() for line in quarantined(report) for name in line["files"])
@@ -241,7 +235,7 @@ def test_a_foreign_folder_at_the_place_of_the_report_is_kept(tmp_path, capsys):
     (tmp_path / "out.quarantine" / "thesis.tex").write_text("years of work")
     assert prepare("intergps", tmp_path / "raw", tmp_path / "out") == 2
     assert "out.quarantine" in capsys.readouterr().err
-    assert files(tmp_path / "out.quarantine") == {"thesis.tex": b"years of work"}
+    assert file_contents(tmp_path / "out.quarantine") == {"thesis.tex": b"years of work"}
 
 
 def test_no_input_reaches_a_path(tmp_path: Path) -> None:

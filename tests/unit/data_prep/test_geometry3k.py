@@ -18,13 +18,10 @@ from data_prep.cli import main
 from data_prep.geometry3k import problems_of_folders, readable
 from data_prep.logic_forms import facts_in_words
 from data_prep.redraw import can_be_drawn, drawn
-from tests.conftest import Case
-from tests.unit.data_prep.data_prep_support import (
+from tests.support.cases import Case
+from tests.support.geometry3k import (
     HUB_FEATURES,
-    drawing,
-    encoded,
     only_row,
-    picture,
     prepare,
     problem_folder,
     quarantined,
@@ -32,11 +29,12 @@ from tests.unit.data_prep.data_prep_support import (
     stored_image,
     write_table,
 )
+from tests.support.pictures import drawing, encoded, half_black_picture
 
 
 def _problem_folder(root: Path, split: str = "train", number: int = 7, **changed: Any) -> Path:
     """One problem whose picture is half transparent."""
-    return problem_folder(root, split, number, encoded(picture()), **changed)
+    return problem_folder(root, split, number, encoded(half_black_picture()), **changed)
 
 
 def test_the_real_problems(geometry3k_raw: Path, tmp_path: Path) -> None:
@@ -231,12 +229,16 @@ def test_accents_cover_all_their_letters(subtests: pytest.Subtests) -> None:
 
 def _hub_rows() -> list[dict[str, Any]]:
     two = {
-        "images": [picture((8, 8)), picture()],
+        "images": [half_black_picture((8, 8)), half_black_picture()],
         "problem": "<image> <image>\nFind $m \\angle 1$.",
         "answer": "1,000",
     }
     return [
-        {"images": [picture()], "problem": "<image>Find x.", "answer": "\\frac { 39 } { 4 }"},
+        {
+            "images": [half_black_picture()],
+            "problem": "<image>Find x.",
+            "answer": "\\frac { 39 } { 4 }",
+        },
         two,
     ]
 

@@ -27,8 +27,8 @@ from datasets import Image as ImageFeature
 from PIL import Image
 
 from adora_vl.data.dataset import read_manifest, stored_rows
-from tests.unit.data_prep.data_prep_support import prepare, refused
-from tests.unit.data_prep.own_data_support import EXPECTED, convert, found, parquet_hub
+from tests.support.geometry3k import prepare, refused
+from tests.support.user_tables import EXPECTED, convert, fields_by_id, parquet_hub
 
 REPOSITORY = Path(__file__).parents[3]
 # commits
@@ -230,10 +230,10 @@ def test_a_hub_id_is_streamed_at_one_commit(
     assert (
         manifest is not None
         and manifest["revision"] == "1" * 40
-        and found(tmp_path / "out") == EXPECTED
+        and fields_by_id(tmp_path / "out") == EXPECTED
     )
     assert convert("someone/theirs@v1", tmp_path / "few", "--limit", "2", "--name", "mine") == 0
-    assert len(found(tmp_path / "few")) == 2 and asked[-1][2] == "1" * 40
+    assert len(fields_by_id(tmp_path / "few")) == 2 and asked[-1][2] == "1" * 40
     assert convert("someone/theirs", tmp_path / "no", "--splits", "test=test") == 2
 
 

@@ -13,7 +13,7 @@ from adora_vl.geometry.figure import figure_from, residual_of
 from adora_vl.geometry.verdict import verdict
 from data_prep.cli import main
 from data_prep.question_words import question_in_words
-from tests.unit.geometry.geometry_support import form
+from tests.support.geometry_forms import form
 
 SIDES = ["AB", "BC", "CA"]
 PLACES = {"A": [0.0, 200.0], "B": [300.0, 200.0], "C": [0.0, 10.0]}

@@ -14,7 +14,8 @@ from adora_vl.synthetic.generate import generate
 from data_prep.cli import main
 from data_prep.survey import survey
 from tests.support.browser import Browser, Tags, assert_that_it_runs
-from tests.unit.data_prep.data_prep_support import encoded, prepare, problem_folder
+from tests.support.geometry3k import prepare, problem_folder
+from tests.support.pictures import encoded
 
 pytestmark = pytest.mark.slow
 

@@ -27,8 +27,8 @@ from adora_vl.synthetic.generate import KNOWN, LEVELS, generate, split_of
 from adora_vl.synthetic.generated import ensure_drawn, prepare_drawn, synthetic
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main
-from tests.conftest import Case
-from tests.unit.data_prep.data_prep_support import files
+from tests.support.cases import Case
+from tests.support.disk import file_contents
 
 ROWS = 100
 TEST_ROWS = 40
@@ -52,7 +52,7 @@ def _diagrams(folder: Path, split: str) -> set[str]:
 
 def test_the_same_arguments_give_the_samefiles(prepared: Path, tmp_path: Path) -> None:
     prepare_drawn(tmp_path / "again", synthetic(rows=ROWS, test_rows=TEST_ROWS))
-    assert files(prepared) == files(tmp_path / "again")
+    assert file_contents(prepared) == file_contents(tmp_path / "again")
 
 
 def test_no_diagram_stands_in_both_splits_even_across_seeds_and_arguments(

@@ -5,7 +5,7 @@ nothing else.
 import json
 import re
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -31,47 +31,11 @@ from adora_vl.utils.openai_client import Reply
 from eval import __main__ as evaluate
 from eval.command import parse
 from eval.compare import main as compare
-from tests.conftest import REPOSITORY
 from tests.support import benchmark_data as support
+from tests.support.benchmark_data import WRITERS
+from tests.support.paths import REPOSITORY
 
-DATA: dict[str, Callable[[Path], Path]] = {
-    "geometry3k": lambda folder: support.write_geometry3k(folder / "geometry3k", 4),
-    "mathvista": lambda folder: support.write_mathvista(
-        folder / "mathvista", support.mathvista_rows(4)
-    ),
-    "mathvision": lambda folder: support.write_mathvision(
-        folder / "mathvision", support.mathvision_rows(4)
-    ),
-    "mmstar": lambda folder: support.write_mmstar(folder / "mmstar", support.mmstar_rows(4)),
-    "wemath": lambda folder: support.write_wemath(folder / "wemath", support.wemath_rows(4)),
-    "mathverse": lambda folder: support.write_mathverse(
-        folder / "mathverse", support.mathverse_rows(4)
-    ),
-    "mmmu_pro": lambda folder: support.write_texts(
-        folder / "mmmu", "test.json", [support.MMMU_PRO] * 4
-    ),
-    "logicvista": lambda folder: support.write_texts(
-        folder / "logic", "test.json", [support.LOGICVISTA] * 4
-    ),
-    "dynamath": lambda folder: dynamath(folder / "dynamath"),
-    "knights": lambda folder: knights(folder / "knights"),
-    "problems": lambda folder: support.write_geometry3k(folder / "problems", 4),
-}
 RIGHT = {"mmmu_pro": "Answer: {}", "dynamath": '{{"short answer": "{}"}}'}  # but in a box
-
-
-def dynamath(folder: Path) -> Path:
-    """One problem in its ten variants."""
-    for number in range(1, 11):
-        support.write_texts(folder, f"sample_variant{number}.json", [support.DYNAMATH])
-    return folder
-
-
-def knights(folder: Path) -> Path:
-    from data_prep.cli import main as data_prep
-
-    assert data_prep(["knights", "--output", str(folder), "--rows", "2", "--test-rows", "4"]) == 0
-    return folder
 
 
 def problems_of(benchmark: Benchmark, data: Path) -> list[Problem]:
@@ -85,7 +49,7 @@ def problems_of(benchmark: Benchmark, data: Path) -> list[Problem]:
 def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
     benchmark = named(name)
     assert benchmark.name == name
-    problems = problems_of(benchmark, DATA[name](tmp_path))
+    problems = problems_of(benchmark, WRITERS[name](tmp_path))
     count = 10 if name == "dynamath" else 4
     assert len({problem.pid for problem in problems}) == len(problems) == count
     all_grey = shown_as(problems, "blank") if problems[0].n_images else problems
@@ -146,7 +110,7 @@ def test_a_row_that_cannot_be_scored_is_named_before_the_model_is_asked(
     name, changed, said, tmp_path
 ):
     benchmark = named(name)
-    row = {**problems_of(benchmark, DATA[name](tmp_path))[0].fields, "response": "B"}
+    row = {**problems_of(benchmark, WRITERS[name](tmp_path))[0].fields, "response": "B"}
     assert benchmark.check is not None and benchmark.check(row) is None
     assert said in (benchmark.check({**row, **changed}) or "")
     lacking = {field: value for field, value in row.items() if field != next(iter(changed))}
@@ -158,7 +122,7 @@ def test_the_list_stands_once(capsys):
     assert (
         {path.stem for path in files if "\nBENCHMARK = " in path.read_text()}
         == set(NAMES)
-        == DATA.keys()
+        == WRITERS.keys()
     )
     assert evaluate.main(["--help"]) == 0 and ",".join(NAMES) in capsys.readouterr().out
     assert (

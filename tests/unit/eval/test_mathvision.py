@@ -16,9 +16,9 @@ from adora_vl.evaluation import _load as task
 from eval.command import main
 from eval.mathvision import BENCHMARK, build_query, official_answer, official_hit, officially_equal
 from eval.mathvision_value import latex_value
-from tests.conftest import SHARED
 from tests.support import benchmark_data
 from tests.support.benchmark_data import mathvision_rows, to_score, write_mathvision
+from tests.support.paths import SHARED
 
 scored = partial(benchmark_data.scored, BENCHMARK)
 DATA = SHARED / "data" / "mathvision"

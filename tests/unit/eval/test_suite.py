@@ -11,7 +11,7 @@ from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.utils.openai_client import Reply
 from eval import suite
 from eval.__main__ import main
-from tests.unit.eval.test_contract import DATA
+from tests.support.benchmark_data import WRITERS
 
 BUILT: list[int] = []
 COLUMNS = suite.SUITES["reasoning"]
@@ -33,7 +33,7 @@ class Says:
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     for name in COLUMNS:
-        made = DATA[name](tmp_path)
+        made = WRITERS[name](tmp_path)
         made.rename(tmp_path / "made") if made.name != name else None
         (tmp_path / "made").rename(tmp_path / name) if made.name != name else None
     return tmp_path

@@ -31,7 +31,7 @@ from adora_vl.synthetic.generate import generate
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.launch import STARTUP_LOG
 from adora_vl.utils.openai_client import Reply
-from tests.conftest import REPOSITORY
+from tests.support.paths import REPOSITORY
 from tests.unit.evals import killed_infer
 
 SETTINGS = AnswerEngineSettings(model="m", engine="transformers")

@@ -33,13 +33,13 @@ from eval import command
 from eval.geometry3k import BENCHMARK
 from eval.geometry3k import BENCHMARK as GEOMETRY3K
 from eval.mathvista import BENCHMARK as MATHVISTA
-from tests.conftest import Case
 from tests.support.benchmark_data import (
     mathvista_rows,
     write_geometry3k,
     write_lines,
     write_mathvista,
 )
+from tests.support.cases import Case
 
 
 def prediction(pid: str, response: str, answer: str = "5", **fields: Any) -> dict[str, Any]:

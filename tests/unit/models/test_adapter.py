@@ -15,9 +15,9 @@ from transformers import AutoModelForImageTextToText
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.train import main
-from tests.integration.support import launch
+from tests.support.adapters import TEXT, sft_adapter
 from tests.support.hub_cache import keep_in_hub_cache
-from tests.support.sft_adapter import TEXT, sft_adapter
+from tests.support.launch import launch
 from tests.support.tiny_run import arguments, train
 
 LORA = {

@@ -24,8 +24,8 @@ from adora_vl.models.four_bit import FrozenBase, bytes_of, four_bit_folder, keep
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.models.shape import config_for_planning, describe
 from adora_vl.rollout.llm import PolicyLLM
-from tests.integration.support import run as in_a_process
-from tests.support.sft_adapter import TEXT, sft_adapter
+from tests.support.adapters import TEXT, sft_adapter
+from tests.support.launch import run as in_a_process
 from tests.support.tiny_run import arguments, train
 
 INIT = {"dtype": torch.bfloat16, "device_map": None}

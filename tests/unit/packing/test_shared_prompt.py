@@ -14,14 +14,8 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
 )
 from transformers.integrations import flash_attention
 from trl.trainer.utils import add_fused_lm_head
@@ -38,56 +32,14 @@ from adora_vl.packing.shared_prompt import (
     sharing_pays,
 )
 from adora_vl.packing.split_attention import ARGUMENT, install, own_attention, prepared_mask
-
-BOUND = 1e-9  # relative; float64 rounds at 2e-16, so no processor comes near
-VISION_BOUND = 1e-6  # the vision tower rotates in float32, and so rounds each copy's gradient there
-# image tokens are never sampled
-IMAGE = 7
-VOCABULARY = 40
-TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-VISION = {"depth": 1, "num_heads": 2, "patch_size": 4, "in_channels": 1, "temporal_patch_size": 1}
-ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-
-
-class Rotary(nn.Module):
-    """The model's own rotary embedding without its rounding to float32."""
-
-    def __init__(self, own: Any) -> None:
-        super().__init__()
-        self.inv_freq = own.inv_freq.double()
-        self.both_halves = getattr(
-            own, "recomposition_frequencies", lambda angles: torch.cat([angles, angles], dim=-1)
-        )
-
-    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angles = self.both_halves(positions[..., None].double() * self.inv_freq)
-        return angles.cos(), angles.sin()
-
-
-def in_float64(model: Any) -> Any:
-    """Without the places where Transformers computes in float32 whatever the model's dtype is."""
-    model = model.double().train()
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if type(child).__name__.endswith("RMSNorm"):
-                norm = nn.RMSNorm(
-                    len(child.weight), eps=child.variance_epsilon, dtype=torch.float64
-                )
-                norm.weight = child.weight
-                setattr(module, name, norm)
-    decoder = model.get_decoder()
-    decoder.rotary_emb = Rotary(decoder.rotary_emb)
-    return model
+from tests.support.small_models import (
+    BOUND,
+    IMAGE,
+    TEXT,
+    VISION_BOUND,
+    VOCABULARY,
+    small_model,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -97,55 +49,6 @@ def softmax_keeps_its_dtype(monkeypatch):
     monkeypatch.setattr(
         torch.nn.functional, "softmax", lambda scores, dim, dtype=None: softmax(scores, dim=dim)
     )
-
-
-def build(kind: str, attention: str = "sdpa") -> Any:
-    torch.manual_seed(0)
-    if kind == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**TEXT))
-    else:
-        known: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-            "qwen2_vl": (
-                Qwen2VLConfig,
-                Qwen2VLForConditionalGeneration,
-                {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
-            ),
-            "qwen2_5_vl": (
-                Qwen2_5_VLConfig,
-                Qwen2_5_VLForConditionalGeneration,
-                {
-                    "hidden_size": 16,
-                    "out_hidden_size": 32,
-                    "intermediate_size": 24,
-                    "fullatt_block_indexes": [0],
-                },
-            ),
-            "qwen3_vl": (
-                Qwen3VLConfig,
-                Qwen3VLForConditionalGeneration,
-                {
-                    "hidden_size": 16,
-                    "out_hidden_size": 32,
-                    "intermediate_size": 24,
-                    "num_position_embeddings": 16,
-                    "deepstack_visual_indexes": [0],
-                },
-            ),
-        }
-        config_class, model_class, vision = known[kind]
-        config = config_class(
-            text_config={**TEXT, "rope_parameters": ROPE},
-            vision_config={**VISION, **vision},
-            image_token_id=IMAGE,
-            vision_start_token_id=8,
-            vision_end_token_id=9,
-            video_token_id=6,
-        )
-        model = model_class(config)
-    for parameter in model.parameters():  # large enough that attention is far from uniform
-        nn.init.normal_(parameter, std=0.3)
-    model.set_attn_implementation(attention)
-    return in_float64(model)
 
 
 Batch = dict[str, Any]
@@ -268,13 +171,13 @@ KINDS = ("qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 def test_two_groups_are_as_separate_rows(subtests):
     for kind, attention in product(KINDS, ("sdpa", "eager")):
         with subtests.test(f"{kind} {attention}"):
-            assert_same(build(kind, attention), batch(TWO_GROUPS, images=kind != "qwen2"))
+            assert_same(small_model(kind, attention), batch(TWO_GROUPS, images=kind != "qwen2"))
 
 
 def test_gradient_checkpointing_computes_the_same_attention_again(subtests):
     for kind in KINDS:
         with subtests.test(kind):
-            model = build(kind)
+            model = small_model(kind)
             model.gradient_checkpointing_enable({"use_reentrant": False})
             assert_same(model, batch(TWO_GROUPS, images=kind != "qwen2"))
 
@@ -294,7 +197,7 @@ def test_float32_weights_under_autocast_get_the_kernel_for_bfloat16(monkeypatch)
     assert set(asked) == {torch.bfloat16}
 
 
-MODELS = {attention: build("qwen2", attention) for attention in ("sdpa", "eager")}
+MODELS = {attention: small_model("qwen2", attention) for attention in ("sdpa", "eager")}
 GROUPS = st.lists(
     st.tuples(st.integers(1, 12), st.lists(st.integers(0, 12), min_size=1, max_size=5)),
     min_size=1,
@@ -331,7 +234,7 @@ def test_nothing_that_is_kept_for_the_backward_pass_grows_with_the_square_of_a_g
 
 def test_an_adapter_is_trained_alike():
     model = get_peft_model(
-        build("qwen2_5_vl"), LoraConfig(target_modules=["q_proj", "v_proj"])
+        small_model("qwen2_5_vl"), LoraConfig(target_modules=["q_proj", "v_proj"])
     ).double()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -343,7 +246,7 @@ def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_pat
     """Ordinary passes, generation and saved files stay as they were, also after a pass that failed."""
     for kind in KINDS:
         with subtests.test(kind):
-            model = build(kind).eval()
+            model = small_model(kind).eval()
             rows = batch([(5, [4, 2])], images=False)
 
             def ordinary(model: Any = model, rows: Batch = rows) -> tuple[Tensor, Tensor]:
@@ -385,7 +288,7 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(known, monkeypa
     """Nothing tells whether two images given as pixels are the same, so there each row keeps its
     own prompt. The check of the layout takes the first chunk alone.
     """
-    model = build("qwen2_5_vl")
+    model = small_model("qwen2_5_vl")
     rows = batch(TWO_GROUPS, images=True)
     copies = [number for number, group in enumerate(rows["groups"]) for _ in group]
     pixels = torch.cat([rows["patches"][number] for number in copies])
@@ -463,8 +366,8 @@ def varlen(
 def test_flash_attention_gets_each_span_with_its_prompt(monkeypatch):
     monkeypatch.setattr(flash_attention, "_flash_attention_forward", varlen)
     rows = batch(TWO_GROUPS, images=True)
-    reference = build("qwen2_5_vl")
-    model = build("qwen2_5_vl")
+    reference = small_model("qwen2_5_vl")
+    model = small_model("qwen2_5_vl")
     model.get_decoder().config._attn_implementation = "flash_attention_2"
     expected = separate(reference, rows)
     found = shared(model, rows)
@@ -483,7 +386,7 @@ def test_flash_attention_finds_its_own_name_where_no_prompt_is_shared(monkeypatc
         return query
 
     monkeypatch.setattr(flash_attention, "_flash_attention_forward", forward)
-    model = build("qwen2")
+    model = small_model("qwen2")
     model.config._attn_implementation = "flash_attention_2"
     install(model)
     model(torch.arange(6)[None])

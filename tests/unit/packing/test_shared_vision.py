@@ -38,15 +38,15 @@ from adora_vl.packing.vision import (
     look,
 )
 from adora_vl.utils.launch import free_port
-from tests.integration.support import REPOSITORY
-from tests.unit.packing.test_shared_prompt import (
+from tests.support.paths import REPOSITORY
+from tests.support.small_models import (
     BOUND,
     IMAGE,
     TEXT,
     VISION,
     VISION_BOUND,
     VOCABULARY,
-    build,
+    small_model,
 )
 
 SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
@@ -71,7 +71,7 @@ def pictures() -> list[Tensor]:
 
 def model_of(kind: str) -> Any:
     if kind != "qwen3_5":
-        return build(kind)
+        return small_model(kind)
     torch.manual_seed(0)
     rope = {
         "rope_type": "default",
@@ -538,7 +538,7 @@ def test_a_tower_on_a_device_reads_nothing_back(subtests):
     """The meta device has no values: whatever would wait for one raises an error there."""
     for batched, trained in product((False, True), (False, True)):
         with subtests.test(f"{batched=} {trained=}"):
-            model = build("qwen2_5_vl")
+            model = small_model("qwen2_5_vl")
             vision = SharedVision(ImageBanks())
             model.to("meta").model.visual.requires_grad_(trained)
             original = model.model.get_image_features

@@ -30,7 +30,7 @@ from adora_vl.planning.dry_run import (
 from adora_vl.train import main
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
-from tests.unit.config.test_recipes import CONFIGS, PAIRS
+from tests.support.recipes import CONFIGS, PAIRS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_weights")]
 

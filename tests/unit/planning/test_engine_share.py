@@ -12,8 +12,8 @@ from adora_vl.planning.memory import HEADROOM, Setup, fits, predict, proposed_ut
 from adora_vl.planning.memory_report import memory_lines, remedy
 from adora_vl.prepare import prepare
 from adora_vl.utils.files import GIB
+from tests.support.recipes import CONFIGS
 from tests.support.tiny_run import arguments
-from tests.unit.config.test_recipes import CONFIGS
 
 # recipe -> the accelerate config and the GPU, in GB as it is sold, that the recipe is for
 CARDS = {

@@ -23,9 +23,9 @@ from adora_vl.training.extensions import chosen_extensions
 from adora_vl.training.generation import Generation
 from adora_vl.types import Row
 from tests.support.examples import EXAMPLES, entry, example
+from tests.support.reward_groups import random_groups, weighed_by
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
-from tests.unit.advantage.methods_support import random_batch, run
 
 
 def advantages_of(method, rewards, lengths=None):
@@ -47,10 +47,10 @@ def test_canon_compares_a_rollout_with_one_half_of_its_group():
     assert upper_half(torch.tensor([[5.0, 5, 9, 1]])).tolist() == [[0.5, 0.5, 1.0, 0.0]]
     assert upper_half(torch.tensor([[1.0, 2, math.nan]])).tolist() == [[0.0, 1.0, 0.0]]
     neutral = canon(inter=Schedule(0.5))
-    groups = random_batch()
+    groups = random_groups()
     stock = group_advantages(groups.rewards_PG, scale="none")
-    assert torch.equal(run("canon", groups, neutral, "none"), stock)
-    assert not torch.equal(run("canon", groups, canon(), "none"), stock)
+    assert torch.equal(weighed_by("canon", groups, neutral, "none"), stock)
+    assert not torch.equal(weighed_by("canon", groups, canon(), "none"), stock)
 
 
 def test_ngrpo_gives_groups_that_are_wrong_throughout_negative_advantages():
@@ -65,8 +65,8 @@ def test_ngrpo_gives_groups_that_are_wrong_throughout_negative_advantages():
     wrong = -(1 / 3) / (math.sqrt(1 / 3) + 1e-4)
     assert advantages_of(ngrpo(), torch.zeros(1, 2)).tolist() == [pytest.approx([wrong] * 2)]
     assert advantages_of(ngrpo(), torch.ones(1, 4)).tolist() == [[0.0] * 4]
-    groups = random_batch()
-    assert torch.equal(run("ngrpo", groups, ngrpo(virtual=0)), run("grpo", groups))
+    groups = random_groups()
+    assert torch.equal(weighed_by("ngrpo", groups, ngrpo(virtual=0)), weighed_by("grpo", groups))
 
 
 def started(name: str, log: dict[str, float] | None = None, **options: Any) -> Any:

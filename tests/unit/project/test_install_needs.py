@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY
+from tests.support.paths import REPOSITORY
 
 PROGRAMS = ("bash", "dirname", "c++", "sed", "head")
 # Stands for a Python without headers: its answer to the question for the file is no.

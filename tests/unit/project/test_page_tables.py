@@ -13,7 +13,7 @@ from benchmarks import grading, scanned, step, what_fits
 from benchmarks.grading_corpus import cases
 from data_prep.cli import main as data_prep
 from eval.__main__ import main as evaluate
-from tests.conftest import REPOSITORY
+from tests.support.paths import REPOSITORY
 
 PAGES = [
     REPOSITORY / "README.md",

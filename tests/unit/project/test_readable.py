@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import REPOSITORY
 from tests.support.examples import loaded
+from tests.support.paths import REPOSITORY
 
 readable = loaded(REPOSITORY / "setup" / "readable.py")
 # What a kind is, and what is close to it.
