@@ -129,10 +129,8 @@ def test_every_step_is_there_once_and_the_skipped_ones_changed_nothing(after):
     history = json.loads((out / "checkpoint-7" / "trainer_state.json").read_text())["log_history"]
     assert [entry["step"] for entry in history] == list(range(1, 8))
     assert [entry["adora/skipped_steps"] for entry in history] == [0, 0, 0, 1, 1, 1, 1]
-    assert (
-        history[0]["adora/ratio_max"] == pytest.approx(1, abs=1e-3)
-        and history[4]["adora/ratio_max"] > 1e5
-    )
+    assert history[0]["adora/ratio_max"] == pytest.approx(1, abs=1e-3)
+    assert history[4]["adora/ratio_max"] > 1e5
     second, third, last = (
         load_file(out / f"checkpoint-{step}" / "model.safetensors") for step in (2, 3, 7)
     )

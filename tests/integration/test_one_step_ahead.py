@@ -184,7 +184,8 @@ def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_st
         stopped = tmp_path / f"{generations}-stopped"
         with monkeypatch.context() as patched:
             patched.setattr(DriftGuard, "check", drifts)
-            assert main(server_arguments(stopped, server, **keys)) == 1 and passes == [0, 0, 1, 1]
+            assert main(server_arguments(stopped, server, **keys)) == 1
+            assert passes == [0, 0, 1, 1]
         assert main(server_arguments(stopped, server, **keys)) == 0
         one = tmp_path / generations
         other = stopped

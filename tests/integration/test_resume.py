@@ -231,4 +231,5 @@ def test_when_one_rank_dies_the_others_stop_and_nothing_is_left_running(tmp_path
     assert "exitcode  : -9" in done.stderr, done.stderr[-2000:]
     assert processes_with(mark) == []
     (checkpoint,) = checkpoints(tmp_path / "out")
-    assert checkpoint.name == "checkpoint-3" and problem_of(checkpoint) is None
+    assert checkpoint.name == "checkpoint-3"
+    assert problem_of(checkpoint) is None

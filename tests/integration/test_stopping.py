@@ -156,7 +156,8 @@ def two_machines(tmp_path_factory, two_processes):
     out = folder / "out"
     config = "configs/accelerate/cpu_zero3.yaml"
     words = [*RUN, *ENDLESS, "--save_strategy", "steps", "--save_steps", "1"]
-    said, codes = [], []
+    said = []
+    codes = []
     with TwoMachines(folder / "lab") as machines:
         with machines.running(config, out, words) as script:
             machines.wait_for_step(script, out, 2)
@@ -181,7 +182,8 @@ _BOUND_S = 300
 
 
 def test_a_machine_without_power_ends_the_other_one_with_a_line(two_machines):
-    assert two_machines.codes[0] == 128 + signal.SIGKILL and two_machines.ended_after < _BOUND_S
+    assert two_machines.codes[0] == 128 + signal.SIGKILL
+    assert two_machines.ended_after < _BOUND_S
     line = next(line for line in two_machines.said[0].splitlines() if "error (rank 0 of 2)" in line)
     assert "another process has ended, or its machine cannot be reached" in line
     assert (

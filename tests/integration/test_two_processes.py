@@ -168,9 +168,8 @@ def test_shards_alone_are_gathered_into_the_same_weights(resumed, tmp_path):
     gathered, saved = (
         load_file(at / "model.safetensors") for at in (tmp_path / "model", resumed / "checkpoint-3")
     )
-    assert gathered.keys() == saved.keys() and all(
-        torch.equal(gathered[name], saved[name]) for name in saved
-    )
+    assert gathered.keys() == saved.keys()
+    assert all(torch.equal(gathered[name], saved[name]) for name in saved)
     assert (tmp_path / "model" / "processor_config.json").is_file()
 
 
@@ -211,7 +210,8 @@ def test_each_rank_goes_on_with_its_own_rollouts(tmp_path):
     }
     shutil.rmtree(tmp_path / "run" / "checkpoint-3")
     again = trained(tmp_path / "run")
-    assert list(whole["steps"]) == [1, 2, 3] and len(whole["rollouts"]) == 3
+    assert list(whole["steps"]) == [1, 2, 3]
+    assert len(whole["rollouts"]) == 3
     assert again == whole
 
 
@@ -362,8 +362,10 @@ def test_a_divided_engine_samples_what_a_whole_one_samples(four_heads, tmp_path)
         )
         first = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
         # 2e-7 was measured; processors round differently by small factors, not by 50
-        assert first["step"] == 1 and first["adora/drift"] < 1e-5
-    assert seen[0] == seen[1] and len(seen[0]) == 32
+        assert first["step"] == 1
+        assert first["adora/drift"] < 1e-5
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == 32
     assert len(set(seen[0].values())) > 16, "the rollouts of a problem differ"
     shared.append(set(Path("/dev/shm").glob("*cpushm*")))
     assert shared[0] == shared[1], "what a run leaves there keeps the next from starting"
@@ -402,4 +404,5 @@ def test_a_divided_engine_goes_on_with_paused_answers_after_a_kill_and_with_turn
         "vllm_tensor_parallel_size=2",
     ]
     result = run_parity(tmp_path, "cpu_zero3", "--mixed", "--tools", *words, model=four_heads)
-    assert max(result["gaps"]) < 1e-5 and max(result["turns"]) > 1
+    assert max(result["gaps"]) < 1e-5
+    assert max(result["turns"]) > 1

@@ -244,13 +244,11 @@ def main() -> None:
         train_dataset=data_set(rows),
         callbacks=[switches, gradients],
     )
-    trainer.work, trainer.sampled, trainer.begun, trainer.packed, trainer.losses = (
-        [],
-        [],
-        [],
-        [],
-        [],
-    )
+    trainer.work = []
+    trainer.sampled = []
+    trainer.begun = []
+    trainer.packed = []
+    trainer.losses = []
     if not options.float32:
         pass_of_trl = in_float64(trainer._get_per_token_logps_and_entropies)
         trainer._get_per_token_logps_and_entropies = pass_of_trl  # type: ignore[method-assign]

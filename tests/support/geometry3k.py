@@ -81,7 +81,8 @@ def refused(code: int, output: Path, capsys: pytest.CaptureFixture[str]) -> str:
     lines = error.splitlines()
     assert all(line.startswith("error: ") for line in lines), error
     assert len(lines) == 1 or "all of them are in" in lines[-1], error
-    assert not output.exists() and not list(output.parent.glob(f".{output.name}*"))
+    assert not output.exists()
+    assert not list(output.parent.glob(f".{output.name}*"))
     return error
 
 

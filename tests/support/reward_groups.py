@@ -37,7 +37,9 @@ def random_groups(prompts=40, generations=8, seed=0, step=0) -> Groups:
     rewards = torch.tensor([0.0, 0.1, 1.0])[
         torch.randint(0, 3, (prompts, generations), generator=generator)
     ]
-    rewards[0], rewards[1] = 0.1, 1.0  # without signal
+    # without signal
+    rewards[0] = 0.1
+    rewards[1] = 1.0
     lengths = torch.randint(1, 110, (prompts, generations), generator=generator)
     surprisal = torch.rand(prompts, generations, generator=generator)
     return Groups(rewards, lengths, lengths >= 100, surprisal_PG=surprisal, step=step)

@@ -72,7 +72,8 @@ def test_the_rounding_noise_of_a_constant_group_is_taken_out_before_any_method()
     groups = groups_of_rewards([[0.1] * 7, [1.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0]])
     noisy = torch.full((2, 7), 6e-4)
     result = AdvantagePipeline({"adora": Adora()})(groups, noisy)
-    assert result[0].tolist() == [0.0] * 7 and (result[1] != 0).all()
+    assert result[0].tolist() == [0.0] * 7
+    assert (result[1] != 0).all()
 
 
 def test_dapo_by_hand():
@@ -347,7 +348,8 @@ def test_signal_is_what_a_group_has_to_teach_by_itself(subtests):
             method = AdvantagePipeline(
                 {name: given.get(name) or METHODS[name]() for name in names}, max_length=40
             )
-            assert method.signal(groups).tolist() == wanted and method.state() == {}
+            assert method.signal(groups).tolist() == wanted
+            assert method.state() == {}
             advantages = method(groups, group_advantages(groups.rewards_PG))
             assert advantages.any(dim=1).tolist() == wanted, "so no method takes one for silent"
 
@@ -423,7 +425,8 @@ def test_everything_stays_finite(subtests):
         with subtests.test(f"{case} {name}"):
             groups = groups_of_rewards(DEGENERATE[case])
             result = weighed_by(name, groups)
-            assert result.shape == groups.rewards_PG.shape and result.isfinite().all()
+            assert result.shape == groups.rewards_PG.shape
+            assert result.isfinite().all()
             assert (result[groups.rewards_PG.isnan()] == 0).all()
             if case == "none scored" or case.startswith("all"):
                 assert (result == 0).all()

@@ -97,7 +97,8 @@ def test_nothing_but_damaged_ones_is_refused_with_the_remedy(tmp_path):
     ):
         choose_start(tmp_path, "auto", False, FINGERPRINT)
     start = choose_start(tmp_path, "auto", True, FINGERPRINT)
-    assert start.checkpoint is None and start.replaces
+    assert start.checkpoint is None
+    assert start.replaces
 
 
 def test_another_run_in_the_folder_is_refused_by_the_name_of_the_difference(tmp_path):
@@ -183,11 +184,10 @@ def test_no_code_of_a_strangers_checkpoint_is_run_by_deepspeed(tmp_path, monkeyp
             UserError, match=r"'.*checkpoint-1' asks for posix.mkdir, which no run has written"
         ):
             read()
-    assert not ran.exists() and not (tmp_path / "out").exists()
-    assert (
-        "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
-        and os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1"
-    )
+    assert not ran.exists()
+    assert not (tmp_path / "out").exists()
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+    assert os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1"
 
 
 def test_what_deepspeed_itself_writes_is_read_without_code(tmp_path):
@@ -202,11 +202,9 @@ def test_what_deepspeed_itself_writes_is_read_without_code(tmp_path):
     torch.save(content, tmp_path / "states.pt")
     with without_code(tmp_path):
         read = torch.load(tmp_path / "states.pt", weights_only=False)
-    assert (
-        read["stage"] == 3
-        and read["mapping"][0]["w"] == address
-        and read["loss_scaler"].cur_scale == 4.0
-    )
+    assert read["stage"] == 3
+    assert read["mapping"][0]["w"] == address
+    assert read["loss_scaler"].cur_scale == 4.0
 
 
 def test_after_a_universal_checkpoint_every_group_has_its_own_step_and_decay():
@@ -333,7 +331,8 @@ def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
     writer = CheckpointWriter(tmp_path, 1, alone)
 
     def save(folder: Path) -> dict[str, object]:
-        assert store.problem_of(older) is None and store.checkpoints(tmp_path / ASIDE)
+        assert store.problem_of(older) is None
+        assert store.checkpoints(tmp_path / ASIDE)
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(b"half")
         return {"fingerprint": FINGERPRINT}
@@ -348,14 +347,14 @@ def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
         writer.write(20, on_a_full_disk)
     assert full.value.__cause__ is None, "a cause would be printed as a traceback"
     assert list((tmp_path / store.STAGING).iterdir()) == []
-    assert (
-        store.problem_of(older) is None
-        and store.checkpoints(tmp_path / ASIDE)
-        and writer.saved_at is None
-    )
+    assert store.problem_of(older) is None
+    assert store.checkpoints(tmp_path / ASIDE)
+    assert writer.saved_at is None
     writer.write(20, save)
-    assert store.newest_valid(tmp_path)[0] == tmp_path / "checkpoint-20" and writer.saved_at == 20
-    assert len(store.checkpoints(tmp_path)) == 1 and not (tmp_path / ASIDE).exists()
+    assert store.newest_valid(tmp_path)[0] == tmp_path / "checkpoint-20"
+    assert writer.saved_at == 20
+    assert len(store.checkpoints(tmp_path)) == 1
+    assert not (tmp_path / ASIDE).exists()
 
 
 def test_a_damaged_folder_of_the_same_step_is_replaced(tmp_path):
@@ -422,7 +421,8 @@ def test_every_rollout_has_its_own_seed_and_the_same_one_again():
         for run, step, micro, group, member in product((0, 1), (0, 1), (0, 1), (0, 9), (0, 7))
     ]
     seeds = [rollout_seed(*each) for each in where]
-    assert len(set(seeds)) == len(where) and all(0 <= seed < 2**63 for seed in seeds)
+    assert len(set(seeds)) == len(where)
+    assert all(0 <= seed < 2**63 for seed in seeds)
     assert seeds == [rollout_seed(*each) for each in where]
 
 
@@ -433,6 +433,7 @@ def test_a_key_of_partial_rollouts_differs_only_where_there_is_a_budget():
         keys = AdoraKeys(adora_rollouts=RolloutOptions(budget=budget, staleness=staleness))
         return fingerprint(keys, data=["d"], model="m", revision="r", processes=1)
 
-    assert differences(of(None), of(None, 2)) == [] and "adora_rollouts.budget" not in of(None)
+    assert differences(of(None), of(None, 2)) == []
+    assert "adora_rollouts.budget" not in of(None)
     assert len(differences(of(None), of(9))) == 2
     assert differences(of(9), of(9, 2)) == ["adora_rollouts.staleness: 4 -> 2"]

@@ -79,9 +79,9 @@ def test_choosing_the_start_deletes_nothing(tmp_path):
     before = files(a_run(tmp_path, 4, 8))
     for wanted in (None, "auto", "false"):
         start = choose_start(tmp_path, wanted, True, FINGERPRINT)
-        assert (
-            start.checkpoint is None and start.replaces and str(tmp_path / ASIDE) in start.notes[-1]
-        )
+        assert start.checkpoint is None
+        assert start.replaces
+        assert str(tmp_path / ASIDE) in start.notes[-1]
     assert files(tmp_path) == before
 
 
@@ -93,9 +93,11 @@ def test_a_named_checkpoint_of_the_folder_is_refused_and_one_from_elsewhere_is_u
         with pytest.raises(UserError, match="^resume_from_checkpoint: .* leave out one of the two"):
             choose_start(run, wanted, True, FINGERPRINT)
     start = choose_start(run, str(other), True, FINGERPRINT)
-    assert start.checkpoint == str(other) and start.replaces
+    assert start.checkpoint == str(other)
+    assert start.replaces
     set_aside(run)
-    assert other.is_dir() and {name.removeprefix(f"{ASIDE}/") for name in files(run)} == before
+    assert other.is_dir()
+    assert {name.removeprefix(f"{ASIDE}/") for name in files(run)} == before
 
 
 def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp_path):
@@ -166,7 +168,8 @@ def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from
 ):
     run = a_run(tmp_path, 4, 8)
     assert set_aside(run) == str(run / ASIDE)
-    assert checkpoints(run) == [] and (run / "notes.txt").is_file()
+    assert checkpoints(run) == []
+    assert (run / "notes.txt").is_file()
     for overwrite in (False, True):  # the crash, and the same or the plain command again
         (run / "metrics.jsonl").write_text(CRASHED)
         start = choose_start(run, None, overwrite, FINGERPRINT)
@@ -228,8 +231,10 @@ def test_the_command_keeps_the_old_run_until_the_new_one_has_a_checkpoint(
     assert tables == ["completions_00001.parquet", "completions_00002.parquet"], (
         "TRL's folder is there for the new run"
     )
-    assert [path.name for path in checkpoints(run)] == ["checkpoint-2"] and STEPS > 2
-    assert not (run / ASIDE).exists() and len((run / "metrics.jsonl").read_text().splitlines()) == 3
+    assert [path.name for path in checkpoints(run)] == ["checkpoint-2"]
+    assert STEPS > 2
+    assert not (run / ASIDE).exists()
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 REFUSED = (
@@ -366,10 +371,8 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
         (run / name).unlink()
     assert main(arguments(run, learning_rate=2e-3)) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        "learning_rate" in line
-        and "; set it back, choose another output_dir, or start anew with --" in line
-    )
+    assert "learning_rate" in line
+    assert "; set it back, choose another output_dir, or start anew with --" in line
     count = len(of_a_run(run)) - 5
     goes = (
         "'checkpoint-2', 'checkpoint-4', 'model.safetensors', 'generation_config.json', "
@@ -388,13 +391,11 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
         "'checkpoint-2', 'checkpoint-4', 'model.safetensors', 'generation_config.json'"
         in capsys.readouterr().out
     )
-    assert (
-        folder_contents(run / "checkpoint-best") == kept
-        and (run / "eval" / "predictions.jsonl").is_file()
-    )
-    assert (
-        not (run / "checkpoint-4").exists() and not (run / ASIDE).exists() and own_files(run) == []
-    )
+    assert folder_contents(run / "checkpoint-best") == kept
+    assert (run / "eval" / "predictions.jsonl").is_file()
+    assert not (run / "checkpoint-4").exists()
+    assert not (run / ASIDE).exists()
+    assert own_files(run) == []
 
 
 @pytest.mark.slow
@@ -432,7 +433,8 @@ def test_a_resume_writes_over_nothing_of_the_users(run, tmp_path, capsys):
 def test_a_model_that_is_merged_where_a_run_proposes_it_is_the_runs(run, tmp_path):
     for output in (run / "merged", tmp_path / "merged"):
         assert export([str(run), str(output)]) == 0
-    assert own_files(run) == [] and not (tmp_path / WRITTEN).exists()
+    assert own_files(run) == []
+    assert not (tmp_path / WRITTEN).exists()
 
 
 def test_a_run_that_has_taken_all_its_steps_takes_none_and_counts_as_stopped_no_more(run, capsys):
@@ -444,7 +446,8 @@ def test_a_run_that_has_taken_all_its_steps_takes_none_and_counts_as_stopped_no_
     }
     assert main(arguments(run)) == 0
     assert f"checkpoint-{STEPS} is the last step: nothing left to train" in capsys.readouterr().out
-    assert not (run / "stopped.json").exists() and before.items() <= folder_contents(run).items()
+    assert not (run / "stopped.json").exists()
+    assert before.items() <= folder_contents(run).items()
 
 
 def test_a_folder_is_not_judged_while_another_process_writes_into_it(run, capsys):
@@ -463,10 +466,8 @@ def test_a_folder_is_not_judged_while_another_process_writes_into_it(run, capsys
         other.kill()
         other.wait()
         lock_output_dir(run).release()  # the lock dies with its process, however that ended
-    assert (
-        "another run is writing to" in capsys.readouterr().err.splitlines()[-1]
-        and folder_contents(run) == before
-    )
+    assert "another run is writing to" in capsys.readouterr().err.splitlines()[-1]
+    assert folder_contents(run) == before
 
 
 def test_the_flag_is_recommended_with_what_it_would_refuse(tmp_path):
@@ -498,7 +499,8 @@ def test_a_stopped_a_resumed_and_a_killed_run_are_known_as_a_whole(run, resumed_
     mark_stopped(run, 4)
     assert own_files(run) == []
     refuse_own_files(run, True)
-    assert set_aside(run) and of_a_run(run) == []
+    assert set_aside(run)
+    assert of_a_run(run) == []
     refuse_own_files(run, True)  # what was put aside is known there as well
 
 
@@ -510,7 +512,8 @@ def test_a_run_that_was_killed_while_it_put_another_one_aside_can_be_started_aga
     with monkeypatch.context() as patch, pytest.raises(StopIteration):
         patch.setattr(Path, "rename", lambda path, target: next(moves) and rename(path, target))
         set_aside(run)
-    assert (run / ASIDE / "config.json").is_file() and (run / "README.md").is_file()
+    assert (run / ASIDE / "config.json").is_file()
+    assert (run / "README.md").is_file()
     refuse_own_files(run, True)
 
 
@@ -534,11 +537,9 @@ def test_a_copy_of_a_run_and_a_link_to_one_are_runs(run, tmp_path):
     assert own_files(tmp_path / "copy") == []
     (tmp_path / "link").symlink_to(run)
     refuse_own_files(tmp_path / "link", True)
-    assert (
-        set_aside(tmp_path / "link")
-        and (run / ASIDE / "checkpoint-4").is_dir()
-        and (tmp_path / "link").is_symlink()
-    )
+    assert set_aside(tmp_path / "link")
+    assert (run / ASIDE / "checkpoint-4").is_dir()
+    assert (tmp_path / "link").is_symlink()
 
 
 def test_a_hidden_folder_of_somebody_elses_is_not_cleared(tmp_path):
@@ -576,4 +577,5 @@ def test_a_model_that_is_pushed_to_the_hub_on_the_way_is_noted(tmp_path, monkeyp
     trainer.args = SimpleNamespace(output_dir=str(tmp_path))
     trainer.accelerator = SimpleNamespace(is_main_process=True)
     trainer._push_from_checkpoint("checkpoint-2")
-    assert (tmp_path / "config.json").read_text() == "checkpoint-2" and own_files(tmp_path) == []
+    assert (tmp_path / "config.json").read_text() == "checkpoint-2"
+    assert own_files(tmp_path) == []

@@ -211,10 +211,8 @@ def test_one_whole_prompt_is_shown_where_a_person_looks(
 ) -> None:
     assert data_prep(["inspect", str(data)]) == 0
     said = capsys.readouterr().out
-    assert (
-        "\n".join(f"  {line}" for line in WHOLE) in said
-        and "of mine/train/1, as a training" in said
-    )
+    assert "\n".join(f"  {line}" for line in WHOLE) in said
+    assert "of mine/train/1, as a training" in said
     page = data.with_name("data.html").read_text()
     assert (
         page.count("\n".join(f"  {line.replace('<image>', '&lt;image&gt;')}" for line in WHOLE))
@@ -228,10 +226,8 @@ def test_convert_shows_it_too_without_letting_the_row_command_the_terminal(tmp_p
     )
     assert convert(source, tmp_path / "out", columns=("problem=q", "answer=a", "choices=c")) == 0
     said = capsys.readouterr().out
-    assert (
-        "  [user]\n  Which ]0;owned ?\n  Choices:\n  (A) 1 \n  (B) 2\n" in said
-        and "\x1b" not in said
-    )
+    assert "  [user]\n  Which ]0;owned ?\n  Choices:\n  (A) 1 \n  (B) 2\n" in said
+    assert "\x1b" not in said
 
 
 def test_a_prompt_that_cannot_be_made_is_one_line() -> None:

@@ -70,7 +70,8 @@ def script_of(*words: object) -> Any:
 def test_every_share_is_kept_and_every_row_comes() -> None:
     rows = mixed_rows([300, 50], [0.7, 0.3], seed=1)
     counts = Counter(rows)
-    assert counts.keys() == set(range(350)) and all(counts[row] >= 1 for row in range(350))
+    assert counts.keys() == set(range(350))
+    assert all(counts[row] >= 1 for row in range(350))
     small = sum(row >= 300 for row in rows)
     assert small / len(rows) == pytest.approx(0.3, abs=0.06)
     assert (
@@ -92,7 +93,8 @@ def test_a_mixture_goes_on_where_it_was_interrupted(sets: list[Path]) -> None:
 
     whole = order(range(3))
     again = order(range(1, 3))
-    assert whole[-len(again) :] == again and len(again) == 2 * len(whole) // 3
+    assert whole[-len(again) :] == again
+    assert len(again) == 2 * len(whole) // 3
     names = Counter(name.split("/")[0] for name in whole)
     assert names["small"] > 0.2 * len(whole), "5 rows of 29 would be less"
 
@@ -102,10 +104,8 @@ def test_several_data_sets_are_one_with_the_columns_of_all(sets: list[Path]) -> 
     rows = load_rows(script, data_folders(script), seed=0)
     assert Counter(row["id"].split("/")[0] for row in rows) == {"large": 24, "small": 5}
     assert {row["tip"] for row in rows} == {"think", None}
-    assert (
-        rows[0]["prompt"][0]["content"] == SYSTEM_PROMPT
-        and rows[0]["prompt"][1]["content"] == rows[0]["problem"]
-    )
+    assert rows[0]["prompt"][0]["content"] == SYSTEM_PROMPT
+    assert rows[0]["prompt"][1]["content"] == rows[0]["problem"]
 
 
 def test_a_resume_sees_another_data_set_share_prompt_or_order(
@@ -156,10 +156,8 @@ def test_a_table_is_named_with_its_columns_and_converted_once(
     ):
         data_folders(script_of("--dataset_name", folder, "--adora_columns", json.dumps(columns)))
     made = Path(folder, "manifest.json").stat().st_mtime_ns
-    assert (
-        data_folders(script) == [folder]
-        and Path(folder, "manifest.json").stat().st_mtime_ns == made
-    )
+    assert data_folders(script) == [folder]
+    assert Path(folder, "manifest.json").stat().st_mtime_ns == made
     seen = load_rows(script, [folder], seed=0)
     kinds = [[part["type"] for part in row["prompt"][1]["content"]] for row in seen]
     assert kinds == [
@@ -170,19 +168,16 @@ def test_a_table_is_named_with_its_columns_and_converted_once(
     assert [len(row["images"]) for row in seen] == [1, 2, 1]
     picture = tmp_path / "in" / "pics" / "0.png"
     os.utime(picture, ns=(1, 1))  # of a picture only the time has changed
-    assert (
-        data_folders(script) == [folder]
-        and Path(folder, "manifest.json").stat().st_mtime_ns == made
-    )
+    assert data_folders(script) == [folder]
+    assert Path(folder, "manifest.json").stat().st_mtime_ns == made
     picture.write_bytes(picture.read_bytes() + b"\0")  # now the picture
-    assert (
-        data_folders(script) == [folder]
-        and Path(folder, "manifest.json").stat().st_mtime_ns != made
-    )
+    assert data_folders(script) == [folder]
+    assert Path(folder, "manifest.json").stat().st_mtime_ns != made
     write_jsonl(tmp_path / "in", rows[1:])
     data_folders(script)
     manifest = read_manifest(Path(folder))
-    assert manifest is not None and manifest["counts"] == {"train": 2}
+    assert manifest is not None
+    assert manifest["counts"] == {"train": 2}
     write_jsonl(tmp_path / "in", rows)
     picture.unlink()
     with pytest.raises(
@@ -258,9 +253,8 @@ def test_a_table_that_is_put_beside_the_others_is_read_too(tmp_path: Path) -> No
 def test_a_template_makes_the_prompts_of_training_and_evaluation(sets: list[Path]) -> None:
     script = script_of("--dataset_name", sets[0], "--adora_prompt", "{tip}: {problem}")
     (row, *_) = load_rows(script, data_folders(script), seed=0)
-    assert row["prompt"][1]["content"] == f"think: {row['problem']}" and row["problem"].startswith(
-        "large "
-    )
+    assert row["prompt"][1]["content"] == f"think: {row['problem']}"
+    assert row["problem"].startswith("large ")
     words = [
         "infer",
         "--model",
@@ -274,10 +268,8 @@ def test_a_template_makes_the_prompts_of_training_and_evaluation(sets: list[Path
     ]
     options = parse_evaluation(words, BENCHMARK).ask.data
     problems = BENCHMARK.load(options).problems
-    assert (
-        all(problem.prompt == f"think: {problem.fields['question']}" for problem in problems)
-        and problems
-    )
+    assert all(problem.prompt == f"think: {problem.fields['question']}" for problem in problems)
+    assert problems
 
 
 def test_a_template_that_does_not_fit_the_rows_is_one_line(
@@ -351,9 +343,12 @@ def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_pat
     assert folder() == folder() and len(asked) == 1, "every process would stream it once more"
     commits.append("2" * 40)
     manifest = read_manifest(folder())
-    assert manifest is not None and manifest["revision"] == "2" * 40 and len(asked) == 2
+    assert manifest is not None
+    assert manifest["revision"] == "2" * 40
+    assert len(asked) == 2
     commits.clear()  # no network
-    assert folder().is_dir() and len(asked) == 2
+    assert folder().is_dir()
+    assert len(asked) == 2
 
 
 def test_two_data_sets_with_one_id_are_told_apart_by_name(sets: list[Path], tmp_path: Path) -> None:
@@ -396,7 +391,8 @@ def test_manifest_page_and_card_name_every_data_set(sets: list[Path]) -> None:
     assert [one["share"] for one in manifest["data"]["sets"]] == [0.7, 0.3]
     assert facts_of_run(manifest)["data"] == "large, small, 29 rows (a+b)"
     card = model_card(manifest, [], 1)
-    assert "| large | share 0.7, own/jsonl, " in card and "| dataset | large, small |" in card
+    assert "| large | share 0.7, own/jsonl, " in card
+    assert "| dataset | large, small |" in card
     assert str(sets[0].parent) not in card, "a path of this machine"
 
 
@@ -425,7 +421,8 @@ def test_a_dry_run_names_every_data_set(
 def test_each_held_out_split_is_evaluated_under_its_own_name(sets: list[Path]) -> None:
     config = parse([*CPU, "--eval_strategy", "steps", "--eval_steps", "1", "--use_vllm", "true"])[1]
     plan = take_evaluations(config, [str(folder) for folder in sets], "{problem} Go.")
-    assert plan is not None and [task.benchmark.name for task in plan.tasks] == [
+    assert plan is not None
+    assert [task.benchmark.name for task in plan.tasks] == [
         "problems_large",
         "problems_small",
     ]
@@ -453,7 +450,8 @@ def test_a_model_is_asked_in_the_words_of_its_training(
         None,
         "{id}",
     )
-    assert prompts("tiny") == (SYSTEM_PROMPT, DEFAULT_PROMPT) and capsys.readouterr().err == ""
+    assert prompts("tiny") == (SYSTEM_PROMPT, DEFAULT_PROMPT)
+    assert capsys.readouterr().err == ""
     assert prompts("tiny", "--prompt", "none") == (SYSTEM_PROMPT, None)
     without_choices = {"adora_system_prompt": SYSTEM_PROMPT, "adora_prompt": None}
     (tmp_path / "run" / "manifest.json").write_text(

@@ -360,7 +360,8 @@ def test_a_file_that_is_no_config_is_named(
             for path in (folder / "c.yaml", folder, folder / "missing"):
                 assert evaluate(GEOMETRY3K, ["run", "--config", str(path)]) == 2
                 said = capsys.readouterr().err
-                assert said.startswith("error: config: ") and said.count("\n") == 1
+                assert said.startswith("error: config: ")
+                assert said.count("\n") == 1
 
 
 def test_null_is_null_on_the_command_line() -> None:

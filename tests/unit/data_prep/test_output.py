@@ -99,11 +99,14 @@ def test_another_dataset_is_replaced_only_where_that_is_said(tmp_path, capsys):
         capsys.readouterr()
         assert main([*words, "--output", str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err
-        assert difference in error and "--overwrite" in error and error.count("\n") == 1
+        assert difference in error
+        assert "--overwrite" in error
+        assert error.count("\n") == 1
         assert file_contents(tmp_path / "out") == before
     assert _prepare(tmp_path / "out", 5, "--overwrite") == 0
     manifest = read_manifest(tmp_path / "out")
-    assert manifest is not None and manifest["counts"] == {"train": 5, "test": 2}
+    assert manifest is not None
+    assert manifest["counts"] == {"train": 5, "test": 2}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -120,11 +123,9 @@ def test_a_folder_that_is_not_ours_is_refused_and_kept(
             before = file_contents(output)
             assert _prepare(output) == 2
             error = capsys.readouterr().err
-            assert (
-                error.startswith("error: output: ")
-                and error.count("\n") == 1
-                and str(output) in error
-            )
+            assert error.startswith("error: output: ")
+            assert error.count("\n") == 1
+            assert str(output) in error
             assert file_contents(output) == before
             assert [path.name for path in folder.iterdir()] == ["out"]
 
@@ -140,7 +141,8 @@ def test_a_strangers_file_in_a_prepared_folder_is_not_deleted(tmp_path, capsys):
 def test_the_manifest_says_what_is_in_the_folder_and_nothing_of_the_clock(tmp_path: Path) -> None:
     manifest = prepare_drawn(tmp_path / "out", synthetic(rows=3, test_rows=2, seed=4))
     assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == manifest
-    assert manifest["files"] == file_hashes(tmp_path / "out") and len(manifest["files"]) == 2
+    assert manifest["files"] == file_hashes(tmp_path / "out")
+    assert len(manifest["files"]) == 2
     assert manifest["arguments"] == {
         "rows": 3,
         "test_rows": 2,

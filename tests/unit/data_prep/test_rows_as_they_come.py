@@ -81,16 +81,19 @@ def test_numbered_images_reach_the_row_in_the_order_of_their_places(tmp_path, ca
     assert convert(source, tmp_path / "out", "--allow-quarantined", "0.5", columns=COLUMNS) == 0
     first, second, third = rows_of(tmp_path / "out")
     assert [image["bytes"] for image in first["images"]] == [PICTURES[1], PICTURES[0]]
-    assert second["problem"] == "Is <image> as image 2?" and third["choices"] == [
+    assert second["problem"] == "Is <image> as image 2?"
+    assert third["choices"] == [
         "image 2",
         "image 3",
     ]
     (line,) = quarantined(tmp_path / "out")
-    assert line["reason"] == "placeholder" and "<image1> and the row no image" in line["detail"]
+    assert line["reason"] == "placeholder"
+    assert "<image1> and the row no image" in line["detail"]
     assert "line 7 of mine.jsonl" in line["detail"], "its lines have an empty one between them"
     assert noted(tmp_path / "out") == {"parts": 1, "options": 1}
     said = capsys.readouterr().out
-    assert "noted: 1 of the rows number more images" in said and line["detail"] in said
+    assert "noted: 1 of the rows number more images" in said
+    assert line["detail"] in said
     assert convert(source, tmp_path / "without", columns=("problem=q", "answer=a")) == 2
     assert "name the column with the pictures, images=COLUMN" in capsys.readouterr().err
 
@@ -123,9 +126,8 @@ def test_questions_that_differ_in_a_sign_are_no_leak(tmp_path: Path) -> None:
         source = write_jsonl(tmp_path / "in", [{"q": f"What is 2 {sign} 3?", "a": "5"}])
         source.rename(tmp_path / "in" / f"{split}.jsonl")
     assert convert(tmp_path / "in", tmp_path / "out", columns=COLUMNS[:2]) == 0
-    assert (
-        len(rows_of(tmp_path / "out")) == 1 and not (tmp_path / "out" / "quarantine.jsonl").exists()
-    )
+    assert len(rows_of(tmp_path / "out")) == 1
+    assert not (tmp_path / "out" / "quarantine.jsonl").exists()
 
 
 def test_an_answer_that_nobody_can_meet_is_refused_with_what_to_write(tmp_path, capsys):
@@ -139,7 +141,8 @@ def test_an_answer_that_nobody_can_meet_is_refused_with_what_to_write(tmp_path, 
         (5, "5'", "number alone"),
     ):
         (told,) = [text for text in said.splitlines() if f"line {line} of mine.csv" in text]
-        assert repr(answer) in told and remedy in told
+        assert repr(answer) in told
+        assert remedy in told
 
 
 def test_a_line_is_counted_as_the_file_does(tmp_path: Path) -> None:
@@ -309,9 +312,8 @@ def test_pictures_inside_of_a_conversation(case: Case) -> None:
                 == 0
             )
             (row,) = rows_of(folder / "out")
-            assert row["problem"] == "How long is AB?" and [i["bytes"] for i in row["images"]] == [
-                PICTURES[0]
-            ]
+            assert row["problem"] == "How long is AB?"
+            assert [i["bytes"] for i in row["images"]] == [PICTURES[0]]
 
 
 def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else(
@@ -579,7 +581,8 @@ def test_contradicting_rows_are_left_out_by_name_and_repeats_are_counted(tmp_pat
         in lines[2]["detail"]
     )
     manifest = read_manifest(tmp_path / "out")
-    assert manifest is not None and manifest["counts"] == {"train": 8}
+    assert manifest is not None
+    assert manifest["counts"] == {"train": 8}
     assert not (tmp_path / "out" / "again").exists()
 
 
@@ -596,9 +599,8 @@ def test_a_test_share_is_of_questions_so_that_no_row_is_lost(tmp_path: Path) -> 
     assert convert(source, tmp_path / "out", "--test-share", "0.2", columns=COLUMNS[:3]) == 0
     held = rows_of(tmp_path / "out", "test")
     left = rows_of(tmp_path / "out")
-    assert (len(held), len(left)) == (4, 16) and not {row["answer"] for row in held} & {
-        row["answer"] for row in left
-    }
+    assert (len(held), len(left)) == (4, 16)
+    assert not {row["answer"] for row in held} & {row["answer"] for row in left}
 
 
 def test_a_file_called_test_may_be_named_another_split(
@@ -611,7 +613,8 @@ def test_a_file_called_test_may_be_named_another_split(
         tmp_path / "out",
         capsys,
     )
-    assert "test.jsonl is the split test by its name" in said and "--split-name train" in said
+    assert "test.jsonl is the split test by its name" in said
+    assert "--split-name train" in said
     options = ("--test-share", "0.2", "--split-name", "train")
     assert convert(source, tmp_path / "out", *options, columns=COLUMNS[:2]) == 0
     assert (len(rows_of(tmp_path / "out")), len(rows_of(tmp_path / "out", "test"))) == (8, 2)

@@ -92,7 +92,8 @@ def test_an_image_that_is_used_again_and_again_outlives_those_that_came_after_it
     for seed in range(1, 9):
         cached([noise_picture(0)])
         cached([noise_picture(seed)])
-    assert cache.processed == 9 and cache.bytes_held <= 60_000
+    assert cache.processed == 9
+    assert cache.bytes_held <= 60_000
     cached([noise_picture(1)])
     assert cache.processed == 10, "the others went"
 
@@ -106,7 +107,8 @@ def test_pictures_that_differ_in_their_palette_alone_are_two(processor):
     one, other = (
         cache.get(processor.image_processor, image, settings) for image in (drawing, recoloured)
     )
-    assert cache.processed == 2 and not torch.equal(one.patches_RD, other.patches_RD)
+    assert cache.processed == 2
+    assert not torch.equal(one.patches_RD, other.patches_RD)
 
 
 def test_no_two_banks_share_a_number_and_the_evaluation_does_not_take_the_trainings_place():
@@ -118,13 +120,12 @@ def test_no_two_banks_share_a_number_and_the_evaluation_does_not_take_the_traini
     train = banks.new("train")
     first = train.references(image("a"), torch.Tensor.float, cpu)
     assert first.tolist() == [[0], [1], [2], [3]]
-    assert (
-        train.references(image("a"), torch.Tensor.float, cpu).tolist() == first.tolist()
-        and len(train) == 1
-    )
+    assert train.references(image("a"), torch.Tensor.float, cpu).tolist() == first.tolist()
+    assert len(train) == 1
     evaluation = banks.new("eval")
     assert evaluation.references(image("b"), torch.Tensor.float, cpu)[0].item() == 4
-    assert banks.of(2) is train and banks.of(5) is evaluation
+    assert banks.of(2) is train
+    assert banks.of(5) is evaluation
     again = banks.new("train")
     assert again.references(image("c"), torch.Tensor.float, cpu)[0].item() == 8
     with pytest.raises(AssertionError, match="no bank"):
@@ -149,12 +150,14 @@ def test_rows_with_any_number_of_images_are_as_each_row_alone(processor, subtest
                 rows, sees, {}, referring(sees.image_processor, cache, bank, torch.device("cpu"))
             )
             plain = read_prompts(rows, sees, {})
-            assert cache.processed == len(bank) == 3 and ours.ids == plain.ids
+            assert cache.processed == len(bank) == 3
+            assert ours.ids == plain.ids
             patches, _ = bank.pixels(bank.starts)
             assert torch.equal(
                 patches[ours.fields["pixel_values"][:, 0] - 100], plain.fields["pixel_values"]
             )
-            assert ours.images == [row or None for row in images] and ours.num_images == [
+            assert ours.images == [row or None for row in images]
+            assert ours.num_images == [
                 0,
                 1,
                 3,
@@ -207,7 +210,8 @@ def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, m
     )
     for image in shown:
         cache.preprocess(processor.image_processor)([image])
-    assert counts == dict.fromkeys(counts, 2) and cache.processed == 2
+    assert counts == dict.fromkeys(counts, 2)
+    assert cache.processed == 2
 
 
 def test_the_chat_template_gets_its_arguments(processor):
@@ -229,13 +233,15 @@ def test_the_rows_of_a_batch_are_decoded_once_and_their_images_are_decoded():
 
     dataset = DistinctRows(Rows())
     rows = dataset.__getitems__([2, 2, 0, 2])
-    assert reads == [2, 0] and [row["id"] for row in rows] == [2, 2, 0, 2]
+    assert reads == [2, 0]
+    assert [row["id"] for row in rows] == [2, 2, 0, 2]
     assert rows[0]["images"][0] is rows[3]["images"][0]
     again = dataset.__getitems__([2, 2, 0, 2])
     assert reads == [2, 0] and again[0]["images"][0] is rows[0]["images"][0], (
         "the next micro-batch asks for the same"
     )
-    assert dataset.__getitems__([1, 2])[1]["id"] == 2 and reads == [2, 0, 1]
+    assert dataset.__getitems__([1, 2])[1]["id"] == 2
+    assert reads == [2, 0, 1]
     assert dataset.__getitems__([0])[0]["id"] == 0 and reads == [2, 0, 1, 0], (
         "no more than one batch is held"
     )
@@ -317,7 +323,8 @@ def test_what_is_no_conversation_is_gathered_as_it_is():
         }
     ]
     alone = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}]
-    assert texts.gather_texts([prompt]) == [alone] and prompt[0]["content"][0]["image"] is image
+    assert texts.gather_texts([prompt]) == [alone]
+    assert prompt[0]["content"][0]["image"] is image
     plain: list[list[Any]] = [["a", "b"], [[image], None], [0.5, None], ["column"], [[]], []]
     for values in plain:
         assert texts.gather_texts(values) == values

@@ -324,7 +324,8 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(known, monkeypa
 
     one = PackedForward(Accelerator(cpu=True))
     logps = one(model, rows["ids"], rows["mask"], rows["completion"], 5, False, inputs, alone)[0]
-    assert one.passes == 1 and not one.refused
+    assert one.passes == 1
+    assert not one.refused
     assert [[*map(len, part)] for part in seen] == (
         [[5], [5], [3]] if known else [[1] * 5] * 2 + [[1] * 3]
     )
@@ -338,16 +339,16 @@ def varlen(
 
     Its kernels need a GPU.
     """
-    assert is_causal and attention_mask is None and attn_implementation == "flash_attention_2"
+    assert is_causal
+    assert attention_mask is None
+    assert attn_implementation == "flash_attention_2"
     ends_q = given["cu_seq_lens_q"].tolist()
     ends_k = given["cu_seq_lens_k"].tolist()
     assert given["max_length_q"] == max(b - a for a, b in pairwise(ends_q))
     assert given["max_length_k"] == max(b - a for a, b in pairwise(ends_k))
-    assert (
-        ends_q[-1] == query.size(1)
-        and ends_k[-1] == key.size(1)
-        and given["cu_seq_lens_q"].dtype == torch.int32
-    )
+    assert ends_q[-1] == query.size(1)
+    assert ends_k[-1] == key.size(1)
+    assert given["cu_seq_lens_q"].dtype == torch.int32
     found = []
     for (start, end), (first, last) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
         own = query[0, start:end].transpose(0, 1)
@@ -395,11 +396,9 @@ def test_flash_attention_finds_its_own_name_where_no_prompt_is_shared(monkeypatc
 
 def test_sharing_is_left_where_little_is_shared():
     """By tokens: a prompt of 700 always, one of 64 unless the answers are very long and all alike."""
-    assert (
-        sharing_pays([700], [[400] * 8])
-        and sharing_pays([700], [[1024] * 8])
-        and sharing_pays([64], [[1024] * 8])
-    )
+    assert sharing_pays([700], [[400] * 8])
+    assert sharing_pays([700], [[1024] * 8])
+    assert sharing_pays([64], [[1024] * 8])
     assert not sharing_pays([64], [[4096] * 8])
     assert sharing_pays([64], [[100, 100, 100, 100, 100, 100, 100, 4096]]), (
         "separate rows would be mostly padding"
@@ -453,7 +452,8 @@ def test_groups_as_one_sequence_by_hand():
     positions = torch.tensor([[[0, 0, 4, 5], [0, 0, 0, 0]]] * 3)
     packed = pack(ids, mask, 3, [[0, 1], [2]], positions)
     assert packed.ids_NS.tolist() == [[5, 6, 7, 1, 2, 8, 9]]
-    assert packed.positions.shape == (3, 1, 7) and packed.positions[2, 0].tolist() == [
+    assert packed.positions.shape == (3, 1, 7)
+    assert packed.positions[2, 0].tolist() == [
         0,
         4,
         5,
@@ -473,14 +473,16 @@ def test_a_truncated_rollout_that_is_masked_out_takes_no_place():
     ids = torch.tensor([[5, 6, 1, 1], [5, 6, 2, 2]])
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
     packed = pack(ids, mask, 2, [[0, 1]], torch.arange(2).expand(1, 2))
-    assert packed.ids_NS.tolist() == [[5, 6, 2]] and packed.labels.tolist() == [[2, 2]]
+    assert packed.ids_NS.tolist() == [[5, 6, 2]]
+    assert packed.labels.tolist() == [[2, 2]]
     assert packed.unpacked(torch.tensor([[0.1, 0.2]])).tolist()[0] == [0.0, 0.0]
 
 
 def test_a_batch_in_which_nothing_is_scored_keeps_a_position_for_the_head():
     ids = torch.tensor([[5, 6, 1], [5, 6, 1]])
     packed = pack(ids, torch.tensor([[1, 1, 0]] * 2), 1, [[0, 1]], torch.arange(2)[None])
-    assert packed.labels.tolist() == [[-100]] and packed.shared.groups == (Group(2, ()),)
+    assert packed.labels.tolist() == [[-100]]
+    assert packed.shared.groups == (Group(2, ()),)
     assert packed.unpacked(torch.tensor([[9.0]])).tolist() == [[0.0], [0.0]]
 
 
@@ -499,7 +501,8 @@ def test_the_longest_rollout_is_one_span_with_its_prompt():
     shared = SharedPrompts((alone, three, Group(2, ())), torch.zeros(1, dtype=torch.long))
     assert shared.spans == [6, 8, 2, 1, 2]
     queries, keys, most_queries, most_keys = shared.bounds
-    assert queries.tolist() == [0, 6, 14, 16, 17, 19] and keys.tolist() == [0, 6, 14, 19, 23, 25]
+    assert queries.tolist() == [0, 6, 14, 16, 17, 19]
+    assert keys.tolist() == [0, 6, 14, 19, 23, 25]
     assert (most_queries, most_keys) == (8, 8)
 
 
@@ -510,6 +513,7 @@ def test_dropout_is_found_in_the_attention_and_in_an_adapter():
     plain, attending = (
         Qwen2ForCausalLM(Qwen2Config(**TEXT, attention_dropout=share)) for share in (0.0, 0.1)
     )
-    assert not has_dropout(plain) and has_dropout(attending)
+    assert not has_dropout(plain)
+    assert has_dropout(attending)
     adapted = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1))
     assert has_dropout(adapted)

@@ -31,7 +31,8 @@ def test_no_two_public_classes_have_the_same_name():
             for node in ast.parse(path.read_text()).body:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     places[node.name].append(path.relative_to(ROOT).as_posix())
-    assert places and {name: files for name, files in places.items() if len(files) > 1} == {}
+    assert places
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
 def test_no_test_imports_another_test():

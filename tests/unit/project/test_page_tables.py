@@ -99,7 +99,8 @@ def pretended_card(folder, flops, memory):
 def graders(folder, rows):
     right = [grading.ours(case) == (case.label == "correct") for case in cases()]
     counts = [[int(cell.replace(",", "")) for cell in row[1:]] for row in rows]
-    assert counts[0] == [sum(right), 0, 0, 0, 0, 0] and {sum(row) for row in counts} == {len(right)}
+    assert counts[0] == [sum(right), 0, 0, 0, 0, 0]
+    assert {sum(row) for row in counts} == {len(right)}
     assert f"in all **{len(right):,}** labelled cases" in TEXT
     assert f"gives it in {rows[3][1]}, and hung in {rows[4][5]}" in TEXT
 

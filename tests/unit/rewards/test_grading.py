@@ -106,7 +106,8 @@ def test_every_verdict_of_the_labelled_corpus_is_its_label() -> None:
 def test_the_corpus_is_large_and_has_both_sides() -> None:
     labels = Counter(case.label for case in CORPUS)
     assert min(labels[label] for label in LABELS) > 10
-    assert labels["correct"] > 300 and labels["wrong"] > 300
+    assert labels["correct"] > 300
+    assert labels["wrong"] > 300
     assert (
         len({case.name for case in CORPUS})
         == len({(c.name, c.response, c.gold) for c in CORPUS})

@@ -124,7 +124,8 @@ def test_a_full_disk_under_the_cache_of_datasets_is_one_line(prepared, tmp_path,
     full = pytest.raises(UserError, match="^dataset: .* cache of `datasets`, .*; make room there")
     with disk_of(200), full as caught:
         load_split(prepared / "data", "train")
-    assert len(str(caught.value).splitlines()) == 1 and folder_contents(prepared) == before
+    assert len(str(caught.value).splitlines()) == 1
+    assert folder_contents(prepared) == before
     assert load_split(prepared / "data", "train").num_rows == 2
 
 

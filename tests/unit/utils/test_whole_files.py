@@ -341,7 +341,8 @@ def test_the_bytes_are_on_the_disk_before_they_have_their_name(tmp_path, monkeyp
     events.clear()
     with replacing_folder(tmp_path / "merged") as staged:
         (staged / "weights").write_text("whole")
-    assert {"weights", "new"} == set(events[:2]) and events[2:] == ["named merged", tmp_path.name]
+    assert {"weights", "new"} == set(events[:2])
+    assert events[2:] == ["named merged", tmp_path.name]
 
 
 def test_what_is_no_file_is_written_to_as_it_is(tmp_path):
@@ -350,7 +351,8 @@ def test_what_is_no_file_is_written_to_as_it_is(tmp_path):
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     replace_file(pipe, "heard")
-    assert os.read(reader, 100) == b"heard" and pipe.is_fifo()
+    assert os.read(reader, 100) == b"heard"
+    assert pipe.is_fifo()
     os.close(reader)
     code = (
         "from pathlib import Path; from adora_vl.utils import files; "
@@ -359,7 +361,8 @@ def test_what_is_no_file_is_written_to_as_it_is(tmp_path):
     said = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert said.stdout == "heard" and Path("/dev/stdout").is_symlink()
+    assert said.stdout == "heard"
+    assert Path("/dev/stdout").is_symlink()
 
 
 @pytest.mark.parametrize("holds", ["a file", "other things"])
@@ -417,6 +420,5 @@ def test_others_may_read_saved_weights_as_the_umask_says(tmp_path):
 @pytest.mark.slow
 def test_a_run_leaves_no_weights_that_its_owner_alone_may_read(adora_run):
     weights = list(adora_run.rglob("*.safetensors"))
-    assert len(weights) > 1 and {mode_of(path) for path in weights} == {
-        mode_of(adora_run / "config.json")
-    }
+    assert len(weights) > 1
+    assert {mode_of(path) for path in weights} == {mode_of(adora_run / "config.json")}
