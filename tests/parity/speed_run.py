@@ -41,7 +41,13 @@ from adora_vl.synthetic.generate import generate  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
 from adora_vl.training import micro_batches as batcher_module  # noqa: E402
 from adora_vl.training.generation import Generation  # noqa: E402
-from tests.parity.looks import TURNS, WITH_ENGINE, Draws, Gradients, data_set  # noqa: E402
+from tests.support.parity import (  # noqa: E402
+    TURNS,
+    WITH_ENGINE,
+    Draws,
+    Gradients,
+    data_set,
+)
 
 PARTS = [part for part in get_args(StepPart) if part != "seeded_rollouts"]
 # What each step has on. Sharing vision and prompts needs the references that the image cache gives.
@@ -238,13 +244,11 @@ def main() -> None:
         train_dataset=data_set(rows),
         callbacks=[switches, gradients],
     )
-    trainer.work, trainer.sampled, trainer.begun, trainer.packed, trainer.losses = (
-        [],
-        [],
-        [],
-        [],
-        [],
-    )
+    trainer.work = []
+    trainer.sampled = []
+    trainer.begun = []
+    trainer.packed = []
+    trainer.losses = []
     if not options.float32:
         pass_of_trl = in_float64(trainer._get_per_token_logps_and_entropies)
         trainer._get_per_token_logps_and_entropies = pass_of_trl  # type: ignore[method-assign]

@@ -23,9 +23,9 @@ from adora_vl.training.extensions import chosen_extensions
 from adora_vl.training.generation import Generation
 from adora_vl.types import Row
 from tests.support.examples import EXAMPLES, entry, example
+from tests.support.reward_groups import random_groups, weighed_by
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
-from tests.unit.advantage.methods_support import random_batch, run
 
 
 def advantages_of(method, rewards, lengths=None):
@@ -47,10 +47,10 @@ def test_canon_compares_a_rollout_with_one_half_of_its_group():
     assert upper_half(torch.tensor([[5.0, 5, 9, 1]])).tolist() == [[0.5, 0.5, 1.0, 0.0]]
     assert upper_half(torch.tensor([[1.0, 2, math.nan]])).tolist() == [[0.0, 1.0, 0.0]]
     neutral = canon(inter=Schedule(0.5))
-    groups = random_batch()
+    groups = random_groups()
     stock = group_advantages(groups.rewards_PG, scale="none")
-    assert torch.equal(run("canon", groups, neutral, "none"), stock)
-    assert not torch.equal(run("canon", groups, canon(), "none"), stock)
+    assert torch.equal(weighed_by("canon", groups, neutral, "none"), stock)
+    assert not torch.equal(weighed_by("canon", groups, canon(), "none"), stock)
 
 
 def test_ngrpo_gives_groups_that_are_wrong_throughout_negative_advantages():
@@ -65,8 +65,8 @@ def test_ngrpo_gives_groups_that_are_wrong_throughout_negative_advantages():
     wrong = -(1 / 3) / (math.sqrt(1 / 3) + 1e-4)
     assert advantages_of(ngrpo(), torch.zeros(1, 2)).tolist() == [pytest.approx([wrong] * 2)]
     assert advantages_of(ngrpo(), torch.ones(1, 4)).tolist() == [[0.0] * 4]
-    groups = random_batch()
-    assert torch.equal(run("ngrpo", groups, ngrpo(virtual=0)), run("grpo", groups))
+    groups = random_groups()
+    assert torch.equal(weighed_by("ngrpo", groups, ngrpo(virtual=0)), weighed_by("grpo", groups))
 
 
 def started(name: str, log: dict[str, float] | None = None, **options: Any) -> Any:
@@ -153,7 +153,8 @@ def test_the_recipe_of_noisy_rollouts_is_that_of_its_repository():
     assert config.reward_weights == [0.9, 0.1]
     plan = batch_plan(config, 8)
     assert (plan.prompts_per_generation, plan.updates_per_generation) == (512, 4)
-    assert plan.optimizer_batch == 128 * 12 and config.save_steps == 2101 // 512 * 4
+    assert plan.optimizer_batch == 128 * 12
+    assert config.save_steps == 2101 // 512 * 4
     noisy: Any = chosen_extensions(config)["NoisyRollouts"]
     assert noisy.count(config.num_generations) == 6
     for number in (1, 20, 35, 39, 41, 45, 60):  # a generation as it is counted there
@@ -228,9 +229,8 @@ def test_half_of_every_image_is_black_alike_for_the_rollouts_of_a_group():
     grid = looks[0]["image_grid_thw"]
     pixels: Any = {"pixel_values": first.repeat(2, 1), "image_grid_thw": grid.repeat(2, 1)}
     with half_black(ImageBanks(), processor, pixels, "x") as pixels_now:
-        assert torch.equal(*pixels_now.split(len(first))) and not torch.equal(
-            pixels_now[: len(first)], first
-        )
+        assert torch.equal(*pixels_now.split(len(first)))
+        assert not torch.equal(pixels_now[: len(first)], first)
     banks = ImageBanks()
     bank = banks.new("train")
     references_of = [bank.hold(f"image{n}", one, grid[0]) for n, one in enumerate((first, second))]
@@ -241,7 +241,8 @@ def test_half_of_every_image_is_black_alike_for_the_rollouts_of_a_group():
     }
     with half_black(banks, processor, references, "42/1/0") as pixels_now:
         other = banks.of_training()
-        assert other is banks.of(int(pixels_now[0])) is not bank and len(other) == 2
+        assert other is banks.of(int(pixels_now[0])) is not bank
+        assert len(other) == 2
         starts = pixels_now.view(4, -1)[:, 0].tolist()
         assert starts[0] == starts[1] == starts[3] != starts[2], "an image is passed once"
         assert torch.equal(other.pixels(starts[:1])[0], blackened(first, black_D, "42/1/0/image0"))
@@ -260,4 +261,5 @@ def test_a_run_learns_from_the_tokens_that_depend_on_the_image(tmp_path):
     steps = [line for line in lines if "visual_tokens/share" in line]
     assert len(steps) == STEPS
     for line in steps:
-        assert 0.4 <= line["visual_tokens/share"] < 0.45 and line["visual_tokens/dependency"] > 0
+        assert 0.4 <= line["visual_tokens/share"] < 0.45
+        assert line["visual_tokens/dependency"] > 0

@@ -248,9 +248,8 @@ def test_the_prompts_say_whether_the_tags_are_asked_for() -> None:
     assert [name for name, prompt in SYSTEM_PROMPTS.items() if asks_for_answer_tags(prompt)] == [
         "think_answer"
     ]
-    assert asks_for_answer_tags(
-        None, "{problem} Write <answer>5</answer>."
-    ) and not asks_for_answer_tags(None, None)
+    assert asks_for_answer_tags(None, "{problem} Write <answer>5</answer>.")
+    assert not asks_for_answer_tags(None, None)
     assert not asks_for_answer_tags(SYSTEM_PROMPT, "{problem}")
 
 
