@@ -88,9 +88,10 @@ def facts_in_words(form: Form, problem: str) -> str | None:
 
 
 def _suffices(text: str, form: Form) -> bool:
-    """Whether what the question speaks of stands in words.
+    """Return whether what the question speaks of stands in the words, or in the problem itself.
 
-    `$` is a shape without a name, clear where it is alone.
+    `$` is a shape without a name. It is clear where the diagram has nothing but its corners, or one
+    circle.
     """
     question_terms = [term_of(part) for part in form.question if part.strip()]
     on_lines = {name for row in form.rows for name in row}

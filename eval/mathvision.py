@@ -54,8 +54,8 @@ _PLACE = re.compile(r"<image(\d*)>")
 def build_query(row: dict[str, Any]) -> str:
     """The instruction, question and options of one item, with `<image>` where its picture stands.
 
-    Every row has one picture. It stands at the first number in the question, and others become the
-    words `image 2`.
+    Every row has one picture, whose parts the question numbers. It stands at the place of the first
+    number, and the others become the words `image 2`.
     """
     places = iter([PLACEHOLDER])
     question = _PLACE.sub(lambda match: next(places, f"image {match[1]}".strip()), row["question"])

@@ -31,6 +31,7 @@ class Schedule:
     steps: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
+        """Raise `ValueError` if the fields contradict each other."""
         if self.shape not in SHAPES:
             raise ValueError(f"shape: {self.shape!r} is not one of {', '.join(SHAPES)}")
         if self.shape == "constant" and self.end not in (None, self.start):

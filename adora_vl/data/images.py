@@ -92,8 +92,9 @@ def size_within(
     """Return the width and height, in pixels, at which to store a picture.
 
     They are unchanged where a processor with these limits would only round them to multiples of
-    `unit`, else those that the processor would choose. None: no limit. Raises `ValueError` where
-    the processor's rule has no size within the limits.
+    `unit`. Outside of the limits it is the size that the processor would choose, so that it has
+    nothing left to do. None: no limit. Raises `ValueError` where the processor's rule has no size
+    within the limits: a side is never under `unit` pixels.
     """
     rounded = round(width / unit) * round(height / unit) * unit**2
     if (min_pixels or 0) <= rounded <= (max_pixels or sys.maxsize):
@@ -173,8 +174,9 @@ def stored_bytes(encoded: bytes, image: Image.Image) -> bytes:
     """Return the bytes to store for `image`, which `clean_image` made of `encoded`.
 
     A PNG or JPEG with the same pixels is stored as the file itself, without a camera's data, texts
-    and profiles, since encoding takes as long as all other work on a row; anything else becomes a
-    new PNG. A JPEG that lies on its side keeps its orientation tag.
+    and profiles: encoding it takes as long as all other work on a row, and a photograph as PNG is
+    many times larger. Anything else becomes a new PNG. A JPEG that lies on its side keeps its
+    orientation tag.
     """
     with open_picture(io.BytesIO(encoded)) as original:
         if original.mode == "RGB" and original.format == "PNG" and original.size == image.size:
@@ -325,9 +327,9 @@ def _register_heif(encoded: bytes) -> None:
 def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
     """Return the picture upright, flattened on white, in mode RGB.
 
-    `first_frame`: take the first of several frames, which are refused otherwise. Raises
-    `UnreadableImageError` for bytes that are no picture, or one that is truncated, too large to
-    decode, or has several frames.
+    The header alone decides whether it is decoded at all. `first_frame`: take the first of several
+    frames, which are refused otherwise. Raises `UnreadableImageError` for bytes that are no
+    picture, or one that is truncated, too large to decode, or has several frames.
     """
     with warnings.catch_warnings():
         # Pillow's own pixel limit is higher, and only a warning; so are broken tags

@@ -159,8 +159,9 @@ def load_rows(
 def problem_texts(dataset: Dataset, prompt_template: Template | None, where: str) -> list[str]:
     """Return the text of each row's message: its problem, or the template filled with its columns.
 
-    `where` names the data set in messages. Raises `UserError` for a column that is not there, and
-    for a row whose text has a fault.
+    `where` names the data set in messages. Raises `UserError` for a column that does not exist, and
+    for a row whose text has a token of the model, or `<image>` another number of times than the row
+    has images.
     """
     if prompt_template is None:
         return list(dataset["problem"])

@@ -1,6 +1,8 @@
 """Lengths of a run's prompts, and which of them leave no room for an answer.
 
-They are computed before a weight is loaded, and without decoding an image.
+They are known before a weight is loaded. A prompt's text is counted by the model's own tokenizer.
+Its image tokens follow from the sizes of its images, which their headers say, so that nothing is
+decoded: 3,000 rows take about a second.
 """
 
 from __future__ import annotations
@@ -305,10 +307,12 @@ class OverlongPrompts:
 def context_limit(
     config: GRPOConfig, model_config: PretrainedConfig, served: int | None = None
 ) -> ContextLimit | None:
-    """Return the context limit of a run, None where it is not known.
+    """Return the context limit of a run, None where neither a key nor the model says one.
 
-    It is the server's (`served`, where it reports one), else `vllm_max_model_length`, and without
-    both, or without vLLM, the number of positions of the model.
+    With a colocated engine `vllm_max_model_length` counts. A server has a limit of its own, which
+    `served` is where it reports one; the same key may stand for it. Without them, and without vLLM,
+    it is the number of positions that the model was trained for. `model_config` is its Transformers
+    config.
     """
     model_limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     tokens = model_limit

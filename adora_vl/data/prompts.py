@@ -310,7 +310,8 @@ def tool_response(parts: Sequence[Any]) -> list[Any]:
 def conversation(problem: str, system_prompt: str | None = SYSTEM_PROMPT) -> list[Message]:
     """Return the messages for a problem without `<image>`.
 
-    TRL puts the row's images before the text of the first user message.
+    TRL puts the row's images before the text of the first user message. Where a problem has
+    `<image>`, `conversation_with_images` says where each image stands.
     """
     messages: list[Message] = [{"role": "user", "content": problem}]
     if system_prompt:

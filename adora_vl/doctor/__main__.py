@@ -35,6 +35,7 @@ ROWS = 8  # real prompts, of each rank
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table of checks, and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = Parser(
         prog="python -m adora_vl.doctor",

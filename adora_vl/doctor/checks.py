@@ -78,8 +78,10 @@ def check_rewards(
     weights: Sequence[float] | None,
     correct_above: float,
 ) -> Check:
-    """The reward of a right answer is above `adora_correct_above`, that of a wrong one is not: the
-    criteria need it.
+    """The reward of a right answer is above `adora_correct_above`, that of a wrong one is not.
+
+    The criteria need it: two presets whose sum lifts a wrong answer over the line would make every
+    rollout count as correct.
     """
     title = "reward tells right from wrong"
     columns = {

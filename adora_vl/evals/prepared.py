@@ -147,5 +147,6 @@ def _fields(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stored(encoded: Dataset, index: int) -> list[bytes]:
+    """Return the encoded images of one row, which are read when they are asked for."""
     images = encoded[index]["images"][0].as_py() or []
     return [image["bytes"] or Path(image["path"]).read_bytes() for image in images]

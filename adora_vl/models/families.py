@@ -161,8 +161,10 @@ _PROJECTORS = {mark for vision in seeing_families().values() for mark in vision.
 
 
 def component_of(parameter_name: str) -> str:
-    """Which part a parameter belongs to, by its Transformers name (wrappers' prefixes do not
-    matter): no family uses another one's mark for another part.
+    """Return the component that a parameter belongs to, by its Transformers name.
+
+    Prefixes of wrappers do not matter. The names are those of `FAMILIES`: no family uses another
+    one's mark for another component. A text-only model is all language model.
     """
     if any(mark in parameter_name for mark in _PROJECTORS):
         return PROJECTOR
@@ -172,8 +174,8 @@ def component_of(parameter_name: str) -> str:
 def freeze(model: nn.Module, components: Iterable[str]) -> dict[str, int]:
     """Set `requires_grad=False` on every parameter of `components`.
 
-    Returns the number of parameters of each. Raises `UserError` where a component names no
-    parameter of this model.
+    Returns the number of parameters of each component. Raises `UserError` where a component has no
+    parameter in this model, instead of silently freezing nothing.
     """
     frozen: dict[str, int] = {}
     for component in components:

@@ -208,15 +208,18 @@ def check_weights(key: str, name: str) -> None:
 
 
 def restore_weights(model: Any, folder: Path) -> None:
-    """Put the weights that `save_pretrained` wrote into `folder` back into a model of the same
-    class. Of a `PeftModel` every adapter is read, the one named `default` from `folder` and each
-    other one from the folder of its name in it. Raises `RunError` where a tensor is missing, or has
-    no place in the model.
+    """Put the weights that `save_pretrained` wrote into `folder` back into a model of that class.
+
+    Transformers saves Qwen2.5-VL under other names (`visual.blocks`) than the module has
+    (`model.visual.blocks`); `from_pretrained` knows how to turn them back. Every adapter of a
+    `PeftModel` is read, the one named `default` from `folder` and all others from the folder of
+    their name in it. Raises `RunError` where a tensor is missing, or has no place in the model.
     """
     from accelerate.utils import is_peft_model
 
     if not is_peft_model(model):
         # which turns back names that differ in the files
+        # It turns back the names that differ in the files.
         saved = type(model).from_pretrained(folder, dtype="auto")
         model.load_state_dict(saved.state_dict())
         return
@@ -262,9 +265,9 @@ def whole(parameters: Iterable[Any]) -> AbstractContextManager[Any]:
 
 
 def load_processor(model: str, revision: str | None = None) -> Any:
-    """A processor (or, for a text-only model, a tokenizer) with left padding, as TRL loads it.
+    """Load a processor (or, for a text-only model, a tokenizer) with left padding, as TRL does.
 
-    Raises `UserError`.
+    Raises `UserError` where the model has none that Transformers can load.
     """
     from transformers import AutoProcessor
 

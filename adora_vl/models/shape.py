@@ -114,9 +114,10 @@ def describe(
 ) -> ModelShape:
     """Return the shape of a policy as it will be trained.
 
-    `frozen`: components that are not trained. `peft_config`: of LoRA. `four_bit_bytes`: bytes of a
-    parameter in 4 bits, 0 where no layer is. The modules are built on torch's meta device, so
-    nothing is allocated. The shape of an unknown family has no vision tower.
+    The modules are built on torch's meta device, so that names and numbers are the real ones and
+    nothing is allocated. A family that is not in the table has no vision tower here: all of its
+    parameters are in the language model. `frozen`: components that are not trained. `peft_config`:
+    of LoRA. `four_bit_bytes`: bytes of a parameter in 4 bits, 0 where no layer is in 4 bits.
     """
     with compat.SHARDED_BUILD.replaced_by(None, on=deepspeed), torch.device("meta"):
         model = auto_class(config).from_config(config)
@@ -212,8 +213,8 @@ def refuse_head_adapters(model: Any) -> None:
 def refuse_tied_adapters(model: Any) -> None:
     """Raise `UserError` for a `PeftModel` in which an adapter changes one of two tied embeddings.
 
-    vLLM and a saved model have one matrix for both uses, so the adapter could be merged into
-    neither.
+    vLLM and a saved model have one matrix for both uses, so that the adapter could be merged into
+    neither: the engine would sample from another model than the one that learns.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper

@@ -230,10 +230,12 @@ def head_saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, compact:
 
 
 def head_transient(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, compact: bool) -> int:
-    """The most that the LM head's backward holds on top: one tile of logits, the float32 gradients
-    of hidden states and, where the head is trained, of its weight, with their copies in the model's
-    dtype. `compact`: on a GPU only completion tokens are scored, in the tile itself; elsewhere all
-    are, with eight float32 values of the tile at once.
+    """The most that the LM head's backward pass holds on top, in bytes.
+
+    It holds one tile of logits, the float32 gradients of hidden states and, where the head is
+    trained, of its weight, with their copies in the model's dtype. `compact`: on a GPU only
+    completion tokens are scored, and a kernel works in the tile itself; elsewhere all tokens are
+    scored, and torch's own operations hold eight float32 values of the tile at once.
     """
     tokens = _scored(batch, compact)
     width = shape.text.width

@@ -112,6 +112,7 @@ def make_plan(command: CliArgs, options: DryRunOptions) -> Plan:
 
 
 def _mixture(run: ResolvedRun) -> list[str]:
+    """Return how several data sets are mixed, as lines of the report."""
     if run.dataset is None or run.script is None or len(run.data) == 1:
         return []
     split = run.script.dataset_train_split
@@ -236,6 +237,7 @@ def learning_rates(config: AdoraGRPOConfig, updates: int | None) -> dict[str, fl
 
 
 def learning_rate_line(config: AdoraGRPOConfig, updates: int | None) -> str:
+    """Return the name of the learning rate's schedule and its curve, in words."""
     rates = learning_rates(config, updates)
     schedule = spelled(config.lr_scheduler_type)
     if not rates:
@@ -326,6 +328,7 @@ def steps_of(plan: Plan) -> tuple[int | None, int | None]:
 
 
 def batch_lines(plan: Plan) -> list[str]:
+    """Return the lines on prompts, groups, micro-batches, optimizer steps and epochs."""
     batches = plan.run.plan
     config = plan.run.config
     processes = plan.setup.sharding.processes
@@ -420,6 +423,7 @@ def limit_lines(plan: Plan) -> list[str]:
 
 
 def disk_lines(plan: Plan) -> list[str]:
+    """Return what the checkpoints will take on the disk, as lines."""
     setup = plan.setup
     config = plan.run.config
     checkpoint = memory.checkpoint_of(config, setup.shape, setup.sharding)
@@ -443,6 +447,7 @@ def disk_lines(plan: Plan) -> list[str]:
 
 
 def machine_lines(plan: Plan) -> list[str]:
+    """Return what several machines need to start, as lines."""
     sharding = plan.setup.sharding
     return (
         section(
@@ -527,9 +532,10 @@ def _write(option: str, path: Path, text: str) -> None:
 
 
 def resolved(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
-    """Every key as `--config` reads it, changed ones first.
+    """Every key with its value, in a form that `--config` reads; changed keys come first.
 
-    Keys that TRL and Transformers derive from others are left out.
+    Keys that Transformers or TRL derive from others, and would not accept as they are, are left
+    out.
     """
     everything = changed_keys(plan, set_keys)
     for key, value, is_default in _keys(plan):

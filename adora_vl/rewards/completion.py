@@ -25,7 +25,11 @@ Completion = str | Sequence[Mapping[str, Any]]  # a text, or messages
 
 
 class _Box(NamedTuple):
-    r"""A complete box, as positions in the response: 3, 10 and 11 in `so \boxed{5}`."""
+    r"""A complete box, as positions in the response.
+
+    They are those of the `\` of its command, and of the start and the end of its content: 3, 10 and
+    11 in `so \boxed{5}`.
+    """
 
     start: int
     """The backslash of the command."""
@@ -131,11 +135,12 @@ def boxes_in_a_row(response: str, answer_tags: bool, named: bool = False) -> lis
 
 
 def last_answer(response: str) -> str | None:
-    """The answer of a response whose prompt asked for `<answer> </answer>`, None without an answer.
+    r"""The answer of a response whose prompt asked for `<answer> </answer>`, None without an answer.
 
     It is the content of the last complete block, or of a box in the block or behind it, since that
-    is what the model gives as its answer. A box before the block does not count. Without a block
-    the function is `last_boxed`.
+    is what the model gives as its answer: `<answer>5</answer>` gives `5`, and so does
+    `<answer>\boxed{5}</answer>`. A box before the block does not count, as in `<think>\boxed{4}?
+    no</think><answer>5</answer>`. Without a block the function is `last_boxed`.
     """
     block = answer_block(response)
     boxed = last_boxed(response if block is None else block)

@@ -201,8 +201,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         if later:
             kwargs["load_format"] = LATER
         if self.tensor_parallel_size > 1 and segments_expand():
-            # vLLM's own all-reduce shares memory by handles that growing segments lack, and ends
-            # the process (vllm 42609).
+            # vLLM's own all-reduce shares the memory of its CUDA graphs by handles that growing
+            # segments do not have: it ends the process (vLLM issue 42609).
             kwargs["disable_custom_all_reduce"] = True
         if self.image_token_id is not None:
             # vLLM reads the limits of the model's folder. With the trainer's own the two prompts

@@ -179,9 +179,10 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         return super().generate(*args, **{**adapter, **kwargs})
 
     def sleep(self, level: int = 1, **kwargs: Any) -> None:
-        """Free the engine's memory, and count the seconds.
+        """Free the engine's memory, and count the seconds that it takes.
 
-        With an adapter the weights stay on the host (level 1), since no sync brings the base back.
+        Stock vLLM does not say how long it takes. With an adapter the weights stay on the host
+        (level 1), since no sync brings the base back that level 2 discards.
         """
         if self.stays_awake:
             return

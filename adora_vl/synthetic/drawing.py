@@ -104,11 +104,10 @@ class ClutteredError(Exception):
 
 
 class Sketch:
-    """A figure of named points, in any unit, that are turned, perhaps mirrored, and fitted into the
-    picture.
+    """A figure of named points, in any unit, that are turned, perhaps mirrored, and fitted in.
 
-    `lines`: `AB` is a segment, `ABCA` a closed triangle. `letters`: points that are named.
-    `circle`: centre, point.
+    `lines`: `AB` is a segment and `ABCA` a closed triangle. `letters`: the points whose names stand
+    beside them, away from the middle of the figure. `circle`: its centre, and a point on it.
     """
 
     def __init__(

@@ -32,6 +32,8 @@ Draw = Callable[[int, str], Iterable[Row]]  # so many rows of a split
 
 @dataclass(frozen=True)
 class Drawn:
+    """A data set that is drawn instead of read."""
+
     sizes: dict[str, int]  # of its splits
     draw: Draw
     # what determines the rows, the arguments and the revision of the drawing code

@@ -74,11 +74,10 @@ PLACES = 5  # of a working where a slip can happen: two readings and three sums
 def working(
     rng: random.Random, sides: Sequence[int], slip_at: int | None = None, slip_share: float = 0.0
 ) -> str:
-    """The four sides added up, one step for each, in a random wording; the first two are read off
-    the figure.
+    """Return the four sides added up, one step for each, in a random wording.
 
-    `slip_at`: the place whose number is one too large, also for what follows. `slip_share`: how
-    often one is by chance.
+    The first two sides are read off the figure. `slip_at`: the place whose number is one too large,
+    from which what follows goes on. `slip_share`: how often a place slips by chance.
     """
     slips = [place == slip_at or rng.random() < slip_share for place in range(PLACES)]
     total = sides[0] + slips[0]

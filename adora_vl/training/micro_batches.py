@@ -368,7 +368,11 @@ class MicroBatcher:
         return 1.0
 
     def scaled(self, loss: Tensor, micro: Batch) -> Tensor:
-        """The loss of a micro-batch times its weight among the micro-batches of the step."""
+        """The loss of a micro-batch times its weight among the micro-batches of the step.
+
+        Stock TRL takes a mean over the rows of a micro-batch, however many there are, so without
+        this the rows of a smaller micro-batch would weigh more.
+        """
         return loss * self.weight(micro)
 
     def _rebalance(self, batch: Batch, live: list[bool]) -> tuple[Batch, list[bool]]:

@@ -34,10 +34,12 @@ def passed(name: str, detail: str) -> Check:
 
 
 def skipped(name: str, why: str) -> Check:
+    """Return the result of a check that was not run, and why."""
     return Check(name, Status.SKIPPED, why)
 
 
 def failed(name: str, detail: str, remedy: str) -> Check:
+    """Return the result of a check that found a fault, and its remedy."""
     return Check(name=name, status=Status.FAILED, detail=detail, remedy=remedy)
 
 

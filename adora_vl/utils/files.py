@@ -63,10 +63,11 @@ def refuse_links_out(key: str, folder: Path, *paths: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """A hidden neighbour of `path` to write into, renamed over `path` when the block ends; on an
-    error it is removed, and what was at `path` stays. Unless `durable` is false, the bytes are on
-    the disk before the file gets its name. What is no file, such as /dev/stdout, is written to as
-    it is. Raises `OSError`.
+    """Yield a hidden neighbour of `path` to write into, which is renamed over `path` at the end.
+
+    Whatever goes wrong, the neighbour is removed and what was at `path` stays. Unless `durable` is
+    false, the bytes are on the disk before the file gets its name. What is no file, such as
+    /dev/stdout, is written to as it is. Raises `OSError`.
     """
     if path.is_relative_to("/dev") or (path.exists() and not path.is_file()):
         with path.open("wb") as file:
@@ -140,10 +141,12 @@ def appears(path: Path, patience_s: float = NFS_DELAY_S) -> bool:
 
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """A new folder, hidden beside `folder`, which takes its place when the block ends, its files on
-    the disk; on an error it is removed, and the old one stays. Where a process is killed between
-    the two renames of the exchange, `recover_folder` or `remove_partial` gives the old folder its
-    name back. Raises `OSError`.
+    """Yield a new folder, hidden beside `folder`, which takes its place when the block ends.
+
+    The old folder is deleted after that. Whatever goes wrong, the new one is removed and the old
+    one stays. The files are on the disk before the folder gets its name. Two renames make the
+    exchange: where a process is killed between them, the next `replacing_folder` (or
+    `recover_folder`, or `remove_partial`) gives the old folder its name back. Raises `OSError`.
     """
     recover_folder(folder)
     beside, lock = locked_folder(lambda: _neighbour(folder))
@@ -218,9 +221,10 @@ def abandoned(folders: Iterable[Path]) -> Iterator[Path]:
 
 
 def locked_folder(new_name: Callable[[], Path]) -> tuple[Path, int | None]:
-    """A new folder with a random name, and the open lock in it, by which others know that its
-    process lives; None on a file system without locks, where nobody removes what a process left
-    behind.
+    """Create a folder with a random name, and take the lock in it, which is returned open.
+
+    By the lock all other processes know that this one lives. It is None on a file system that has
+    no locks; there nobody removes what a process left behind.
     """
     while True:
         folder = new_name()
@@ -269,9 +273,9 @@ def is_partial(path: Path) -> bool:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what killed processes left in `folder` of what they were replacing.
+    """Remove what killed processes left in `folder` of files and folders that they were replacing.
 
-    Call it where nobody else writes.
+    Call it where nobody else writes at the same time.
     """
     for path in folder.glob(f".*{_PARTIAL}*"):
         named = _PARTIAL_NAME.fullmatch(path.name)
@@ -293,6 +297,7 @@ def written_to(option: str, path: Path) -> Iterator[None]:
 
 
 def unwritable(option: str, path: Path, error: Exception) -> UserError:
+    """Return the error of a place that could not be written to."""
     remedy = (
         "free some space, or choose another place"
         if disk_is_full(error)
@@ -338,9 +343,10 @@ def check_folder(option: str, folder: Path) -> None:
 
 
 def check_json(option: str, path: Path, kind: str, is_ours: Callable[[Any], bool]) -> None:
-    """Raise `UserError` where a JSON file cannot be written, or exists and is not ours.
+    """Raise `UserError` where a JSON file cannot be written, or would replace anything but our own.
 
-    `kind`: what the file should be, in words. `is_ours`: checks its content.
+    `kind`: what the file should be, in words. `is_ours`: whether the content of such a file is what
+    this command writes.
     """
     check_folder(option, path.parent)
     # /dev/stdout is written to as it is

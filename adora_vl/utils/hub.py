@@ -19,11 +19,12 @@ _SERVER_ERROR = 500
 
 @cache
 def no_hub() -> str:
-    """Why the hub cannot be used, in a few words; empty where it answers.
+    """Return why the hub cannot be used, in a few words; empty where it answers.
 
-    One that does not answer within five seconds is not asked again in this process: TRL, vLLM, PEFT
-    and `datasets` then take what is on this machine, or fail. The limit is for the whole call: an
-    HTTP client's own is for each piece of the answer.
+    The result is remembered for later calls. A hub that does not answer within five seconds is not
+    asked again in this process: TRL, vLLM, PEFT and `datasets` then take what is on this machine,
+    or fail at once. The limit is for the whole call. An HTTP client's own time-out is for each
+    piece of the answer, so that a proxy that sends a byte now and then could hold it for ever.
     """
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
@@ -50,8 +51,10 @@ def no_hub() -> str:
 
 
 def only_here(name: str) -> bool:
-    """Whether to look on this machine alone (`local_files_only`): it is a folder, or the hub does
-    not answer.
+    """Return whether to look on this machine alone.
+
+    That is so where the name is a folder, or the hub does not answer. Transformers takes this as
+    `local_files_only`.
     """
     return Path(name).is_dir() or bool(no_hub())
 

@@ -1,6 +1,8 @@
-"""What is a secret, and how it is left out of all that is shown: the value of a key with such a
-name, at any depth; a login in an address; what `note_secret` was told. Errors of this package
-(`utils/errors.py`) hide them by themselves.
+"""What is a secret, and how it is left out of all that is shown or written.
+
+A secret is the value of a key with such a name, at any depth; a login in an address,
+`http://NAME:PASSWORD@HOST`; and what `note_secret` was called with. Errors of this package
+(`adora_vl/utils/errors.py`) hide secrets by themselves.
 """
 
 import base64

@@ -74,9 +74,10 @@ def most_dependent(dependency_BC: Tensor, mask_BC: Tensor, share: float) -> Tens
 def rollout_scale(own_B: Tensor, all_N: Tensor, smallest: float) -> Tensor:
     """The factor of each rollout's advantage, (B,), from `smallest` up.
 
-    Its mean is 1 over all N rollouts, or less where one factor would be above
-    `smallest + 16 (1 - smallest)`. `own_B` and `all_N` are the mean dependency per token of this
-    rank's rollouts and of all ranks'; NaN is a rollout that is not compared, whose factor is 1.
+    The dependency is first brought to 0 to 1, from the smallest of all rollouts to the largest. The
+    mean of the factors is 1 over all N rollouts, or less where one factor would be above `smallest
+    + 16 (1 - smallest)`. `own_B` and `all_N` are the mean dependency per token of this rank's
+    rollouts and of all ranks'; NaN is a rollout that is not compared, whose factor is 1.
     """
     known_N = all_N[~all_N.isnan()]
     if known_N.numel() < 2 or known_N.max() - known_N.min() <= EVEN:

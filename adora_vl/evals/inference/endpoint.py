@@ -33,9 +33,10 @@ _LOCAL = ("min_pixels", "max_pixels", "revision", "dtype")
 
 
 def endpoint_of(options: EngineOptions) -> Endpoint | None:
-    """The endpoint of `--engine openai`, else None.
+    """Return the endpoint that the command line names, if any.
 
-    Raises `UserError`, also for options of a local engine.
+    It is None for the engines that load a model themselves. Raises `UserError` for an address that
+    is missing or of no use, and for options that only a local engine obeys.
     """
     if options.engine != "openai":
         if options.base_url:

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 def check_model(model: str) -> str:
-    """The absolute path of a model folder, a LoRA run or `tiny`, or a hub id unchanged.
+    """Return the absolute path of a model folder, or a hub id unchanged.
 
-    Raises `UserError`.
+    `tiny` and the folder of a LoRA run are accepted too. Raises `UserError` for anything else.
     """
     from adora_vl.models.load import local_model
 

@@ -169,6 +169,7 @@ def _found_in(content: bytes) -> Iterator[Prediction | str]:
 
 
 def _parsed(line: bytes) -> Prediction | str:
+    """Return the row of a line, or a text that says what is wrong with the line."""
     try:
         row = read_json(line)
     except (ValueError, RecursionError) as error:

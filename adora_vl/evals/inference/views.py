@@ -23,9 +23,10 @@ VIEWS = {
 
 
 def shown_as(problems: Sequence[Problem], view: str) -> list[Problem]:
-    """The problems as one of the `VIEWS` shows them, without those that lack the facts for it.
+    """Return the problems as one of the `VIEWS` shows them.
 
-    Raises `UserError` where no problem can be shown so.
+    In `text` and `both` those without facts are left out. Raises `UserError` where no problem has
+    what the view needs.
     """
     if view == "blank":
         if not any(problem.n_images for problem in problems):

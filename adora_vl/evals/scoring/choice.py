@@ -277,9 +277,10 @@ class _Reader:
         return max(matching, key=lambda index: len(self.keys[index]), default=None)
 
     def mentioned(self, text: str, *, denied: bool = True) -> list[int]:
-        """The choices whose text stands in `text`, in order, as often as they do.
+        """Return the choices whose text stands in `text`, in order, as often as they do.
 
-        `denied`: also count a choice that is denied, as the circle in `not a circle but a kite`.
+        A choice within a longer one does not count. `denied`: also count a choice that is denied,
+        as the circle in `not a circle but a kite`.
         """
         text = _key(plain(text), keep_end=True)
         places: list[tuple[int, int]] = []

@@ -103,9 +103,10 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
 
 
 def bootstrap_ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, float]:
-    """The 95 % percentile interval of sum(above) / sum(below), by drawing the pairs anew.
+    """Return the 95 % percentile interval of sum(above) / sum(below), by drawing the pairs anew.
 
-    A draw whose denominator is 0 has no ratio and is left out.
+    A draw whose denominator is 0 has no ratio and is left out; at least one value of `below` is
+    over 0. The draws are seeded, so that equal values give the same interval.
     """
     draw = random.Random(SEED)
     pairs = list(zip(above, below, strict=True))
@@ -122,9 +123,10 @@ def bootstrap_ratio(above: Sequence[float], below: Sequence[float]) -> tuple[flo
 
 
 def pass_at(k: int, samples: int, correct: int) -> float:
-    """The chance that one of `k` of `samples` answers is right.
+    """Return the chance that one of `k` answers, drawn from `samples`, is right.
 
-    The estimate is unbiased (Chen et al. 2021, arXiv 2107.03374, section 2.1).
+    `correct` of the samples are right, and `k` is at most `samples`. It is the unbiased estimate of
+    Chen et al. 2021 (arXiv 2107.03374), section 2.1.
     """
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
