@@ -22,7 +22,7 @@ from adora_vl.utils.files import check_folder, read_object, replacing_folder, wr
 
 
 def fresh_model(make: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
-    """What `make` makes, its matrices drawn from the seed.
+    """Return what `make` makes, its matrices drawn from the seed.
 
     The caller's random state is left alone.
     """
@@ -134,7 +134,7 @@ def check_place(folder: Path) -> None:
 
 
 def is_built(folder: Path, plan: Mapping[str, object]) -> bool:
-    """Whether `folder` holds a model that was built by this `plan`, compared as JSON."""
+    """Return whether `folder` holds a model that was built by this `plan`, compared as JSON."""
     built = read_object(folder / _FACTS).get("plan")
     return (folder / "model.safetensors").is_file() and bool(built == json.loads(json.dumps(plan)))
 

@@ -115,7 +115,7 @@ def build_config(tokenizer: PreTrainedTokenizerBase, family: str = DEFAULT_FAMIL
 def build_model(
     tokenizer: PreTrainedTokenizerBase, seed: int = 0, family: str = DEFAULT_FAMILY
 ) -> Any:
-    """A model with fresh float32 weights, the same for the same seed."""
+    """Return a model with fresh float32 weights, the same for the same seed."""
     config = build_config(tokenizer, family)
     make = partial(AutoModelForImageTextToText.from_config, config, dtype=torch.float32)
     return fresh_model(make, tokenizer, seed)
@@ -194,7 +194,7 @@ def token_loss(
 
 
 def warm_start(model: Any, processor: Any, rows: list[Row], plan: WarmStart) -> Lesson:
-    """The lesson of the tiny model on `rows` (synthetic, one image each)."""
+    """Return the lesson of the tiny model on `rows` (synthetic, one image each)."""
     rng = random.Random(plan.seed)
     short = encode(processor, rows, "Answer.")
     full = encode(processor, rows, SYSTEM_PROMPT)
@@ -217,7 +217,7 @@ _DATA_SEED = 1000  # other problems than any training run draws by default
 
 
 def begin_tiny(plan: WarmStart, family: str = DEFAULT_FAMILY) -> Untaught:
-    """The tiny model with fresh weights, and its lesson, of a plan with any steps.
+    """Return the tiny model with fresh weights, and its lesson, of a plan with any steps.
 
     Other families than the first have its tokenizer.
     """

@@ -51,7 +51,7 @@ class ZoomStart:
 
 
 def call_for(corner: str) -> str:
-    """The call of `zoom` for a corner, in pixels of the picture as it is seen."""
+    """Return the call of `zoom` for a corner, in pixels of the picture as it is seen."""
     part = SEEN // PARTS
     x = 0 if "left" in corner else SEEN - part
     y = 0 if "top" in corner else SEEN - part
@@ -77,19 +77,19 @@ class _Teacher:
         )
 
     def single(self) -> tuple[list[Part], list[Image.Image]]:
-        """A corner by itself and its number."""
+        """Return a corner by itself and its number."""
         number = self.rng.randrange(10, 100)
         return [(_IMAGE, False), (answer(number) + END_OF_TURN, True)], [cell(self.rng, number)]
 
     def direct(self, *, short: bool) -> tuple[list[Part], list[Image.Image]]:
-        """A problem and its answer at once."""
+        """Return a problem and its answer at once."""
         image, numbers = drawn(self.rng, SIZE)
         corner = self.rng.choice(CORNERS)
         prompt = _IMAGE + corner if short else self.prompt(corner)
         return [(prompt, False), (answer(numbers[corner]) + END_OF_TURN, True)], [image]
 
     def turns(self) -> tuple[list[Part], list[Image.Image]]:
-        """A problem, mostly a call and what comes back, and an answer."""
+        """Return a problem, mostly a call and what comes back, and an answer."""
         image, numbers = drawn(self.rng, SIZE)
         corner = self.rng.choice(CORNERS)
         if self.rng.random() >= self.plan.calls:
@@ -132,7 +132,10 @@ def _loss(model: Any, processor: Any, rows: list[tuple[list[Part], list[Image.Im
 
 
 def _begun(processor: Any, seed: int) -> Any:
-    """The shipped model behind another vocabulary: it has learned to read numbers in drawn figures."""
+    """Return the shipped model behind another vocabulary.
+
+    It has learned to read numbers in drawn figures.
+    """
     model = build_model(processor.tokenizer, seed)
     shipped = AutoModelForImageTextToText.from_pretrained(PRETRAINED)
     shipped_vocabulary = AutoTokenizer.from_pretrained(PRETRAINED).get_vocab()
@@ -149,7 +152,7 @@ def _begun(processor: Any, seed: int) -> Any:
 
 
 def begin_zoom(plan: ZoomStart) -> Untaught:
-    """The shipped tiny model behind another vocabulary, and its two lessons."""
+    """Return the shipped tiny model behind another vocabulary, and its two lessons."""
     toolbox = Toolbox(choose_tools(["zoom"]), ToolOptions(), View(SEEN**2, SEEN**2, 28))
     system = with_tools(SYSTEM, toolbox.schemas)
     often = f"system {system} user assistant\n<tool_response>\nPicture 1: \n</tool_response>"

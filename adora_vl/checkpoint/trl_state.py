@@ -126,7 +126,7 @@ class Losses(TrainerCallback):  # type: ignore[misc]  # transformers is untyped 
         self._before: dict[str, Any] | None = None
 
     def now(self) -> dict[str, Any]:
-        """The sums for the manifest, those of this rank alone until `of_all_ranks`."""
+        """Return the sums for the manifest, those of this rank alone until `of_all_ranks`."""
         trainer = self.trainer
         # the attribute exists once the training has begun
         if not hasattr(trainer, "_tr_loss"):
@@ -138,7 +138,7 @@ class Losses(TrainerCallback):  # type: ignore[misc]  # transformers is untyped 
 
     @staticmethod
     def of_all_ranks(facts: dict[str, Any]) -> dict[str, Any]:
-        """`facts` with the sums of all ranks in place of this rank's. Collective."""
+        """Return `facts` with the sums of all ranks in place of this rank's. Collective."""
         losses = facts.get(_LOSSES)
         if losses is None:
             return facts

@@ -17,7 +17,7 @@ from adora_vl.data.loading import UnreadableImage
 
 
 def shown_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The rows with pictures as a person sees them (`as_shown`), each a `KeptImage`.
+    """Return the rows with pictures as a person sees them (`as_shown`), each a `KeptImage`.
 
     Every row of a run passes here, whoever has read it. One object that stands in several rows
     stays one; a picture that cannot be shown becomes an `UnreadableImage`, and what is no picture
@@ -81,7 +81,7 @@ class DistinctRows(Dataset[dict[str, Any]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """What torch's loader calls with the indices of a whole batch."""
+        """Return what torch's loader calls with the indices of a whole batch."""
         if not self.share:
             return [self._read(index) for index in indices]
         before = self._last
@@ -99,7 +99,7 @@ class DistinctRows(Dataset[dict[str, Any]]):
         return list(self._last)
 
     def read_ahead(self, index: int) -> dict[str, Any]:
-        """A row of the batch to come, read now and kept until the batch asks for it.
+        """Return a row of the batch to come, read now and kept until the batch asks for it.
 
         Raises what reading it raises.
         """
@@ -220,7 +220,7 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
 
     @classmethod
     def like(cls, sampler: RepeatSampler, seed: int) -> EpochRepeatSampler:
-        """A sampler with the same rows and repetitions as `sampler`, in the orders of `seed`."""
+        """Return a sampler with the rows and repetitions of `sampler`, in the orders of `seed`."""
         return cls(
             data_source=sampler.data_source,
             mini_repeat_count=sampler.mini_repeat_count,
@@ -252,7 +252,7 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         return [self._order(epoch + epochs)[after + offset] for offset in offsets]
 
     def _order(self, epoch: int) -> list[int]:
-        """The distinct rows of an epoch in their order, whole generations only."""
+        """Return the distinct rows of an epoch in their order, whole generations only."""
         if epoch not in self._orders:
             once = type(self)(self.data_source, 1, self.batch_size, 1, self.shuffle, self.seed)
             once.set_epoch(epoch)

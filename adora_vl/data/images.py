@@ -43,7 +43,7 @@ FORMATS = (
 
 
 def open_picture(source: Any) -> Image.Image:
-    """A picture of one of the `FORMATS`, or in HEIC where it is registered, not decoded.
+    """Return a picture of one of the `FORMATS`, or in HEIC where it is registered, not decoded.
 
     Raises what Pillow raises.
     """
@@ -54,7 +54,7 @@ def open_picture(source: Any) -> Image.Image:
 def model_size(
     width: int, height: int, unit: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """Width and height, multiples of `unit`, that a processor with these limits resizes to.
+    """Return width and height, multiples of `unit`, that a processor with these limits resizes to.
 
     Raises `ValueError`.
     """
@@ -67,7 +67,7 @@ def model_size(
 
 
 def image_tokens(size: tuple[int, int], unit: int, low: int, high: int, row: object) -> int:
-    """Tokens of a picture of a row, by the processor's own rule.
+    """Return tokens of a picture of a row, by the processor's own rule.
 
     Raises `UserError` where the processor refuses it.
     """
@@ -141,7 +141,7 @@ def clean_image(
 
 
 def png_bytes(image: Image.Image, **options: int) -> bytes:
-    """The image as PNG without metadata, so that equal pixels are equal bytes.
+    """Return the image as PNG without metadata, so that equal pixels are equal bytes.
 
     `options`: of Pillow's writer.
     """
@@ -215,7 +215,7 @@ _MARKER = re.compile(rb"\xff+([^\x00\xd0-\xd7\xff])", re.DOTALL)
 
 
 def _chunks(encoded: bytes) -> Iterator[bytes]:
-    """The chunks of a PNG, each with its length and name before it."""
+    """Yield the chunks of a PNG, each with its length and name before it."""
     at = 8
     name = b""
     while at < len(encoded) and name != b"IEND":
@@ -229,7 +229,7 @@ _STRIP = 128  # lines
 
 
 def diagram_hash(image: Image.Image) -> str:
-    """SHA-256 of the RGB pixels and the size, in hexadecimal."""
+    """Return SHA-256 of the RGB pixels and the size, in hexadecimal."""
     digest = hashlib.sha256(f"{image.size}".encode())
     image = _rgb(image)
     # the memory of a copy of the whole is new each time, which costs more
@@ -239,7 +239,7 @@ def diagram_hash(image: Image.Image) -> str:
 
 
 def file_within(folder: Path, name: str, root: Path | None = None) -> Path:
-    """The file to which a relative path from a data set leads, from `folder`.
+    """Return the file to which a relative path from a data set leads, from `folder`.
 
     Raises `UnreadableImageError` if it leads out of `root` (None: the folder), also by a link: a
     data set from elsewhere must not show a model any file of this machine.
@@ -256,7 +256,7 @@ def file_within(folder: Path, name: str, root: Path | None = None) -> Path:
 
 
 def image_size(encoded: bytes) -> tuple[int, int]:
-    """Width and height that `decoded_image` would give, from the header alone.
+    """Return width and height that `decoded_image` would give, from the header alone.
 
     Raises what Pillow raises.
     """
@@ -305,7 +305,7 @@ def named_content(start: bytes) -> tuple[str, str] | None:
 
 
 def is_picture(encoded: bytes) -> bool:
-    """Whether the first bytes are those of a picture."""
+    """Return whether the first bytes are those of a picture."""
     return encoded.startswith(_SIGNS) or _HEIF.match(encoded) is not None
 
 
@@ -409,7 +409,7 @@ def content_digest(image: Image.Image) -> str:
 
 
 def kept(image: Any) -> Any:
-    """`image` itself, loaded, as a `KeptImage`; what is no PIL image stays."""
+    """Return `image` itself, loaded, as a `KeptImage`; what is no PIL image stays."""
     if isinstance(image, Image.Image):
         image.load()
         image.__class__ = KeptImage
@@ -442,7 +442,7 @@ def _becomes_plain(image: Image.Image) -> None:
 
 
 def lent(image: Image.Image) -> Image.Image:
-    """A copy for code of somebody else's, which may draw on it.
+    """Return a copy for code of somebody else's, which may draw on it.
 
     The pixels are copied at their first use, since most functions that are handed pictures never
     look at them, and the rollouts of a group are handed the same one many times.
@@ -469,7 +469,7 @@ def _load(image: Image.Image) -> None:
 
 
 def _unreadable(error: Exception) -> UnreadableImageError:
-    """What Pillow raised while it decoded, in our words.
+    """Return what Pillow raised while it decoded, in our words.
 
     It raises nearly anything: OSError, SyntaxError, struct.error, ...
     """
@@ -509,7 +509,7 @@ def _of_one_colour(image: Image.Image) -> bool:
 
 
 def _scaled(image: Image.Image) -> Image.Image:
-    """A grey picture of more than 8 bits, or of floats, in 8 bits.
+    """Return a grey picture of more than 8 bits, or of floats, in 8 bits.
 
     The file does not say what is white: it is the largest number of 8, 10, 12, 14 or 16 bits, or 1
     for floats, that the picture comes near.
@@ -545,7 +545,7 @@ def _refuse_dark(image: Image.Image) -> None:
 
 
 def _flattened(image: Image.Image) -> Image.Image:
-    """RGB on white.
+    """Return RGB on white.
 
     A transparent diagram is drawn for white paper; Pillow alone would put its lines on black.
     """
@@ -566,5 +566,5 @@ def _flattened(image: Image.Image) -> Image.Image:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    """The image in mode RGB, which is no copy where it has that already."""
+    """Return the image in mode RGB, which is no copy where it has that already."""
     return image if image.mode == "RGB" else image.convert("RGB")

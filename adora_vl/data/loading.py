@@ -42,7 +42,7 @@ class UnreadableImage:
 
 
 def decoded_rows(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """The transform of a data set that decodes its images, and does nothing else."""
+    """Return the transform of a data set that decodes its images, and does nothing else."""
     if "images" not in rows:
         return rows
     return {
@@ -67,7 +67,7 @@ def _decoded(stored: dict[str, Any]) -> Any:
 
 
 def only_decodes(dataset: object) -> bool:
-    """Whether reading a row gives the same at any time and on any thread.
+    """Return whether reading a row gives the same at any time and on any thread.
 
     A transform of the user's may draw random numbers, and so may a data set of the user's own
     class.

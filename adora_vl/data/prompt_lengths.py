@@ -104,7 +104,7 @@ class ContextLimit:
     cuts: bool = True
 
     def needed(self, longest: int) -> int:
-        """The limit that holds a prompt of `longest` tokens with any completion."""
+        """Return the limit that holds a prompt of `longest` tokens with any completion."""
         return longest + self.completion
 
 
@@ -142,7 +142,7 @@ class LengthCheck:
         ]
 
     def kept(self, policy: str | None) -> list[int]:
-        """The numbers of the prompts that are used.
+        """Return the numbers of the prompts that are used.
 
         `policy`: the value of `adora_overlong_prompts`, None where Python gave the rows. Raises
         `UserError` for prompts that are too long unless it is `drop`, and where none is left.
@@ -165,7 +165,7 @@ class LengthCheck:
         )
 
     def refusal(self, *, droppable: bool = True) -> str:
-        """Which prompts are too long, and every remedy that would help, in one line."""
+        """Return which prompts are too long, and every remedy that would help, in one line."""
         limit = self.limit
         prompt = self.measured.prompt
         image = self.measured.image

@@ -128,12 +128,12 @@ def images_of(row: Mapping[str, Any]) -> list[Any]:
 
 
 def has_images(table: pa.Table) -> bool:
-    """Whether any row of a table of the schema has an image."""
+    """Return whether any row of a table of the schema has an image."""
     return bool(pc.sum(pc.list_value_length(table["images"])).as_py())
 
 
 def has_choices(table: pa.Table) -> bool:
-    """Whether any row of a table of the schema has choices.
+    """Return whether any row of a table of the schema has choices.
 
     An empty list counts as no choices, and so does a column that holds anything but lists.
     """

@@ -160,7 +160,7 @@ def paper_checks(run: ResolvedRun) -> list[Check]:
 
 
 def engine_checks(run: ResolvedRun) -> list[Check]:
-    """The trainer that training would use, up to just before its first step."""
+    """Return the trainer that training would use, up to just before its first step."""
     from trl import GRPOTrainer
 
     from adora_vl.doctor.engine import ExamineBeforeStepOne, Examined

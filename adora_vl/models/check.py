@@ -39,7 +39,7 @@ LOST_UPDATES = (
 
 
 def check_family(model: ModelConfig, run: Any, config: PretrainedConfig) -> list[str]:
-    """What a user should know of this model's family before the run: at most one line.
+    """Return what a user should know of this model's family before the run: at most one line.
 
     `run`: its config. Raises `UserError` for a model with images of an unknown family, unless all
     of `NEEDS_FAMILY` is as in stock TRL, and for one to which vLLM would give other positions than
@@ -76,7 +76,7 @@ def check_family(model: ModelConfig, run: Any, config: PretrainedConfig) -> list
 
 
 def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bool) -> bool:
-    """Whether `LOST_UPDATES` is to be said.
+    """Return whether `LOST_UPDATES` is to be said.
 
     LoRA's own weights are float32, and DeepSpeed keeps a float32 copy.
     """

@@ -106,33 +106,36 @@ KNOWN = ", ".join(FAMILIES)  # as a message names them
 
 
 def family_of(config: Any) -> Family | None:
-    """The family of a Transformers config, None where the table does not have it."""
+    """Return the family of a Transformers config, None where the table does not have it."""
     return FAMILIES.get(str(getattr(config, "model_type", "")))
 
 
 def seeing_families() -> dict[str, Vision]:
-    """The families with images, by `model_type`."""
+    """Return the families with images, by `model_type`."""
     return {kind: family.vision for kind, family in FAMILIES.items() if family.vision is not None}
 
 
 def sees_images(config: Any) -> bool:
-    """Whether a model of this Transformers config takes images, of whatever family; else it is a
-    language model.
+    """Return whether a model of this Transformers config takes images, of whatever family.
+
+    Else it is a language model.
     """
     return getattr(config, "vision_config", None) is not None
 
 
 def shares_prompts(config: Any) -> bool:
-    """Whether every layer of this model can let the rollouts of a group share their prompt: all
-    have full attention, as have those of a config that names no kinds.
+    """Return whether every layer can let the rollouts of a group share their prompt.
+
+    All have full attention then, as have those of a config that names no kinds.
     """
     kinds = getattr(config.get_text_config(), "layer_types", None) or ["full_attention"]
     return family_of(config) is not None and set(kinds) == {"full_attention"}
 
 
 def misplaced_by_vllm(config: Any) -> str:
-    """Why vLLM would give this model's images other positions than Transformers, with the remedy;
-    else empty.
+    """Return why vLLM gives this model's images other positions than Transformers.
+
+    It has the remedy. The text is empty where the positions agree.
     """
     family = family_of(config)
     rotary = getattr(config.get_text_config(), "rope_parameters", None) or {}
@@ -145,7 +148,7 @@ def misplaced_by_vllm(config: Any) -> str:
 
 
 def has_linear_attention(config: Any) -> bool:
-    """Whether some layers of this model carry one state along the sequence."""
+    """Return whether some layers of this model carry one state along the sequence."""
     return "linear_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())
 
 
@@ -192,7 +195,8 @@ def freeze(model: nn.Module, components: Iterable[str]) -> dict[str, int]:
 
 
 def trainable_components(model: nn.Module) -> frozenset[str]:
-    """The parts with at least one trainable parameter; an adapter counts for the part that it sits
-    in.
+    """Return the parts with at least one trainable parameter.
+
+    An adapter counts for the part that it sits in.
     """
     return frozenset(component_of(name) for name, p in model.named_parameters() if p.requires_grad)

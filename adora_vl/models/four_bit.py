@@ -23,7 +23,7 @@ _PACKAGES = ("bitsandbytes", "vllm-bnb-plugin")
 
 
 def is_four_bit(config: PretrainedConfig) -> bool:
-    """Whether the model was saved in 4 bits."""
+    """Return whether the model was saved in 4 bits."""
     saved = getattr(config, "quantization_config", None) or {}
     saved = saved if isinstance(saved, dict) else saved.to_dict()
     return saved.get("quant_method") == "bitsandbytes" and bool(saved.get("load_in_4bit"))
@@ -113,7 +113,7 @@ def check_four_bit(
 
 
 def in_four_bit(layer: str) -> bool:
-    """Whether the linear layer of this name is among those that 4 bits are for."""
+    """Return whether the linear layer of this name is among those that 4 bits are for."""
     return not layer.startswith(WHOLE)
 
 
@@ -127,7 +127,7 @@ def bytes_of(nested: bool) -> float:
 
 
 def four_bit_folder(name: str, revision: str | None, model: ModelConfig) -> str:
-    """The folder of the base `name` in 4 bits, made in the cache where it is missing: by one
+    """Return the folder of the base `name` in 4 bits, made in the cache where it is missing: by one
     process, once.
     """
     nested = model.use_bnb_nested_quant

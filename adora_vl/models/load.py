@@ -125,7 +125,7 @@ def model_hash(model: str, revision: str | None = None) -> str | None:
 
 
 def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
-    """The model's config alone.
+    """Return the model's config alone.
 
     Raises `UserError` where `model` is neither a model folder nor a reachable hub id, or is of a
     kind that Transformers does not have.
@@ -149,7 +149,7 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """The class of Transformers that makes a model of this config: of one that sees, or of a
+    """Return the class of Transformers that makes a model of this config: of one that sees, or of a
     language model.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -251,7 +251,7 @@ def restore_adapter(model: Any, name: str, folder: Path) -> None:
 
 
 def whole(parameters: Iterable[Any]) -> AbstractContextManager[Any]:
-    """Inside, what ZeRO-3 has in parts is whole, and may be changed on all ranks alike."""
+    """Return inside, what ZeRO-3 has in parts is whole, and may be changed on all ranks alike."""
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     if not is_deepspeed_zero3_enabled():
@@ -291,7 +291,7 @@ def load_processor(model: str, revision: str | None = None) -> Any:
 
 
 def pixel_limits(image_processor: Any) -> dict[str, int] | None:
-    """`min_pixels` and `max_pixels` of an image processor.
+    """Return `min_pixels` and `max_pixels` of an image processor.
 
     None without one, and for one that sizes in another way.
     """

@@ -46,7 +46,7 @@ def check_copied(model: PreTrainedModel, beta: float) -> None:
 
 
 def copied_policy(model: PreTrainedModel, *_: Any, **__: Any) -> PreTrainedModel:
-    """A copy of a model object, with nothing of what has been put upon it, as a reference.
+    """Return a copy of a model object, with nothing of what has been put upon it, as a reference.
 
     A trainer before may have left functions on the object, which would compute with its weights
     instead of the copy's. Further arguments are those of TRL's function that reads a folder.

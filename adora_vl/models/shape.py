@@ -75,7 +75,7 @@ class ModelShape:
         return sum(self.trainable.values())
 
     def base_bytes(self, byte: int) -> int:
-        """Bytes of the base, without an adapter's parameters, at `byte` bytes a parameter.
+        """Return bytes of the base, without an adapter's parameters, at `byte` bytes a parameter.
 
         Parameters in 4 bits take `four_bit_bytes` instead.
         """
@@ -241,7 +241,7 @@ def refuse_tied_adapters(model: Any) -> None:
 
 
 def is_dtype(name: str) -> bool:
-    """Whether torch or Transformers has a dtype of this name."""
+    """Return whether torch or Transformers has a dtype of this name."""
     return name == "auto" or isinstance(
         getattr(torch, name.removeprefix("torch."), None), torch.dtype
     )

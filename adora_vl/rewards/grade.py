@@ -85,7 +85,7 @@ def grade(
     answer_tags: bool = False,
     thinking_opened: bool = False,
 ) -> Grade:
-    r"""Whether the last complete `\boxed{}` of `response` holds the reference answer.
+    r"""Return whether the last complete `\boxed{}` of `response` holds the reference answer.
 
     A box inside a block of thinking does not count (`final_part`). The function never raises and is
     safe in any thread. Source: the grading policy.
@@ -143,7 +143,7 @@ def grade_batch(
 
 
 def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
-    """Why a reference answer cannot be used, or None if it can.
+    """Return why a reference answer cannot be used, or None if it can.
 
     It can if it is correct in a box against itself, both as it is written and in canonical form.
     For a spelling that no honest answer can meet, such as `$5`, the reason says what to write:
@@ -159,7 +159,7 @@ def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
 
 
 def _decided(answer: Answer, reference: Answer, choices: Sequence[str], rounding: bool) -> Compared:
-    """The verdict, with the letters of a multiple-choice item resolved.
+    """Return the verdict, with the letters of a multiple-choice item resolved.
 
     A letter in the answer or the reference answer stands for the value of its choice. Source: the
     grading policy, points 3, 5 and 6.
@@ -206,7 +206,7 @@ def _decided(answer: Answer, reference: Answer, choices: Sequence[str], rounding
 def _by_value(
     answer: Answer, reference: Answer, right: _Named | None, choices: Sequence[str], rounding: bool
 ) -> Compared:
-    """The verdict on an answer that names no choice but gives a value.
+    """Return the verdict on an answer that names no choice but gives a value.
 
     Where another choice has the same value as the right one, as `2, 1` and `1, 2` in any order, the
     answer must have the text of the right one. Where the reference answer is a letter (`right`),
@@ -231,7 +231,7 @@ def _by_value(
 def _by_letter(
     named: _Named, right: _Named | None, reference: Answer, choices: Sequence[str]
 ) -> Compared:
-    """The verdict on an answer that names a choice.
+    """Return the verdict on an answer that names a choice.
 
     `right` is the choice that the reference answer names, None where it is a value.
     """
@@ -249,7 +249,7 @@ def _by_letter(
 
 
 def answer_to(reference: Answer, response: str, content: str, answer_tags: bool) -> Answer:
-    r"""The answer that a response gives.
+    r"""Return the answer that a response gives.
 
     Where the reference answer has several values, the last boxes in a row count as one answer:
     `\boxed{1} and \boxed{2}`.
@@ -275,7 +275,7 @@ def comparison(
     rounding: bool = False,
     answer_tags: bool = False,
 ) -> Compared | None:
-    """How the answer of a response compares with a reference answer of several values, by parts.
+    """Compare the answer of a response with a reference answer of several values, by parts.
 
     None where the response has no answer, or the reference answer is a single value.
     """
@@ -303,7 +303,7 @@ class _Named(NamedTuple):
 
 
 def _named(answer: Answer, choices: Sequence[str]) -> _Named | None:
-    """The choice that an answer names, None if it names none.
+    """Return the choice that an answer names, None if it names none.
 
     Without choices only `C` and `(C)` name one. A small letter does not where a choice has it as an
     unknown. Text wrappers and a full stop are already gone in the canonical form.
@@ -331,7 +331,7 @@ def _named(answer: Answer, choices: Sequence[str]) -> _Named | None:
 
 
 def _is_beside(named: _Named, value: Answer) -> bool:
-    """Whether the letter stands alone or beside the value of its choice.
+    """Return whether the letter stands alone or beside the value of its choice.
 
     The value may contain the letter itself.
     """
@@ -341,6 +341,6 @@ def _is_beside(named: _Named, value: Answer) -> bool:
 
 
 def _choice(letter: str, choices: Sequence[str]) -> Answer | None:
-    """The value of the choice with this letter, None if there are fewer choices."""
+    """Return the value of the choice with this letter, None if there are fewer choices."""
     index = ord(letter) - ord("A")
     return read(choices[index]) if index < len(choices) else None

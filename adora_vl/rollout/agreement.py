@@ -111,14 +111,14 @@ class Rollouts:
 
 
 def own_rows(trainer: HasEngine, count: int) -> list[Any]:
-    """`count` of the first rows of the data set, different ones on each rank."""
+    """Return `count` of the first rows of the data set, different ones on each rank."""
     data = trainer.train_dataset
     first = trainer.accelerator.process_index * count
     return [data[(first + number) % len(data)] for number in range(count)]
 
 
 def read_prompts(trainer: HasEngine, rows: Sequence[Any]) -> Prompts:
-    """Prompts of dataset rows, as the trainer reads them."""
+    """Return prompts of dataset rows, as the trainer reads them."""
     names = [str(row.get("id", f"#{number}")) for number, row in enumerate(rows)]
     return Prompts(**vars(trainer.images.read(rows)), names=names)
 
@@ -166,7 +166,10 @@ def _rollouts(trainer: HasEngine, prompts: Prompts, answers: Sequence[SamplingRe
 
 
 def score(trainer: HasEngine, rollouts: Rollouts) -> Tensor:
-    """The policy's log-probabilities of the sampled tokens, (B, C), from the loss's own pass."""
+    """Return the policy's log-probabilities of the sampled tokens, (B, C).
+
+    They are from the loss's own pass.
+    """
     policy = partial(trainer._get_per_token_logps_and_entropies, trainer.model)
     checkpointing = disable_gradient_checkpointing(
         trainer.model, trainer.args.gradient_checkpointing_kwargs
@@ -176,7 +179,10 @@ def score(trainer: HasEngine, rollouts: Rollouts) -> Tensor:
 
 
 def difference(trainer: HasEngine, one_BC: Tensor, other_BC: Tensor, mask_BC: Tensor) -> Drift:
-    """The difference of two tensors of log-probabilities, over all ranks. A collective call."""
+    """Return the difference of two tensors of log-probabilities, over all ranks.
+
+    A collective call.
+    """
     return merge_drift(trainer.accelerator.gather(drift_sums(one_BC, other_BC, mask_BC)[None]))
 
 
@@ -186,7 +192,7 @@ BOUNDS = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.3}
 
 
 def agreement_bound(trainer: HasEngine) -> float:
-    """The largest mean difference of engine and trainer that passes, in nats per token.
+    """Return the largest mean difference of engine and trainer that passes, in nats per token.
 
     The coarser dtype of the two decides, but the bound is never above adora_max_drift. Where the
     engine scores tokens after temperature, filters or penalties, adora_max_drift alone is the
@@ -210,7 +216,7 @@ def agreement_bound(trainer: HasEngine) -> float:
 
 
 def distant_bound(trainer: HasEngine) -> float:
-    """The bound for answers that begin at about position 2,000.
+    """Return the bound for answers that begin at about position 2,000.
 
     It is a tenth of `agreement_bound` in float32, else the same. Rounded rotary frequencies moved
     the tiny model's answers by 0.01 nats there, and two right float32 passes agree to 1e-6. In
@@ -225,7 +231,7 @@ ROWS = 2  # moved prompts of each rank
 
 
 def far_prompts(trainer: HasEngine, prompts: Prompts, tokens: int) -> Prompts | None:
-    """Some of `prompts`, each moved back by tokens of its own text in random order.
+    """Return some of `prompts`, each moved back by tokens of its own text in random order.
 
     The prompts grow by as many tokens as leave room for `tokens` sampled ones, up to `POSITION` in
     all, and by equally many on all ranks. None where there is no room.
@@ -253,7 +259,7 @@ def far_prompts(trainer: HasEngine, prompts: Prompts, tokens: int) -> Prompts | 
 
 
 def head(prompts: Prompts, rows: int) -> Prompts:
-    """The first `rows` prompts, with the fields of their images."""
+    """Return the first `rows` prompts, with the fields of their images."""
     counts = prompts.num_images[:rows]
     fields = dict(prompts.fields)
     if prompts.images is not None:
@@ -296,7 +302,10 @@ class OtherRankError(RolloutError):
 
 
 def judge(name: str, drift: Drift, bound: float, remedy: str, note: str = "") -> Check:
-    """The check that a difference in nats is within `bound`. `note` is added to its detail."""
+    """Return the check that a difference in nats is within `bound`.
+
+    `note` is added to its detail.
+    """
     detail = f"{drift.mean:.2g} nats per token, at most {drift.largest:.2g} (bound {bound:g}){note}"
     return passed(name, detail) if drift.mean <= bound else failed(name, detail, remedy)
 
@@ -324,7 +333,7 @@ class EngineProbe:
         prompts: Prompts | None = None,
         **overrides: Any,
     ) -> Rollouts:
-        """Rollouts of `prompts` (None: the probe's), from `sample`.
+        """Return rollouts of `prompts` (None: the probe's), from `sample`.
 
         An error of one rank is raised on all of them, so that none waits for another.
         """
@@ -404,7 +413,7 @@ class EngineProbe:
 
 
 def worst_of_all_ranks(checks: list[Check]) -> list[Check]:
-    """Each check's worst result of any rank, the same on all ranks. A collective call."""
+    """Return each check's worst result of any rank, the same on all ranks. A collective call."""
     order = list(Status)
     columns = zip(*gather_object([checks]), strict=True)
     return [max(column, key=lambda check: order.index(check.status)) for column in columns]
@@ -448,7 +457,7 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
 
 
 def refusal(problems: list[Check]) -> str:
-    """The message that says why the run does not start, and how it would start all the same."""
+    """Return the message why the run does not start, and how it would start all the same."""
     lines = [
         f"{check.name}: {check.detail}. {check.remedy[0].upper()}{check.remedy[1:]}."
         for check in problems

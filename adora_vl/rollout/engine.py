@@ -50,7 +50,7 @@ LOOPS = "repetition_detection"  # vLLM's parameter that stops an answer which re
 
 
 def _biases(logit_bias: Mapping[Any, Any]) -> dict[int, float]:
-    """A `logit_bias` with the keys as numbers, since those of JSON are strings.
+    """Return a `logit_bias` with the keys as numbers, since those of JSON are strings.
 
     Raises `UserError` where it is no mapping of token ids to numbers.
     """
@@ -228,7 +228,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         return int(self.model.config.get_text_config().vocab_size)
 
     def _logprobs_mode(self) -> str:
-        """vLLM's name for the kind of log-probabilities that the trainer compares with.
+        """Return vLLM's name for the kind of log-probabilities that the trainer compares with.
 
         Stock TRL asks for log-probabilities after temperature, filters and bans, of which the
         trainer applies only the temperature. Where that is 1, ours asks for those before filters
@@ -328,7 +328,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             yield folder
 
     def _for_servers(self, everything: bool) -> Iterator[tuple[str, Tensor]]:
-        """The tensors for servers; until they are read, a full sync is not complete."""
+        """Return the tensors for servers; until they are read, a full sync is not complete."""
         if everything:
             self._engine_is_complete = False
         return self._counted()

@@ -54,7 +54,7 @@ class LoadLater(DummyModelLoader):  # type: ignore[misc]  # vLLM is untyped to m
 
 
 def has_copied_head(model: PreTrainedModel, revision: str | None) -> bool:
-    """Whether the checkpoint of a model with tied embeddings has a tensor for its head too.
+    """Return whether the checkpoint of a model with tied embeddings has a tensor for its head too.
 
     Some tools write such checkpoints.
     """
@@ -67,7 +67,7 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux shows the names o
 
 
 def stopping_of_loops(options: Mapping[str, Any]) -> RepetitionDetectionParams:
-    """vLLM's `repetition_detection` from the mapping in a config.
+    """Return vLLM's `repetition_detection` from the mapping in a config.
 
     vLLM accepts a mapping too, but fails when it uses it. Raises `UserError` for options that vLLM
     does not take.
@@ -110,7 +110,7 @@ def own_shared_memory() -> Iterator[None]:
 
 
 def with_known_images(prompt: dict[str, Any]) -> dict[str, Any]:
-    """The prompt in a form in which vLLM neither copies nor hashes its images.
+    """Return the prompt in a form in which vLLM neither copies nor hashes its images.
 
     Each image is put into vLLM's own wrapper, which its parser passes on as it is, and its digest,
     which is known already, becomes its identity (`multi_modal_uuids`). This holds for images that
@@ -131,7 +131,7 @@ def with_known_images(prompt: dict[str, Any]) -> dict[str, Any]:
 def answer_of(
     rollout: CompletionOutput, prompt_ids: Sequence[int], max_length: int
 ) -> SamplingResult:
-    """The result of one rollout that vLLM has sampled.
+    """Return the result of one rollout that vLLM has sampled.
 
     `prompt_ids`: the prompt as vLLM has read it. `max_length`: the most tokens of a sequence,
     prompt and completion together.

@@ -41,7 +41,7 @@ def refuse_prefill(dataset: object) -> None:
 
 
 def never_sampled_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids of `NEVER_SAMPLED` that this tokenizer has; empty for a text-only one."""
+    """Return the ids of `NEVER_SAMPLED` that this tokenizer has; empty for a text-only one."""
     vocabulary = tokenizer.get_vocab()
     return [vocabulary[token] for token in NEVER_SAMPLED if token in vocabulary]
 

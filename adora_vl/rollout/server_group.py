@@ -49,7 +49,7 @@ class ServerGroup:
     def gathered(
         self, asks: Sequence[SamplingRequest], settings: Mapping[str, Any]
     ) -> list[GroupRequest]:
-        """The requests of all ranks, on the first rank; an empty list on every other rank.
+        """Return the requests of all ranks, on the first rank; an empty list on every other rank.
 
         `settings`: vLLM's sampling parameters.
         """

@@ -82,7 +82,7 @@ def of_sampled(
     logps: Sequence[Sequence[Sequence[float | None]]],
     ids: Sequence[Sequence[Sequence[int]]],
 ) -> list[list[float]]:
-    """The log-probability of each sampled token of each rollout.
+    """Return the log-probability of each sampled token of each rollout.
 
     `logps`, `ids`: for each token the scored candidates, of which the first is the likeliest and
     not necessarily the sampled one. So the sampled token is looked up by its id.
@@ -304,7 +304,10 @@ class Server:
         self._ask("POST", "reset_encoder_cache", timeout=_LIVING_S)
 
     def _ask(self, method: str, path: str, **kwargs: Any) -> requests.Response:
-        """The response with status 200; raises `UnusableServerError` for every other status."""
+        """Return the response with status 200.
+
+        Raises `UnusableServerError` for every other status.
+        """
         response: requests.Response = self.client.session.request(
             method, f"{self.address}/{path}", **kwargs
         )
@@ -348,7 +351,7 @@ class ServerPool:
         self._adapter: tuple[Any, ...] = ()  # arguments of `Server.check_lora`; empty: no adapter
 
     def have_lora(self) -> bool:
-        """Whether all servers were started with LoRA. Raises what `Server.look` raises."""
+        """Return whether all servers were started with LoRA. Raises what `Server.look` raises."""
         for server in self._all:
             server.look()
         return all(server.lora for server in self._all)
@@ -499,7 +502,7 @@ class ServerPool:
 def _answer(
     server: Server, ask: GroupRequest, place: PlaceFeatures, features: Features, failed: set[Server]
 ) -> Sampled:
-    """The server's answer to a request.
+    """Return the server's answer to a request.
 
     Servers in `failed` are skipped, so that a server which hangs costs its timeout only once.
     """
@@ -566,7 +569,7 @@ def _on_threads(work: Sequence[Callable[[], _T]], at_a_time: int) -> list[Future
 
 
 def _none_left(problem: BaseException | None) -> str:
-    """The message of a `NoServerError`, with the last problem of a server."""
+    """Return the message of a `NoServerError`, with the last problem of a server."""
     last = f"; the last one: {in_one_line(problem)[:300]}" if problem is not None else ""
     return f"no vLLM server is left{last}. Start one again"
 
@@ -616,7 +619,7 @@ class Client(VLLMClient):  # type: ignore[misc]  # TRL is untyped to mypy
 
 
 def connect(addresses: Sequence[str], group_port: int, patience_s: float) -> list[VLLMClient]:
-    """TRL's clients of the servers.
+    """Return TRL's clients of the servers.
 
     Raises `EngineError` where a server does not answer within `patience_s` seconds.
     """

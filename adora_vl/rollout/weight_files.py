@@ -105,7 +105,7 @@ def _remove(path: Path, lock: int | None, last: bool) -> None:
 
 
 def _rights_in(folder: Path) -> int:
-    """The permissions of a run's folder: the trainer's user alone may use it.
+    """Return the permissions of a run's folder: the trainer's user alone may use it.
 
     Its group may read it too, if `folder` is open to the group and to nobody else.
     """

@@ -18,12 +18,12 @@ Gather = Callable[[Iterable[nn.Parameter]], AbstractContextManager[Any]]
 
 
 def _model_runner(llm: Any) -> Any:
-    """The object in vLLM that has the model."""
+    """Return the object in vLLM that has the model."""
     return llm.llm_engine.model_executor.driver_worker.model_runner
 
 
 def runner_version(llm: Any) -> str:
-    """The model runner that vLLM has chosen.
+    """Return the model runner that vLLM has chosen.
 
     It is `V2` by default on a GPU, and `V1` on a CPU and for what V2 does not support.
     """
@@ -81,7 +81,7 @@ def push_weights(llm: Any, tensors: Iterable[tuple[str, Tensor]], everything: bo
 
 
 def lora_settings(policy: Any) -> Mapping[str, Any] | None:
-    """vLLM's settings for an engine that gets nothing but the policy's adapter.
+    """Return vLLM's settings for an engine that gets nothing but the policy's adapter.
 
     None where more is trained than the two LoRA factors of linear layers: a bias,
     `modules_to_save`, an adapter of another kind, or all weights.
@@ -157,7 +157,7 @@ def push_adapter(llm: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> int:
 
 
 def _adapter_layers(policy: Any) -> Iterator[tuple[str, Any]]:
-    """The name and module of each layer that has a part of the trained LoRA adapter."""
+    """Yield the name and module of each layer that has a part of the trained LoRA adapter."""
     for name, module in policy.named_modules():
         if ADAPTER_NAME in getattr(module, "lora_A", ()):
             yield name, module
@@ -193,7 +193,7 @@ def reset_caches(llm: Any) -> None:
 
 
 def can_merge(model: Any, gather: Gather = lambda parameters: nullcontext()) -> bool:
-    """Whether everything that a `PeftModel` trains is in weights that PEFT can merge.
+    """Return whether everything that a `PeftModel` trains is in weights that PEFT can merge.
 
     Prompt tuning, for example, adds tokens instead of changing weights. Merging is tried on one
     layer of each kind. All ranks call it together, since `gather` is collective.
@@ -292,7 +292,7 @@ def _parts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]
 
 
 def _is_adapted(module: nn.Module) -> bool:
-    """Whether PEFT has put an adapter around this module."""
+    """Return whether PEFT has put an adapter around this module."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -300,7 +300,7 @@ def _is_adapted(module: nn.Module) -> bool:
 
 
 def _base_of(module: Any) -> nn.Module:
-    """The layer that an adapter changes, or the module itself."""
+    """Return the layer that an adapter changes, or the module itself."""
     if not _is_adapted(module):
         return cast("nn.Module", module)
     return cast(
@@ -310,7 +310,7 @@ def _base_of(module: Any) -> nn.Module:
 
 
 def _merged(module: nn.Module) -> nn.Module:
-    """The layer below an adapter with the adapter merged in: a copy, in at least float32."""
+    """Return the layer below an adapter with the adapter merged in: a copy, in at least float32."""
     copied: dict[int, Any] = {}  # `id` of an object of the original -> its stand-in in the copy
     for part in module.modules():
         parameters = {
@@ -329,7 +329,7 @@ def _merged(module: nn.Module) -> nn.Module:
 
 
 def _exact(parameter: nn.Parameter) -> nn.Parameter:
-    """A copy of the parameter, in at least float32 if it is floating point."""
+    """Return a copy of the parameter, in at least float32 if it is floating point."""
     dtype = parameter.dtype
     if parameter.is_floating_point():
         dtype = torch.promote_types(dtype, torch.float32)

@@ -33,8 +33,9 @@ OVERSAMPLING = 2  # Pillow's lines are not anti-aliased; drawing larger and shri
 
 
 def font_pixels(size: int) -> float:
-    """Height of a label in a picture of `size` pixels: two digits fill half of 56 pixels, a tenth
-    of 448.
+    """Return the height of a label in a picture of `size` pixels.
+
+    Two digits fill half of 56 pixels, a tenth of 448.
     """
     return max(0.075 * size, min(24.0, 0.43 * size))
 

@@ -186,7 +186,7 @@ def prepare_knights_table(
 
 
 def _is_made(folder: Path, description: Manifest) -> bool:
-    """Whether a folder holds a data set of this description, with all its files."""
+    """Return whether a folder holds a data set of this description, with all its files."""
     manifest = read_manifest(folder)
     if manifest is None or any(manifest.get(key) != value for key, value in description.items()):
         return False

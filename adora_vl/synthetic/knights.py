@@ -241,7 +241,7 @@ def holds(claim: Any, is_knight: tuple[bool, ...]) -> bool:
 
 
 def fitting(claims: tuple[Any, ...]) -> list[tuple[bool, ...]]:
-    """Every way to call people knights in which knights, and they alone, say what is true.
+    """Return every way to call people knights in which knights, and they alone, say what is true.
 
     Person i makes claim i.
     """

@@ -90,12 +90,12 @@ def working(
 
 
 def guess(rng: random.Random) -> str:
-    """One of the two usual digits, without a working."""
+    """Return one of the two usual digits, without a working."""
     return f"guess \\boxed{{{rng.choice(USUAL_DIGITS)}}}"
 
 
 def sides_of(problem: str, solution: str) -> tuple[int, ...]:
-    """The four sides of a drawn problem, from its question and its worked solution."""
+    """Return the four sides of a drawn problem, from its question and its worked solution."""
     return tuple(
         int(number) for text in (solution, problem) for number in re.findall(r"\d+", text)[:2]
     )

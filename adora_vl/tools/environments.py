@@ -65,7 +65,10 @@ class Environments:
             raise UserError(f"{KEY}: {self.name}.{later} is async; write a plain method")
 
     def reward(self) -> Callable[..., list[float | None]]:
-        """TRL's reward function for environments with `get_reward`, named after their class."""
+        """Return TRL's reward function for environments with `get_reward`.
+
+        It is named after their class.
+        """
 
         def get_reward(environments: Sequence[Any], **_: Any) -> list[float | None]:
             return [environment.get_reward() for environment in environments]
@@ -76,7 +79,9 @@ class Environments:
     def entered(
         self, groups: Sequence[RolloutGroup], run_seed: int, *, anew: bool
     ) -> list[RolloutGroup]:
-        """The groups with an environment for each rollout and the text of `reset` in their prompts.
+        """Return the groups with an environment for each rollout.
+
+        The text of `reset` is in their prompts.
 
         Args:
             groups: groups that begin.
@@ -90,7 +95,7 @@ class Environments:
         return [self._entered(group, run_seed) for group in groups]
 
     def _entered(self, group: RolloutGroup, run_seed: int) -> RolloutGroup:
-        """One group in environments, which are reset with the same random numbers."""
+        """Return one group in environments, which are reset with the same random numbers."""
         problem = group.problem
         where = f"row {group.row.get('id', problem.number)}"
         seed = f"{run_seed}/{problem.where}/{problem.place}"
@@ -111,7 +116,10 @@ class Environments:
         return replace(group, row=_with_text(group.row, messages[0]), rollouts=tuple(inside))
 
     def _free(self, where: str) -> Any:
-        """An instance that no rollout of this generation has; a new one is built if needed."""
+        """Return an instance that no rollout of this generation has.
+
+        A new one is built if needed.
+        """
         if self._in_use == len(self._instances):
             environment = self._run(self.factory, f"{where}: it cannot be made", KEY)
             is_shared = any(environment is instance for instance in self._instances)
@@ -125,7 +133,7 @@ class Environments:
         return self._instances[self._in_use - 1]
 
     def _reset(self, environment: Any, row: Row, where: str, seed: str) -> str:
-        """The text that `reset` returns for a row. Raises `UserError`."""
+        """Return the text that `reset` returns for a row. Raises `UserError`."""
 
         def reset() -> object:
             return environment.reset(**own_copy(dict(row)))
@@ -145,7 +153,10 @@ class Environments:
         return text
 
     def _run(self, do: Callable[[], Any], label: str, seed: str) -> Any:
-        """The result of code of the user, within limits. Raises `UserError` where it fails."""
+        """Return the result of code of the user, within limits.
+
+        Raises `UserError` where it fails.
+        """
         try:
             with limited(f"environment {self.name}", self.seconds, seed):
                 return do()
@@ -156,7 +167,7 @@ class Environments:
 
 
 def environments_of(factory: object, seconds: float) -> Environments | None:
-    """The environments of a run, None without any.
+    """Return the environments of a run, None without any.
 
     Args:
         factory: `FILE.py:CLASS`, or a class or function from Python; None for no environments.
@@ -185,7 +196,7 @@ def environments_of(factory: object, seconds: float) -> Environments | None:
 
 
 def _with_text(row: Row, text: str) -> Row:
-    """The row with a text at the end of the last message of its prompt."""
+    """Return the row with a text at the end of the last message of its prompt."""
     if not text:
         return row
     *before, last = row["prompt"]

@@ -43,16 +43,16 @@ class View:
         return "in thousandths of its width and height" if self.relative else "in its pixels"
 
     def size(self, image: Image.Image) -> tuple[int, int]:
-        """Width and height in pixels, as the model sees them."""
+        """Return width and height in pixels, as the model sees them."""
         return model_size(*image.size, self.unit, self.low, self.high)
 
     def scale(self, image: Image.Image) -> tuple[float, float]:
-        """The largest coordinates in x and y."""
+        """Return the largest coordinates in x and y."""
         width, height = self.size(image)
         return (1000, 1000) if self.relative else (width, height)
 
     def shares(self, image: Image.Image, *points: tuple[float, float]) -> list[tuple[float, float]]:
-        """The points as shares of width and height.
+        """Return the points as shares of width and height.
 
         Raises `ValueError` for a point outside of the picture.
         """
@@ -213,7 +213,7 @@ def calculate(expression: str) -> str:
 
 
 def _value_of_an_answer(expression: str) -> Ball:
-    r"""The value of an answer that no calculator reads, such as `\frac{1}{2}` or `7 1/2`.
+    r"""Return the value of an answer that no calculator reads, such as `\frac{1}{2}` or `7 1/2`.
 
     It is read as the grader reads it. Raises `ValueError` where it has no value.
     """
@@ -224,7 +224,7 @@ def _value_of_an_answer(expression: str) -> Ball:
 
 
 def _no_value(reason: str) -> str:
-    """The error of an expression without a value."""
+    """Return the error of an expression without a value."""
     return f"the expression has no value here ({reason.replace('_', ' ')})"
 
 
@@ -234,7 +234,7 @@ OURS = {tool.__name__: tool for tool in (zoom, mark, line, measure, calculate)}
 
 
 def _chosen(images: Sequence[Image.Image], number: int) -> Image.Image:
-    """The picture of this number. Raises `ValueError` where there is none."""
+    """Return the picture of this number. Raises `ValueError` where there is none."""
     if not 0 <= number < len(images):
         available = f"0 to {len(images) - 1}" if images else "none"
         raise ValueError(f"picture: {number} is not there ({available})")
@@ -242,10 +242,10 @@ def _chosen(images: Sequence[Image.Image], number: int) -> Image.Image:
 
 
 def _at(image: Image.Image, share: tuple[float, float]) -> tuple[float, float]:
-    """The pixel at these shares of width and height."""
+    """Return the pixel at these shares of width and height."""
     return share[0] * (image.width - 1), share[1] * (image.height - 1)
 
 
 def _thick(image: Image.Image) -> int:
-    """The width in pixels of a line that can be seen in the picture."""
+    """Return the width in pixels of a line that can be seen in the picture."""
     return max(1, min(image.size) // 150)

@@ -67,7 +67,7 @@ class ChosenTools:
     environments: Environments | None = None
 
     def schemas(self, view: View | None) -> list[dict[str, Any]]:
-        """The JSON schemas of the tools, as the model is told of them.
+        """Return the JSON schemas of the tools, as the model is told of them.
 
         `view` is that of a model that sees images, None for a model that reads text alone.
         """
@@ -78,7 +78,7 @@ class ChosenTools:
 def choose_tools(
     entries: Sequence[str | Callable[..., Any]], environments: Environments | None = None
 ) -> ChosenTools:
-    """The tools of a run, and the methods of its environments.
+    """Return the tools of a run, and the methods of its environments.
 
     Args:
         entries: the key `tools`: names of our tools, `FILE.py:FUNCTION`, and functions.
@@ -122,9 +122,10 @@ def choose_tools(
 
 
 def view_of(config: Any, pixels: Limits) -> View | None:
-    """The view of a model of this Transformers config; None for a model that reads text alone.
+    """Return the view of a model of this Transformers config.
 
-    `pixels` are the limits within which the model sees a picture.
+    None for a model that reads text alone. `pixels` are the limits within which the model sees a
+    picture.
     """
     family = family_of(config)
     vision = family.vision if family is not None else None
@@ -190,7 +191,7 @@ class Toolbox:
         last: bool,
         environment: object = None,
     ) -> ToolAnswer | None:
-        """The answer to a turn of the policy, None if the turn calls nothing.
+        """Return the answer to a turn of the policy, None if the turn calls nothing.
 
         Args:
             text: the turn.
@@ -248,7 +249,7 @@ class Toolbox:
         seed: str,
         environment: object,
     ) -> _Outcome:
-        """The result of one call, from its text to the parts of its answer.
+        """Return the result of one call, from its text to the parts of its answer.
 
         Everything here follows from what a model wrote or a tool of the user returned, so every
         exception becomes a line for the model: a run that ended here would draw the same call again
@@ -282,7 +283,7 @@ class Toolbox:
         seed: str,
         environment: object,
     ) -> list[Part]:
-        """The parts of a tool's result. Raises `CallError`, and whatever the tool raises."""
+        """Return the parts of a tool's result. Raises `CallError`, and whatever the tool raises."""
         if name not in self._by_name:
             raise CallError(f"no tool {name[:40]!r}; there are {', '.join(self._by_name)}")
         kwargs: dict[str, Any] = checked(arguments, self._by_name[name])
@@ -314,7 +315,7 @@ class Toolbox:
         self._has_warned = True
 
     def _parts(self, result: object, before: int) -> list[Part]:
-        """A tool's result as texts and pictures that the model's processor accepts.
+        """Return a tool's result as texts and pictures that the model's processor accepts.
 
         `before` is the number of pictures that the model has already. Raises `CallError`, and
         whatever an object of the user raises when it is read.
@@ -340,7 +341,7 @@ class Toolbox:
         return parts or ["nothing"]
 
     def _part(self, value: object) -> Part:
-        """One value of a result as text or picture; any JSON value becomes its text.
+        """Return one value of a result as text or picture; any JSON value becomes its text.
 
         Raises `CallError`.
         """
@@ -361,7 +362,10 @@ class Toolbox:
             ) from None
 
     def _picture(self, image: Image.Image) -> Image.Image:
-        """A picture as the model can see it, resized within the limits. Raises `CallError`."""
+        """Return a picture as the model can see it, resized within the limits.
+
+        Raises `CallError`.
+        """
         if self.view is None:
             raise CallError("the tool returned a picture, and the model reads text alone")
         try:

@@ -22,7 +22,7 @@ _SHOWN = 40  # characters of an answer
 def unsteady_tools(
     toolbox: Toolbox, images: Sequence[Image.Image] = (), environments: Sequence[Any] = ()
 ) -> list[str]:
-    """A line for each tool that answers the same call in two ways.
+    """Return a line for each tool that answers the same call in two ways.
 
     The arguments are invented from its schema, so a tool may refuse all of them; it then gets no
     line.
@@ -74,7 +74,10 @@ def _two_answers(
 
 
 def _made_up(parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Sets of arguments in the order in which they are tried: plain values, then the shortest."""
+    """Return sets of arguments in the order in which they are tried.
+
+    Plain values come first, then the shortest ones.
+    """
     properties = parameters["properties"]
     required = parameters.get("required", ())
     plain = dict[str, Any]()
@@ -88,16 +91,16 @@ def _made_up(parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _same(first: ToolAnswer, second: ToolAnswer) -> bool:
-    """Whether two answers have the same texts and pictures."""
+    """Return whether two answers have the same texts and pictures."""
     return [_content(part) for part in first.parts] == [_content(part) for part in second.parts]
 
 
 def _content(part: str | Image.Image) -> object:
-    """What is compared of a part: a text, or the size and pixels of a picture."""
+    """Return what is compared of a part: a text, or the size and pixels of a picture."""
     return part if isinstance(part, str) else (part.size, part.tobytes())
 
 
 def _in_short(answer: ToolAnswer) -> str:
-    """The beginning of the text of an answer, on one line."""
+    """Return the beginning of the text of an answer, on one line."""
     text = " ".join(answer.calls[0].text.split())
     return f"{text[:_SHOWN]!r}"

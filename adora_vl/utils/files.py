@@ -36,14 +36,16 @@ NFS_DELAY_S = 60.0
 
 
 def cache_folder() -> Path:
-    """`ADORA_VL_HOME`, or `adora_vl` in the user's cache folder."""
+    """Return `ADORA_VL_HOME`, or `adora_vl` in the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("ADORA_VL_HOME") or Path(cache) / "adora_vl")
 
 
 def leads_out(folder: Path, path: Path) -> bool:
-    """Whether a path below `folder` leads out of it by a link, its own or one on the way: a folder
-    from elsewhere must not show any file of this machine. A loop of links leads nowhere, and out.
+    """Return whether a path below `folder` leads out of it by a link.
+
+    The link may be the path itself or one on the way. A folder from elsewhere must not show any
+    file of this machine.
     """
     try:
         return not path.resolve().is_relative_to(folder.resolve())
@@ -126,8 +128,9 @@ class KeptAnswers:
 
 
 def appears(path: Path, patience_s: float = NFS_DELAY_S) -> bool:
-    """Whether a file is there that another machine has made on a shared disk, if need be after a
-    while.
+    """Wait for a file that another machine has written on a shared disk.
+
+    Returns whether it is there after `patience_s` at the latest.
     """
     end = time.monotonic() + patience_s
     while not path.exists():
@@ -241,7 +244,7 @@ def locked_folder(new_name: Callable[[], Path]) -> tuple[Path, int | None]:
 
 
 def _lock(beside: Path, flags: int) -> int:
-    """The open, locked file in a hidden folder; the kernel drops the lock of a dead process.
+    """Return the open, locked file in a hidden folder; the kernel drops the lock of a dead process.
 
     Raises `OSError`.
     """
@@ -268,7 +271,7 @@ def _neighbour(path: Path) -> Path:
 
 
 def is_partial(path: Path) -> bool:
-    """Whether the name is that of what `replacing` and `replacing_folder` write first."""
+    """Return whether the name is that of what `replacing` and `replacing_folder` write first."""
     return _PARTIAL_NAME.fullmatch(path.name) is not None
 
 
@@ -310,7 +313,7 @@ def unwritable(option: str, path: Path, error: Exception) -> UserError:
 
 
 def disk_is_full(error: BaseException | None) -> bool:
-    """Whether an error of writing, or one that it came from, is that of a full disk."""
+    """Return whether an error of writing, or one that it came from, is that of a full disk."""
     while error is not None:
         if (isinstance(error, OSError) and error.errno in _FULL) or _FULL_WORDS.search(str(error)):
             return True

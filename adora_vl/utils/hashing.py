@@ -89,7 +89,7 @@ def _kept(file: Path) -> KeptAnswers:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file in hexadecimal, as people check it with other programs.
+    """Return SHA-256 of a file in hexadecimal, as people check it with other programs.
 
     Raises `OSError`.
     """

@@ -60,16 +60,18 @@ def only_here(name: str) -> bool:
 
 
 def why_missing(name: str, error: BaseException) -> str:
-    """Why a folder or hub id could not be loaded: the hub does not answer, or else the first line
-    of the error.
+    """Return why a folder or hub id could not be loaded.
+
+    The hub does not answer, or else it is the first line of the error.
     """
     missing = "" if Path(name).is_dir() else no_hub()
     return missing or (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def notes_on(name: str) -> list[str]:
-    """What to tell the user of a model that was found although the hub does not answer: no line or
-    one.
+    """Return what to tell of a model that was found although the hub does not answer.
+
+    It is no line or one.
     """
     if Path(name).is_dir() or not no_hub():
         return []

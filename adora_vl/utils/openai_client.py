@@ -108,7 +108,7 @@ class EndpointError(SpokenError):
 
 
 def check_url(name: str, url: str) -> str:
-    """An http address without credentials in it.
+    """Return an http address without credentials in it.
 
     Raises `UserError`, in which `name` stands for the option.
     """
@@ -161,7 +161,7 @@ class ChatClient:
         return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
     def ask(self, messages: Messages, read: Callable[[str], str]) -> str:
-        """What `read` makes of the answer, which `cached` gives from now on.
+        """Return what `read` makes of the answer, which `cached` gives from now on.
 
         `read` may raise `EndpointError` for an answer of the wrong form, which is then asked for
         again, unless it was cut off at the limit on its tokens.
@@ -185,7 +185,7 @@ class ChatClient:
         return answer
 
     def chat(self, messages: Messages, **body: Any) -> Reply:
-        """One answer with its counts, never from the cache.
+        """Return one answer with its counts, never from the cache.
 
         `body`: fields of this request. Raises `EndpointError`.
         """
@@ -336,12 +336,12 @@ async def _exchange(
 
 @cache
 def _trusted() -> ssl.SSLContext:
-    """The certificates of this machine, read once."""
+    """Return the certificates of this machine, read once."""
     return ssl.create_default_context()
 
 
 def is_here(address: str) -> bool:
-    """Whether an address leads to this machine itself, where no proxy can lead."""
+    """Return whether an address leads to this machine itself, where no proxy can lead."""
     host = (urllib.parse.urlsplit(address).hostname or "").lower()
     try:
         ip_address = ipaddress.ip_address(host)
@@ -351,7 +351,7 @@ def is_here(address: str) -> bool:
 
 
 def _text_of(choice: Mapping[str, Any]) -> str:
-    """The text of a choice in a reply.
+    """Return the text of a choice in a reply.
 
     A server with a reasoning parser sends null where the model came to no text behind its thinking:
     that is an empty answer. Raises `EndpointError` where null stands for something else, a refusal
@@ -370,12 +370,12 @@ def _text_of(choice: Mapping[str, Any]) -> str:
 
 
 def _count(value: Any) -> int:
-    """A number of tokens as a server says it; 0 for what is none."""
+    """Return a number of tokens as a server says it; 0 for what is none."""
     return int(value) if isinstance(value, int | float) and 0 < value < 2**53 else 0
 
 
 def _in_a_line(received: bytes, key: str) -> str:
-    """What the server says about a call that it refuses, without the key, in one line."""
+    """Return what the server says about a call that it refuses, without the key, in one line."""
     text = received[:_SAID].decode(errors="replace")
     text = " ".join("".join(char if char.isprintable() else " " for char in text).split())
     text = masked_text(text, key)

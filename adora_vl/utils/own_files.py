@@ -53,12 +53,12 @@ class FromFile:
 
 
 def is_own(entry: str) -> bool:
-    """Whether an entry names a file, and not one of ours."""
+    """Return whether an entry names a file, and not one of ours."""
     return ".py:" in entry or entry.endswith(".py")
 
 
 def own_name(entry: str) -> str:
-    """What an entry names in its file: `brevity` of `my_rewards.py:brevity`."""
+    """Return what an entry names in its file: `brevity` of `my_rewards.py:brevity`."""
     return entry.rpartition(":")[2]
 
 
@@ -156,7 +156,7 @@ def _find(key: str, entry: str, noun: str) -> Path:
 
 
 def with_neighbours(path: Path) -> set[Path]:
-    """A file and the modules beside it that it imports, and those that these import.
+    """Return a file and the modules beside it that it imports, and those that these import.
 
     Modules in packages below it count too, and imports inside a function. The standard library's
     `modulefinder` ends in an error for a package without `__init__.py`.

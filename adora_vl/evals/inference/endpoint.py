@@ -80,7 +80,10 @@ class EndpointEngine:
             self._body["chat_template_kwargs"] = dict(settings.template)
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable | None]:
-        """The replies, None for a call that failed. Raises `UserError` if all of them failed."""
+        """Return the replies, None for a call that failed.
+
+        Raises `UserError` if all of them failed.
+        """
         replies = self._client.each(self._answer, requests)
         failures = [str(reply) for reply in replies if isinstance(reply, EndpointError)]
         if failures and len(failures) == len(replies):
@@ -103,7 +106,7 @@ class EndpointEngine:
 
 
 def messages_of(request: AnswerRequest) -> Messages:
-    """The conversation in OpenAI's form: each placeholder becomes its image."""
+    """Return the conversation in OpenAI's form: each placeholder becomes its image."""
     pngs = (base64.b64encode(png_bytes(image.convert("RGB"))).decode() for image in request.images)
 
     def openai_part(part: dict[str, Any]) -> dict[str, Any]:

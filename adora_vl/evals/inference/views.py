@@ -55,9 +55,10 @@ def shown_as(problems: Sequence[Problem], view: str) -> list[Problem]:
 
 
 def _prompt_with_facts(problem: Problem, *, alone: bool) -> str:
-    """The prompt of a problem with its facts: before the question, or behind a picture's place.
+    """Return the prompt of a problem with its facts.
 
-    `alone`: without the placeholders of its pictures.
+    They stand before the question, or behind a picture's place. `alone`: without the placeholders
+    of its pictures.
     """
     question = problem.prompt
     if alone:
@@ -68,7 +69,7 @@ def _prompt_with_facts(problem: Problem, *, alone: bool) -> str:
 
 
 def without_images(problem: Problem) -> Problem:
-    """The problem with no images, its text as it is."""
+    """Return the problem with no images, its text as it is."""
     return replace(problem, n_images=0, images=list, sizes=None)
 
 

@@ -48,26 +48,32 @@ _T_95 = (
 
 
 def student_95(degrees: float) -> float:
-    """The 97.5 % quantile of Student's t distribution, for at least one degree of freedom."""
+    """Return the 97.5 % quantile of Student's t distribution.
+
+    There is at least one degree of freedom.
+    """
     rounded = max(1, int(degrees))
     # beyond 30 it is at most 4 % too wide
     return _T_95[rounded - 1] if rounded <= len(_T_95) else _T_95[-1]
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Half of the 95 % interval of the mean of at least two values, by Student's t."""
+    """Return half of the 95 % interval of the mean of at least two values, by Student's t."""
     return student_95(len(values) - 1) * stdev(values) / sqrt(len(values))
 
 
 def paired_t(differences: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the mean of at least two paired differences, by Student's t."""
+    """Return the 95 % interval of the mean of at least two paired differences, by Student's t."""
     middle = fmean(differences)
     half = half_width(differences)
     return middle - half, middle + half
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of mean(second) - mean(first), at least two values each, by Welch's t."""
+    """Return the 95 % interval of mean(second) - mean(first), by Welch's t.
+
+    Each has at least two values.
+    """
     middle = fmean(second) - fmean(first)
     parts = [variance(values) / len(values) for values in (first, second)]
     if not sum(parts):
@@ -80,7 +86,7 @@ def welch(first: Sequence[float], second: Sequence[float]) -> tuple[float, float
 
 
 def wilson(correct: float, total: int) -> tuple[float, float]:
-    """The 95 % score interval of an accuracy (Wilson 1927, without continuity correction).
+    """Return the 95 % score interval of an accuracy (Wilson 1927, without continuity correction).
 
     `total` is over 0; `correct` may be a fraction of answers.
     """
@@ -93,7 +99,7 @@ def wilson(correct: float, total: int) -> tuple[float, float]:
 
 
 def bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % percentile interval of the mean of `values`, by drawing them anew.
+    """Return the 95 % percentile interval of the mean of `values`, by drawing them anew.
 
     There is at least one value. The seed is fixed, so that a score can be repeated.
     """
@@ -132,7 +138,7 @@ def pass_at(k: int, samples: int, correct: int) -> float:
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """The exact two-sided p of McNemar's test.
+    """Return the exact two-sided p of McNemar's test.
 
     The arguments are the numbers of items that only one of two runs has right.
     """
