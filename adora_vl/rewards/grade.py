@@ -12,6 +12,7 @@ import time
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from adora_vl.data.prompts import without_letters
@@ -158,6 +159,18 @@ def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
     return None if canonical_gold(stored) == stored else "unstable"
 
 
+# All rollouts of a problem are compared with one reference answer.
+@lru_cache(maxsize=256)
+def _unmeetable(text: str) -> str | None:
+    """Why no honest answer can meet a reference answer as it is spelled, or None if one can."""
+    if any(not char.isascii() and unicodedata.category(char) in {"Nd", "No"} for char in text):
+        return "other_digits"
+    for reason, pattern, _ in _UNMEETABLE:
+        if pattern.fullmatch(text):
+            return reason
+    return None
+
+
 def _decided(answer: Answer, reference: Answer, choices: Sequence[str], rounding: bool) -> Compared:
     """Return the verdict, with the letters of a multiple-choice item resolved.
 
@@ -172,12 +185,9 @@ def _decided(answer: Answer, reference: Answer, choices: Sequence[str], rounding
             return Compared("correct", "letter") if same else Compared("wrong", "different_letter")
         if named:
             return Compared("wrong", "letter_without_choice")
-        text = reference.text
-        if any(not char.isascii() and unicodedata.category(char) in {"Nd", "No"} for char in text):
-            return Compared("wrong", "gold_other_digits")
-        for reason, pattern, _ in _UNMEETABLE:
-            if pattern.fullmatch(text):
-                return Compared("wrong", f"gold_{reason}")
+        reason = _unmeetable(reference.text)
+        if reason is not None:
+            return Compared("wrong", f"gold_{reason}")
         return compare(answer, reference, rounding)
     if right:
         value = _choice(right.letter, choices)

@@ -35,7 +35,7 @@ from adora_vl.config.blocks import RolloutOptions  # noqa: E402
 from adora_vl.config.keys import StepPart  # noqa: E402
 from adora_vl.models.load import PRETRAINED  # noqa: E402
 from adora_vl.packing import policy_pass as packed_module  # noqa: E402
-from adora_vl.packing.shared_prompt import pack, sharing_pays  # noqa: E402
+from adora_vl.packing.shared_prompt import Packed, pack, sharing_pays  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
 from adora_vl.synthetic.generate import generate  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
@@ -181,8 +181,8 @@ def sabotage(names: str) -> None:
     """Break parts, comma-separated, to see that the tests notice."""
     if "positions" in names:  # every rollout one place further on
 
-        def shifted(*args: Any, **kwargs: Any) -> Any:
-            packed = pack(*args, **kwargs)
+        def shifted(input_ids: torch.Tensor, **layout: Any) -> Packed:
+            packed = pack(input_ids, **layout)
             after_the_prompt = torch.arange(packed.ids_NS.size(1)) >= packed.shared.groups[0].prompt
             return dataclasses.replace(packed, positions=packed.positions + after_the_prompt)
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from adora_vl.evals.inference.prediction_tables import is_table, rows_of_table
 from adora_vl.evals.records import Prediction
 from adora_vl.utils.cli import MistakesError, read_json
 from adora_vl.utils.errors import UserError
@@ -52,7 +53,7 @@ def read_predictions(
     """Return all rows of a predictions file, in its order.
 
     The file has an object a line, or one list of objects, or one object with a row under each id,
-    as MathVista publishes them.
+    as MathVista publishes them; or it is a table (.xlsx, .tsv, .csv), as VLMEvalKit writes them.
 
     `check` says what a benchmark finds wrong with a row. A numeric `pid` becomes text, a missing
     one is taken from `id_column`, and a null response is an empty one. `columns`: from our names to
@@ -62,13 +63,9 @@ def read_predictions(
     """
     if not path.is_file():
         raise UserError(f"predictions: no file {str(path)!r}; make it with the `infer` verb")
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"predictions: {str(path)!r} cannot be read ({error.strerror})") from error
     rows: dict[tuple[str, int], tuple[int, Prediction]] = {}
     faults: list[str] = []
-    for number, parsed in enumerate(_found_in(content), start=1):
+    for number, parsed in enumerate(_objects(path), start=1):
         row = _completed(parsed, id_column, columns or {}) if isinstance(parsed, dict) else parsed
         fault = row if isinstance(row, str) else row_fault(row) or (check(row) if check else None)
         if fault is None and isinstance(row, dict):
@@ -151,11 +148,18 @@ def wrong_fields(row: Prediction, kinds: Mapping[str, Kind]) -> str | None:
     return None
 
 
-def _found_in(content: bytes) -> Iterator[Prediction | str]:
-    """Return the objects of a predictions file.
+def _objects(path: Path) -> Iterator[Prediction | str]:
+    """Yield the objects of a predictions file.
 
     A text says what is wrong where one is not an object.
     """
+    if is_table(path):
+        yield from rows_of_table(path)
+        return
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"predictions: {str(path)!r} cannot be read ({error.strerror})") from error
     lines = content.splitlines()
     first = _parsed(lines[0]) if lines else ""
     a_line_each = isinstance(first, dict) and not all(
