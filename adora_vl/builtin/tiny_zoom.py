@@ -7,7 +7,7 @@ It sees 56 x 56 of 448 x 448 pixels (`max_pixels: 3136`), in which no number can
 import json
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
@@ -23,6 +23,9 @@ from adora_vl.models.load import PRETRAINED
 from adora_vl.synthetic.corners import CORNERS, PARTS, answer, cell, drawn, question
 from adora_vl.tools.ours import View
 from adora_vl.tools.run import Toolbox, choose_tools
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, ProcessorMixin
 
 SIZE = 448
 SEEN = 56
@@ -62,7 +65,7 @@ def call_for(corner: str) -> str:
 
 
 class _Teacher:
-    def __init__(self, processor: Any, toolbox: Toolbox, plan: ZoomStart) -> None:
+    def __init__(self, processor: "ProcessorMixin", toolbox: Toolbox, plan: ZoomStart) -> None:
         self.processor = processor
         self.toolbox = toolbox
         self.plan = plan
@@ -105,7 +108,11 @@ class _Teacher:
         return [*parts, (answer(numbers[at]) + END_OF_TURN, True)], [image, *reply_images]
 
 
-def _loss(model: Any, processor: Any, rows: list[tuple[list[Part], list[Image.Image]]]) -> Tensor:
+def _loss(
+    model: "PreTrainedModel",
+    processor: "ProcessorMixin",
+    rows: list[tuple[list[Part], list[Image.Image]]],
+) -> Tensor:
     """Return the mean loss over the tokens that the model writes itself."""
     image_inputs = processor.image_processor(
         images=[
@@ -131,7 +138,7 @@ def _loss(model: Any, processor: Any, rows: list[tuple[list[Part], list[Image.Im
     return token_loss(model, sequences=sequences, labels=labels, **image_inputs)
 
 
-def _begun(processor: Any, seed: int) -> Any:
+def _begun(processor: "ProcessorMixin", seed: int) -> Any:
     """Return the shipped model behind another vocabulary.
 
     It has learned to read numbers in drawn figures.

@@ -31,7 +31,7 @@ from adora_vl.utils.openai_client import EndpointError, fetch
 from adora_vl.utils.secrets import without_login
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, ProcessorMixin
     from trl import GRPOConfig
 
 KEY = "adora_overlong_prompts"
@@ -379,7 +379,12 @@ def served_length(config: GRPOConfig) -> int | None:
     return min(lengths, default=None)
 
 
-def limits_of(processor: Any, model: Any, min_pixels: int | None, max_pixels: int | None) -> Limits:
+def limits_of(
+    processor: ProcessorMixin,
+    model: PretrainedConfig,
+    min_pixels: int | None,
+    max_pixels: int | None,
+) -> Limits:
     """Return the pixel limits that images will be resized to.
 
     They are the config's, else the processor's own, else those published for the family of `model`,
@@ -400,7 +405,7 @@ def limits_of(processor: Any, model: Any, min_pixels: int | None, max_pixels: in
 TemplateOptions = dict[str, Any] | None  # TRL's `chat_template_kwargs`
 
 
-def _chat_tokens(processor: Any, messages: Any, options: TemplateOptions) -> int:
+def _chat_tokens(processor: ProcessorMixin, messages: Any, options: TemplateOptions) -> int:
     text = processor.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=False, **(options or {})
     )
@@ -410,7 +415,7 @@ def _chat_tokens(processor: Any, messages: Any, options: TemplateOptions) -> int
 
 
 def tokenizer_counter(
-    processor: Any, system_prompt: str | None, options: TemplateOptions = None
+    processor: ProcessorMixin, system_prompt: str | None, options: TemplateOptions = None
 ) -> TextTokens:
     """Return a counter that uses the trainer's template and tokenizer.
 
@@ -427,7 +432,7 @@ def tokenizer_counter(
     return count
 
 
-def message_counter(processor: Any, options: TemplateOptions = None) -> TextTokens:
+def message_counter(processor: ProcessorMixin, options: TemplateOptions = None) -> TextTokens:
     """Return a counter of prompts in TRL's form, text or messages, as TRL tokenizes them."""
     from trl.data_utils import prepare_multimodal_messages  # importing it takes seconds
 

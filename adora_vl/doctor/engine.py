@@ -343,7 +343,7 @@ class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transforme
     ) -> None:
         """Run all examinations, and leave the training."""
         trainer = self.trainer
-        prompts = agreement.read_prompts(trainer, agreement.own_rows(trainer, self.rows))
+        prompts = agreement.read_prompts(trainer, agreement.first_rows(trainer, self.rows))
         merge = getattr(getattr(trainer.processing_class, "image_processor", None), "merge_size", 1)
         self.checks = examine(Examination(trainer, prompts), merge)
         raise Examined

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedConfig
 
 EMBEDDINGS = "pooler_output"
 DEEPSTACK = "deepstack_features"
@@ -105,7 +106,7 @@ FAMILIES: dict[str, Family] = {
 KNOWN = ", ".join(FAMILIES)  # as a message names them
 
 
-def family_of(config: Any) -> Family | None:
+def family_of(config: PreTrainedConfig) -> Family | None:
     """Return the family of a Transformers config, None where the table does not have it."""
     return FAMILIES.get(str(getattr(config, "model_type", "")))
 
@@ -115,7 +116,7 @@ def seeing_families() -> dict[str, Vision]:
     return {kind: family.vision for kind, family in FAMILIES.items() if family.vision is not None}
 
 
-def sees_images(config: Any) -> bool:
+def sees_images(config: PreTrainedConfig) -> bool:
     """Return whether a model of this Transformers config takes images, of whatever family.
 
     Else it is a language model.
@@ -123,7 +124,7 @@ def sees_images(config: Any) -> bool:
     return getattr(config, "vision_config", None) is not None
 
 
-def shares_prompts(config: Any) -> bool:
+def shares_prompts(config: PreTrainedConfig) -> bool:
     """Return whether every layer can let the rollouts of a group share their prompt.
 
     All have full attention then, as have those of a config that names no kinds.
@@ -132,7 +133,7 @@ def shares_prompts(config: Any) -> bool:
     return family_of(config) is not None and set(kinds) == {"full_attention"}
 
 
-def misplaced_by_vllm(config: Any) -> str:
+def misplaced_by_vllm(config: PreTrainedConfig) -> str:
     """Return why vLLM gives this model's images other positions than Transformers.
 
     It has the remedy. The text is empty where the positions agree.
@@ -147,7 +148,7 @@ def misplaced_by_vllm(config: Any) -> str:
     )
 
 
-def has_linear_attention(config: Any) -> bool:
+def has_linear_attention(config: PreTrainedConfig) -> bool:
     """Return whether some layers of this model carry one state along the sequence."""
     return "linear_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())
 

@@ -22,7 +22,8 @@ from adora_vl.utils.hashing import content_hash
 from adora_vl.utils.hub import only_here, why_missing
 
 if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
-    from transformers import PretrainedConfig
+    from peft import PeftModel
+    from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedModel, ProcessorMixin
 
 TINY_MODEL = "tiny"
 TINY_TEXT_MODEL = "tiny_text"
@@ -207,7 +208,7 @@ def check_weights(key: str, name: str) -> None:
         ) from error
 
 
-def restore_weights(model: Any, folder: Path) -> None:
+def restore_weights(model: PreTrainedModel, folder: Path) -> None:
     """Put the weights that `save_pretrained` wrote into `folder` back into a model of that class.
 
     Transformers saves Qwen2.5-VL under other names (`visual.blocks`) than the module has
@@ -227,7 +228,7 @@ def restore_weights(model: Any, folder: Path) -> None:
         restore_adapter(model, name, folder if name == "default" else folder / name)
 
 
-def restore_adapter(model: Any, name: str, folder: Path) -> None:
+def restore_adapter(model: PeftModel, name: str, folder: Path) -> None:
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
     where = f"the adapter {name} of {str(folder)!r}"
@@ -290,7 +291,7 @@ def load_processor(model: str, revision: str | None = None) -> Any:
         raise UserError(f"model_name_or_path: {why}") from error
 
 
-def pixel_limits(image_processor: Any) -> dict[str, int] | None:
+def pixel_limits(image_processor: BaseImageProcessor) -> dict[str, int] | None:
     """Return `min_pixels` and `max_pixels` of an image processor.
 
     None without one, and for one that sizes in another way.
@@ -301,7 +302,7 @@ def pixel_limits(image_processor: Any) -> dict[str, int] | None:
     return {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
 
 
-def limit_pixels(processor: Any, min_pixels: int | None, max_pixels: int | None) -> None:
+def limit_pixels(processor: ProcessorMixin, min_pixels: int | None, max_pixels: int | None) -> None:
     """Set the limits of the processor's images, in pixels; None keeps the processor's own limit.
 
     Raises `UserError` where `min_pixels` exceeds `max_pixels`, or the model has no such limits.

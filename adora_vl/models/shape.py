@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +16,10 @@ from adora_vl.models.four_bit import in_four_bit
 from adora_vl.models.load import auto_class, load_config
 from adora_vl.utils import compat
 from adora_vl.utils.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 # the public config.json of the models in our recipes, for planning offline
 SHAPES = Path(__file__).with_name("shapes")
@@ -109,7 +113,7 @@ def describe(
     *,
     dtype: str | None = None,
     frozen: Sequence[str] = (),
-    peft_config: Any = None,
+    peft_config: "PeftConfig" = None,
     four_bit_bytes: float = 0.0,
 ) -> ModelShape:
     """Return the shape of a policy as it will be trained.
@@ -166,7 +170,7 @@ def describe(
     )
 
 
-def _check_names(model: Any, peft_config: Any) -> None:
+def _check_names(model: "PreTrainedModel", peft_config: "PeftConfig") -> None:
     """Raise `UserError` for a name in LoRA's lists that no module has.
 
     PEFT passes over it where another one fits.
@@ -184,13 +188,13 @@ def _check_names(model: Any, peft_config: Any) -> None:
                 raise UserError(f"{key}: {module!r} is no module of this model{close}")
 
 
-def refuse_embedding_adapters(model: Any) -> None:
+def refuse_embedding_adapters(model: "PeftModel") -> None:
     """Raise `UserError` for a `PeftModel` whose embeddings have an adapter that would be lost."""
     refuse_tied_adapters(model)
     refuse_head_adapters(model)
 
 
-def refuse_head_adapters(model: Any) -> None:
+def refuse_head_adapters(model: "PeftModel") -> None:
     """Raise `UserError` for a `PeftModel` with an adapter on its output embedding.
 
     TRL multiplies the hidden states by the weight of that module alone, so the adapter would never
@@ -210,7 +214,7 @@ def refuse_head_adapters(model: Any) -> None:
     )
 
 
-def refuse_tied_adapters(model: Any) -> None:
+def refuse_tied_adapters(model: "PeftModel") -> None:
     """Raise `UserError` for a `PeftModel` in which an adapter changes one of two tied embeddings.
 
     vLLM and a saved model have one matrix for both uses, so that the adapter could be merged into
@@ -261,7 +265,7 @@ def _dtype(name: str | None, config: PretrainedConfig) -> torch.dtype:
     return dtype
 
 
-def _text_tower(config: Any, family: Family | None) -> Tower:
+def _text_tower(config: PretrainedConfig, family: Family | None) -> Tower:
     head_size = (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
@@ -276,7 +280,7 @@ def _text_tower(config: Any, family: Family | None) -> Tower:
     )
 
 
-def _vision_fields(config: Any, family: Family) -> dict[str, Any]:
+def _vision_fields(config: PretrainedConfig, family: Family) -> dict[str, Any]:
     """Return the fields of a shape that describe the vision tower.
 
     In Qwen2-VL `hidden_size` is the width of the tower's output, and `embed_dim` that of the tower.

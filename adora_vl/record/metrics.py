@@ -466,27 +466,24 @@ def no_signal(history: Sequence[Mapping[str, Any]]) -> str | None:
     The text says for how many steps (`SILENT_STEPS` at least), the likeliest reason, and what to
     look at. `history` is the trainer's log history, or the lines of the file.
     """
-    # Newest first
-    silent: list[Mapping[str, Any]] = []
+    silent: list[Mapping[str, Any]] = []  # the entries without signal, the newest first
     last_step_with_signal = 0
     for entry in reversed(history):
-        if kind_of(entry) != "train":
+        silent_share = entry.get("frac_reward_zero_std")
+        if kind_of(entry) != "train" or silent_share is None:
             continue
-        share = entry.get("frac_reward_zero_std")
-        if share is None:
-            continue
-        if share < 1:
+        if silent_share < 1:
             last_step_with_signal = int(entry["step"])
             break
         silent.append(entry)
     if not silent:
         return None
-    steps = int(silent[0]["step"]) - last_step_with_signal
-    if steps < SILENT_STEPS:
+    silent_steps = int(silent[0]["step"]) - last_step_with_signal
+    if silent_steps < SILENT_STEPS:
         return None
     return (
-        f"nothing was learned in the last {steps} steps: in every group all rewards were equal, "
-        f"since {_silence_reason(silent)}"
+        f"nothing was learned in the last {silent_steps} steps: in every group all rewards were "
+        f"equal, since {_silence_reason(silent)}"
     )
 
 

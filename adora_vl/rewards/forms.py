@@ -235,7 +235,7 @@ def _leaf(text: str) -> Answer:
 
 
 def _several(text: str, pieces: list[str], separators: list[str], depth: int) -> Answer:
-    """Return a list of several values, or one inequality where all pieces are inequalities.
+    """Read a list of several values, or one inequality where all pieces are inequalities.
 
     Args:
         text: the whole text.
@@ -250,17 +250,22 @@ def _several(text: str, pieces: list[str], separators: list[str], depth: int) ->
         if _AMBIGUOUS.fullmatch(piece):
             raise NotReadError("decimal_comma" if "," in piece else "enumeration")
         part = _parse(piece, depth + 1)
+        # `1 \pm 2` in a list is two of its values.
         parts += part.parts if part.both_signs else [part]
-    solved = [part for part in parts if part.kind == "inequality"]
-    if solved and all(part in solved or (part.label and part.is_value) for part in parts):
-        alternatives = ["or" in separator for separator in separators]
-        if any(alternatives) != all(alternatives):
-            raise NotReadError("relation")
-        return _joined(text, "or" if alternatives[0] else "and", parts)
+    inequalities = [part for part in parts if part.kind == "inequality"]
+    # `x < 1 or x = 5` is one condition: every piece is an inequality or a named value.
+    if inequalities and all(
+        part in inequalities or (part.label and part.is_value) for part in parts
+    ):
+        is_or = ["or" in separator for separator in separators]
+        if any(is_or) != all(is_or):
+            raise NotReadError("relation")  # `and` and `or` side by side
+        return _joined(text, "or" if is_or[0] else "and", parts)
     labels = [part.label for part in parts]
     label = ""
-    if labels[0] and (not any(labels[1:]) or len(set(labels)) == 1):
-        # a = 4, -8 and x = 5 or x = 6
+    is_first_alone = not any(labels[1:])
+    if labels[0] and (is_first_alone or len(set(labels)) == 1):
+        # One name for all values: a = 4, -8 and x = 5 or x = 6
         label = labels[0]
         parts = [replace(part, label="") for part in parts]
     elif any(labels) and (not all(labels) or len(set(labels)) < len(labels)):

@@ -110,11 +110,14 @@ class Rollouts:
         return self.batch["completion_mask"]
 
 
-def own_rows(trainer: HasEngine, count: int) -> list[Any]:
-    """Return `count` of the first rows of the data set, different ones on each rank."""
-    data = trainer.train_dataset
+def first_rows(trainer: HasEngine, count: int) -> list[Any]:
+    """Return `count` of the first rows of the data set, different ones on each rank.
+
+    A data set with fewer rows than that is begun again.
+    """
+    dataset = trainer.train_dataset
     first = trainer.accelerator.process_index * count
-    return [data[(first + number) % len(data)] for number in range(count)]
+    return [dataset[(first + number) % len(dataset)] for number in range(count)]
 
 
 def read_prompts(trainer: HasEngine, rows: Sequence[Any]) -> Prompts:
@@ -134,31 +137,40 @@ def sample(
     """
     with kept_random_state():
         settings = {**trainer.vllm_generation.sampling, **overrides}
-        answers = trainer.sampler.sample(
-            _asks(trainer, prompts=prompts, where=where, tokens=tokens), settings=settings
+        results = trainer.sampler.sample(
+            _requests(trainer, prompts=prompts, where=where, tokens=tokens), settings=settings
         )
-        return _rollouts(trainer, prompts, answers)
+        return _rollouts(trainer, prompts, results)
 
 
-def _asks(trainer: HasEngine, prompts: Prompts, where: str, tokens: int) -> list[SamplingRequest]:
+def _requests(
+    trainer: HasEngine, prompts: Prompts, where: str, tokens: int
+) -> list[SamplingRequest]:
+    """Return a request for each prompt, whose number over all ranks seeds its rollout.
+
+    `where`: the name of the check. `tokens`: the largest number of tokens of a rollout.
+    """
     first = trainer.accelerator.process_index * len(prompts.ids)
-    seed = (trainer.args.seed, f"check/{where}")
-    rows = zip(prompts.ids, prompts.images or [None] * len(prompts.ids), strict=True)
-    return [
-        SamplingRequest(
-            prompt_ids=ids,
-            images=list(images or ()),
-            group=number,
-            seed=rollout_seed(*seed, number, 0),
-            max_tokens=tokens,
+    images_of_rows = prompts.images or [None] * len(prompts.ids)
+    requests = []
+    for row, (ids, images) in enumerate(zip(prompts.ids, images_of_rows, strict=True)):
+        group = first + row
+        seed = rollout_seed(trainer.args.seed, f"check/{where}", group, 0)
+        requests.append(
+            SamplingRequest(
+                prompt_ids=ids,
+                images=list(images or ()),
+                group=group,
+                seed=seed,
+                max_tokens=tokens,
+            )
         )
-        for number, (ids, images) in enumerate(rows, first)
-    ]
+    return requests
 
 
-def _rollouts(trainer: HasEngine, prompts: Prompts, answers: Sequence[SamplingResult]) -> Rollouts:
-    tokens = [answer.tokens for answer in answers]
-    logps = [answer.logps for answer in answers]
+def _rollouts(trainer: HasEngine, prompts: Prompts, results: Sequence[SamplingResult]) -> Rollouts:
+    tokens = [answer.tokens for answer in results]
+    logps = [answer.logps for answer in results]
     batch = trainer.pool.builder.collated(
         prompts, completions=tokens, logps=logps, counted=[True] * len(tokens)
     )
@@ -178,12 +190,16 @@ def score(trainer: HasEngine, rollouts: Rollouts) -> Tensor:
         return generation_logps(rollouts.batch, policy, trainer.args.per_device_train_batch_size)
 
 
-def difference(trainer: HasEngine, one_BC: Tensor, other_BC: Tensor, mask_BC: Tensor) -> Drift:
+def difference(
+    trainer: HasEngine, logps_BC: Tensor, engine_logps_BC: Tensor, mask_BC: Tensor
+) -> Drift:
     """Return the difference of two tensors of log-probabilities, over all ranks.
 
     A collective call.
     """
-    return merge_drift(trainer.accelerator.gather(drift_sums(one_BC, other_BC, mask_BC)[None]))
+    return merge_drift(
+        trainer.accelerator.gather(drift_sums(logps_BC, engine_logps_BC, mask_BC)[None])
+    )
 
 
 # Largest mean difference in nats per token, by dtype. float32 was measured at 1e-6 here; bfloat16
@@ -198,21 +214,23 @@ def agreement_bound(trainer: HasEngine) -> float:
     engine scores tokens after temperature, filters or penalties, adora_max_drift alone is the
     bound.
     """
-    stored = dtype_name(trainer.model.dtype)
-    engine = trainer.vllm_generation.settings.dtype or stored
     args = trainer.args
-    policy = training_dtype(args) or stored
-    rounding = max(BOUNDS.get(name, max(BOUNDS.values())) for name in (engine, policy))
+    weight_dtype = dtype_name(trainer.model.dtype)
+    engine_dtype = trainer.vllm_generation.settings.dtype or weight_dtype
+    policy_dtype = training_dtype(args) or weight_dtype
+    largest = max(BOUNDS.values())  # of a dtype that is not in the table
+    rounding = max(BOUNDS.get(engine_dtype, largest), BOUNDS.get(policy_dtype, largest))
     if args.adora_max_drift is None:
         return rounding
-    filtered = (
+    max_drift = float(args.adora_max_drift)
+    is_filtered = (
         args.temperature != 1.0
         or args.top_p != 1.0
         or args.top_k > 0
         or args.min_p
         or args.repetition_penalty != 1.0
     )
-    return float(args.adora_max_drift) if filtered else min(rounding, float(args.adora_max_drift))
+    return max_drift if is_filtered else min(rounding, max_drift)
 
 
 def distant_bound(trainer: HasEngine) -> float:
@@ -237,42 +255,48 @@ def far_prompts(trainer: HasEngine, prompts: Prompts, tokens: int) -> Prompts | 
     all, and by equally many on all ranks. None where there is no room.
     """
     near = head(prompts, ROWS)
-    longest = trainer.model.config.get_text_config().max_position_embeddings
+    policy_limit = trainer.model.config.get_text_config().max_position_embeddings
     if trainer.vllm_mode == "server":
-        engine = served_length(trainer.args) or longest
+        engine_limit = served_length(trainer.args) or policy_limit
     else:
-        engine = trainer.vllm_generation.llm.llm_engine.model_config.max_model_len
-    room = min(POSITION, min(longest, engine) - tokens) - max(map(len, near.ids))
+        engine_limit = trainer.vllm_generation.llm.llm_engine.model_config.max_model_len
+    longest_prompt = max(map(len, near.ids))
+    room = min(POSITION, min(policy_limit, engine_limit) - tokens) - longest_prompt
     shift = min(gather_object([room]))  # the same on all ranks, since the passes are collective
     if shift <= 0:
         return None
-    special = {*trainer._tokenizer.all_special_ids, *never_sampled_ids(trainer._tokenizer)}
-    draw = random.Random(trainer.args.seed)  # one of its own: the run's random state stays
-    ids = [
-        [*draw.choices([token for token in row if token not in special], k=shift), *row]
-        for row in near.ids
-    ]
-    types = {}
-    if KINDS in near.fields:
-        types[KINDS] = [[0] * shift + row for row in near.fields[KINDS]]
-    return replace(near, ids=ids, fields={**near.fields, **types})
+    special_ids = {*trainer._tokenizer.all_special_ids, *never_sampled_ids(trainer._tokenizer)}
+    rng = random.Random(trainer.args.seed)  # one of its own: the run's random state stays
+    ids = []
+    for prompt_ids in near.ids:
+        text_ids = [token for token in prompt_ids if token not in special_ids]
+        ids.append([*rng.choices(text_ids, k=shift), *prompt_ids])
+    fields = dict(near.fields)
+    if KINDS in fields:
+        fields[KINDS] = [[0] * shift + row for row in fields[KINDS]]
+    return replace(near, ids=ids, fields=fields)
 
 
 def head(prompts: Prompts, rows: int) -> Prompts:
     """Return the first `rows` prompts, with the fields of their images."""
-    counts = prompts.num_images[:rows]
     fields = dict(prompts.fields)
     if prompts.images is not None:
-        fields["image_grid_thw"] = grids = fields["image_grid_thw"][: sum(counts)]
-        fields["pixel_values"] = fields["pixel_values"][: int(grids.prod(dim=-1).sum())]
+        image_count = sum(prompts.num_images[:rows])
+        grids = fields["image_grid_thw"][:image_count]
+        patch_count = int(grids.prod(dim=-1).sum())
+        fields["image_grid_thw"] = grids
+        fields["pixel_values"] = fields["pixel_values"][:patch_count]
         fields[KINDS] = fields[KINDS][:rows]
-    images = prompts.images and prompts.images[:rows]
     return Prompts(
-        prompts.messages[:rows], prompts.ids[:rows], images, fields, prompts.names[:rows]
+        messages=prompts.messages[:rows],
+        ids=prompts.ids[:rows],
+        images=prompts.images and prompts.images[:rows],
+        fields=fields,
+        names=prompts.names[:rows],
     )
 
 
-def drift_measured(
+def begin_drift_check(
     trainer: HasEngine,
     check: Callable[[Tensor, Tensor, Tensor, int], None],
     rows: Sequence[Any],
@@ -284,17 +308,17 @@ def drift_measured(
     policy's log-probabilities, the engine's, the mask, (B, C) each, and the step.
     """
     prompts = read_prompts(trainer, rows[:CHECK_ROWS])
-    ticket = trainer.sampler.begin(
-        _asks(trainer, prompts=prompts, where=f"drift/{step}", tokens=CHECK_TOKENS)
+    pending = trainer.sampler.begin(
+        _requests(trainer, prompts=prompts, where=f"drift/{step}", tokens=CHECK_TOKENS)
     )
 
-    def judged() -> None:
-        rollouts = _rollouts(trainer, prompts, ticket.join())
+    def finish() -> None:
+        rollouts = _rollouts(trainer, prompts, pending.join())
         # One rank may have an image among its rows where another has none.
         with trainer.images.vision.unshared():
             check(score(trainer, rollouts), rollouts.logps_BC, rollouts.mask_BC, step)
 
-    return judged
+    return finish
 
 
 class OtherRankError(RolloutError):
@@ -413,10 +437,12 @@ class EngineProbe:
 
 
 def worst_of_all_ranks(checks: list[Check]) -> list[Check]:
-    """Return each check's worst result of any rank, the same on all ranks. A collective call."""
-    order = list(Status)
-    columns = zip(*gather_object([checks]), strict=True)
-    return [max(column, key=lambda check: order.index(check.status)) for column in columns]
+    """Return each check's worst result of any rank, the same on all ranks. Collective."""
+    severity = list(Status)  # from the best to the worst
+    results_by_check = zip(*gather_object([checks]), strict=True)
+    return [
+        max(results, key=lambda check: severity.index(check.status)) for results in results_by_check
+    ]
 
 
 class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
@@ -439,18 +465,19 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
         trainer = self.trainer
         if not trainer.use_vllm:
             return
-        rows = own_rows(trainer, CHECK_ROWS)
+        rows = first_rows(trainer, CHECK_ROWS)
         # The step that draws an unreadable row reports it, on all ranks.
         if gather_object(unreadable_rows(rows)):
             return
-        checks = EngineProbe(
-            trainer, read_prompts(trainer, rows), tokens=CHECK_TOKENS
-        ).cold_on_all_ranks()
+        probe = EngineProbe(
+            trainer=trainer, prompts=read_prompts(trainer, rows), tokens=CHECK_TOKENS
+        )
+        checks = probe.cold_on_all_ranks()
         if trainer.accelerator.is_main_process:
-            for agreement in checks:
-                if agreement.name in (COLD, DISTANT) and agreement.status is Status.PASSED:
+            for check in checks:
+                if check.name in (COLD, DISTANT) and check.status is Status.PASSED:
                     # above the progress bar
-                    tqdm.write(f"Self-check: engine and trainer differ by {agreement.detail}")
+                    tqdm.write(f"Self-check: engine and trainer differ by {check.detail}")
         problems = [check for check in checks if check.status is Status.FAILED]
         if problems:
             raise RolloutError(refusal(problems))

@@ -110,13 +110,13 @@ def calls_in(text: str) -> list[str]:
     return [match[1].strip() for match in _CALL.finditer(text)]
 
 
-def read_call(written: str) -> tuple[str, dict[str, Any]]:
+def read_call(call_text: str) -> tuple[str, dict[str, Any]]:
     """Return the name and the arguments of a call. Raises `CallError`."""
-    if len(written) > _MAX_CALL_CHARS:
-        raise CallError(f"the call has {len(written)} characters, at most {_MAX_CALL_CHARS}")
+    if len(call_text) > _MAX_CALL_CHARS:
+        raise CallError(f"the call has {len(call_text)} characters, at most {_MAX_CALL_CHARS}")
     try:
         call = json.loads(
-            written, object_pairs_hook=each_once, parse_constant=_no_number, parse_float=_finite
+            call_text, object_pairs_hook=each_once, parse_constant=_no_number, parse_float=_finite
         )
     except RecursionError:
         raise CallError("the call is nested too deep") from None
@@ -154,14 +154,14 @@ def _is_deeper(value: object, levels: int) -> bool:
 
     The function looks no deeper than that, since a model may nest them at any depth.
     """
-    inside: Iterable[Any] = ()
+    items: Iterable[Any]
     if isinstance(value, dict):
-        inside = value.values()
+        items = value.values()
     elif isinstance(value, list):
-        inside = value
+        items = value
     else:
         return False
-    return levels == 0 or any(_is_deeper(item, levels - 1) for item in inside)
+    return levels == 0 or any(_is_deeper(item, levels - 1) for item in items)
 
 
 def checked(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,8 +188,10 @@ def _fitting(name: str, value: object, schema: Mapping[str, Any]) -> object:
     kinds = [kinds] if isinstance(kinds, str) else [*kinds]
     if "integer" in kinds and isinstance(value, float) and value.is_integer():
         value = int(value)
-    fits = [kind for kind in kinds if isinstance(value, _TYPES.get(kind, (object,)))]
-    if kinds and (not fits or (isinstance(value, bool) and "boolean" not in kinds)):
+    has_kind = any(isinstance(value, _TYPES.get(kind, (object,))) for kind in kinds)
+    # To Python a truth value is an integer too.
+    is_wrong_truth = isinstance(value, bool) and "boolean" not in kinds
+    if kinds and (not has_kind or is_wrong_truth):
         raise CallError(f"{name} is no {' or '.join(kinds)}")
     if "number" in kinds and isinstance(value, int) and not _is_a_float(value):
         raise CallError(f"{name} is too large a number")

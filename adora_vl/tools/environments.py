@@ -52,7 +52,7 @@ class Environments:
         public = [name for name in members if name not in _OWN and not name.startswith("_")]
         self.tools: dict[str, Callable[..., Any]] = {name: getattr(first, name) for name in public}
         self.grades = "get_reward" in members
-        later = next(
+        async_method = next(
             (name for name in _OWN if inspect.iscoroutinefunction(members.get(name))), None
         )
         if "reset" not in members:
@@ -61,8 +61,8 @@ class Environments:
             )
         if not self.tools:
             raise UserError(f"{KEY}: {self.name} has no public method that a model could call")
-        if later:
-            raise UserError(f"{KEY}: {self.name}.{later} is async; write a plain method")
+        if async_method:
+            raise UserError(f"{KEY}: {self.name}.{async_method} is async; write a plain method")
 
     def reward(self) -> Callable[..., list[float | None]]:
         """Return TRL's reward function for environments with `get_reward`.
@@ -97,23 +97,19 @@ class Environments:
     def _entered(self, group: RolloutGroup, run_seed: int) -> RolloutGroup:
         """Return one group in environments, which are reset with the same random numbers."""
         problem = group.problem
-        where = f"row {group.row.get('id', problem.number)}"
+        where = f"{KEY}: row {group.row.get('id', problem.number)}"
         seed = f"{run_seed}/{problem.where}/{problem.place}"
-        inside = [
-            replace(rollout, environment=self._free(f"{KEY}: {where}"))
-            for rollout in group.rollouts
-        ]
-        messages = [
-            self._reset(rollout.environment, row=group.row, where=f"{KEY}: {where}", seed=seed)
-            for rollout in inside
-        ]
-        deviating = next((text for text in messages if text != messages[0]), messages[0])
-        if deviating != messages[0]:
-            raise UserError(
-                f"{KEY}: {where}: reset says {messages[0]!r:.60} to one rollout of a problem and "
-                f"{deviating!r:.60} to another; let it say what the row alone decides"
-            )
-        return replace(group, row=_with_text(group.row, messages[0]), rollouts=tuple(inside))
+        rollouts = [replace(rollout, environment=self._free(where)) for rollout in group.rollouts]
+        messages = []
+        for rollout in rollouts:
+            messages.append(self._reset(rollout.environment, row=group.row, where=where, seed=seed))
+        for message in messages:
+            if message != messages[0]:
+                raise UserError(
+                    f"{where}: reset says {messages[0]!r:.60} to one rollout of a problem and "
+                    f"{message!r:.60} to another; let it say what the row alone decides"
+                )
+        return replace(group, row=_with_text(group.row, messages[0]), rollouts=tuple(rollouts))
 
     def _free(self, where: str) -> Any:
         """Return an instance that no rollout of this generation has.
@@ -152,14 +148,14 @@ class Environments:
             )
         return text
 
-    def _run(self, do: Callable[[], Any], label: str, seed: str) -> Any:
+    def _run(self, function: Callable[[], Any], label: str, seed: str) -> Any:
         """Return the result of code of the user, within limits.
 
         Raises `UserError` where it fails.
         """
         try:
             with limited(f"environment {self.name}", self.seconds, seed):
-                return do()
+                return function()
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -199,13 +195,13 @@ def _with_text(row: Row, text: str) -> Row:
     """Return the row with a text at the end of the last message of its prompt."""
     if not text:
         return row
-    *before, last = row["prompt"]
-    content: Any = last["content"]
+    *earlier_messages, last_message = row["prompt"]
+    content: Any = last_message["content"]
     if isinstance(content, str):
         content += text
     else:
-        content = [
-            *content,
-            {**dict.fromkeys(content[0] if content else ()), "type": "text", "text": text},
-        ]
-    return Row(**{**row, "prompt": [*before, {**last, "content": content}]})
+        # All parts of a column of messages have the same keys.
+        keys = content[0] if content else ()
+        content = [*content, {**dict.fromkeys(keys), "type": "text", "text": text}]
+    prompt = [*earlier_messages, {**last_message, "content": content}]
+    return Row(**{**row, "prompt": prompt})

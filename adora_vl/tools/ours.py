@@ -56,13 +56,13 @@ class View:
 
         Raises `ValueError` for a point outside of the picture.
         """
-        wide, high = self.scale(image)
+        max_x, max_y = self.scale(image)
         for x, y in points:
-            if not (0 <= x <= wide and 0 <= y <= high):
+            if not (0 <= x <= max_x and 0 <= y <= max_y):
                 raise ValueError(
-                    f"({x:g}, {y:g}) is not in the picture, which ends at ({wide:g}, {high:g})"
+                    f"({x:g}, {y:g}) is not in the picture, which ends at ({max_x:g}, {max_y:g})"
                 )
-        return [(x / wide, y / high) for x, y in points]
+        return [(x / max_x, y / max_y) for x, y in points]
 
 
 def zoom(
@@ -88,18 +88,18 @@ def zoom(
     (x_low, y_low), (x_high, y_high) = view.shares(image, (x1, y1), (x2, y2))
     if x_low >= x_high or y_low >= y_high:
         raise ValueError("the region is empty: x1 has to be below x2, and y1 below y2")
-    wide, high = image.size
+    width, height = image.size
     box = (
-        math.floor(x_low * wide),
-        math.floor(y_low * high),
-        math.ceil(x_high * wide),
-        math.ceil(y_high * high),
+        math.floor(x_low * width),
+        math.floor(y_low * height),
+        math.ceil(x_high * width),
+        math.ceil(y_high * height),
     )
-    cut = image.crop(box)
-    factor = max(1.0, view.unit / min(cut.size))
+    region = image.crop(box)
+    factor = max(1.0, view.unit / min(region.size))
     if factor == 1:
-        return cut
-    return cut.resize((math.ceil(cut.width * factor), math.ceil(cut.height * factor)))
+        return region
+    return region.resize((math.ceil(region.width * factor), math.ceil(region.height * factor)))
 
 
 def mark(
@@ -118,12 +118,15 @@ def mark(
     image = _chosen(images, picture).convert("RGB")
     [share] = view.shares(image, (x, y))
     (x, y) = _at(image, share)
-    thick = _thick(image)
+    line_width = _thick(image)
     image = image.copy()
     canvas = ImageDraw.Draw(image)
-    canvas.ellipse((x - 2 * thick, y - 2 * thick, x + 2 * thick, y + 2 * thick), fill=_COLOUR)
+    canvas.ellipse(
+        (x - 2 * line_width, y - 2 * line_width, x + 2 * line_width, y + 2 * line_width),
+        fill=_COLOUR,
+    )
     canvas.text(
-        (x + 3 * thick, y),
+        (x + 3 * line_width, y),
         label,
         fill=_COLOUR,
         font=ImageFont.load_default(max(10, min(image.size) // 20)),
@@ -180,15 +183,19 @@ def measure(
         picture: Number of the picture, from 0.
     """
     image = _chosen(images, picture)
-    wide, high = view.size(image)
-    points = [(x1, y1), (x2, y2), *([(x3, y3)] if x3 is not None and y3 is not None else [])]
-    first, second, *third = [(x * wide, y * high) for x, y in view.shares(image, *points)]
-    sides = [math.dist(second, point) for point in (first, *third)]
-    if not all(sides):
+    points = [(x1, y1), (x2, y2)]
+    if x3 is not None and y3 is not None:
+        points.append((x3, y3))
+    width, height = view.size(image)
+    pixels = [(x * width, y * height) for x, y in view.shares(image, *points)]
+    vertex = pixels[1]
+    ends = [pixels[0], *pixels[2:]]
+    distances = [math.dist(vertex, end) for end in ends]
+    if not all(distances):
         raise ValueError("two of the points are the same")
-    if not third:
-        return f"{sides[0]:.1f} pixels of the picture, which may not be to scale"
-    angles = [math.atan2(point[1] - second[1], point[0] - second[0]) for point in (first, *third)]
+    if len(ends) == 1:
+        return f"{distances[0]:.1f} pixels of the picture, which may not be to scale"
+    angles = [math.atan2(end[1] - vertex[1], end[0] - vertex[0]) for end in ends]
     degrees = abs(math.degrees(angles[0] - angles[1])) % 360
     return f"{min(degrees, 360 - degrees):.1f} degrees in the picture, which may not be to scale"
 

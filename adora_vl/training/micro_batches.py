@@ -235,7 +235,7 @@ def rebalanced(
     for packed in exchange(plan, sending, rank):
         batch = concat_rows(batch, unpack_rows(packed, banks, advantages.device), pad_id)
         live.append(True)
-    banks.more()  # all ranks must take part in the same vision passes, which gather sharded weights
+    banks.extend()  # all ranks must take part in the same vision passes, which gather sharded weights
     return batch, live
 
 

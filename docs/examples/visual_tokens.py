@@ -27,7 +27,7 @@ from adora_vl.packing.image_store import (
     can_cache,
     effective_settings,
     first_patches,
-    normalized,
+    normalize_patches,
 )
 from adora_vl.packing.images import DistinctImages
 from adora_vl.training.extensions import Extension
@@ -93,7 +93,7 @@ def rollout_scale(own_B: Tensor, all_N: Tensor, smallest: float) -> Tensor:
 def black_patch(image_processor: BaseImageProcessor, values: int) -> Tensor:
     """What the processor makes of a black patch, (values,)."""
     settings = effective_settings(image_processor, {})
-    return normalized(image_processor, torch.zeros(1, values), settings)[0]
+    return normalize_patches(image_processor, torch.zeros(1, values), settings)[0]
 
 
 def blackened(patches_RD: Tensor, black_D: Tensor, key: str) -> Tensor:
@@ -114,7 +114,7 @@ def half_black(
     """
     pixels = batch.get("pixel_values")
     grids = batch.get("image_grid_thw")
-    with banks.another() as bank:
+    with banks.temporary() as bank:
         if pixels is None or grids is None or not len(grids):
             yield pixels
         elif pixels.is_floating_point():
@@ -154,7 +154,7 @@ def _of_references(
             continue
         key, patches_RD, grid_3 = banks.of(start).image(start)
         copy_RD = blackened(patches_RD, black_D, f"{seed}/{key}")
-        copies[start] = bank.hold(key, copy_RD, grid_3)
+        copies[start] = bank.store(key, copy_RD, grid_3)
     return torch.cat([copies[start] for start in starts]).to(references.device)
 
 

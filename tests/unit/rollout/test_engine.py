@@ -20,7 +20,7 @@ from adora_vl.rollout import prompt_tokens
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
 from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult, merge_requests
-from adora_vl.rollout.servers import of_sampled
+from adora_vl.rollout.servers import sampled_logps
 from adora_vl.utils.errors import RolloutError, UserError
 from adora_vl.utils.launch import prepare_engine_environment
 from tests.support.asks import asks_of
@@ -72,7 +72,7 @@ def test_the_log_probability_of_a_token_is_that_of_its_own_id():
     tokens = [[7, 8]]
     logps = [[[-0.1, -2.0], [-0.5]]]
     ids = [[[9, 7], [8]]]
-    assert of_sampled(tokens, logps, ids) == [[-2.0, -0.5]]
+    assert sampled_logps(tokens, logps, ids) == [[-2.0, -0.5]]
 
 
 def test_shared_memory_has_a_name_of_its_own_and_no_name_after_the_start(tmp_path, monkeypatch):
