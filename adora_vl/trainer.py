@@ -43,7 +43,7 @@ from adora_vl.models.precision import restore_buffers
 from adora_vl.models.reference import copied_policy
 from adora_vl.packing.policy_pass import evaluating, generation_logps
 from adora_vl.packing.prompts import PromptBatch
-from adora_vl.packing.split_attention import plan_no_shapes
+from adora_vl.packing.split_attention import disable_cudnn_attention
 from adora_vl.parts import TrainerParts
 from adora_vl.preflight.python_inputs import Datasets, config_of, model_keys, refuse_objects
 from adora_vl.preflight.resolved_run import ModelSource, ResolvedRun, RunRequest
@@ -125,7 +125,7 @@ class AdoraGRPOTrainer(TrainerParts):
         args = run.config
         self.run = run
         self.toolbox = run.toolbox or self.toolbox
-        plan_no_shapes()
+        disable_cudnn_attention()
         self.run_facts: dict[str, Any] = {}  # into the manifest of every checkpoint
         self.manifest: dict[str, Any] = {}  # of the run, from the beginning of `train` on
         self.clock = metrics.PhaseClock(

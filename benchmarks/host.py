@@ -26,7 +26,7 @@ from vllm.logprobs import create_sample_logprobs  # noqa: E402
 from vllm.v1.engine.logprobs import LogprobsProcessor  # noqa: E402
 from vllm.v1.outputs import LogprobsLists  # noqa: E402
 
-from adora_vl.rollout.llm import sampled_logps  # noqa: E402
+from adora_vl.rollout.llm import logps_of_tokens  # noqa: E402
 
 _TURNS = 5
 _WORDS = ("so", "the angle at B", "is", "twice that of", "the arc", "and therefore", "AC", "equals")
@@ -81,18 +81,18 @@ def works(rollouts: int, length: int) -> list[Work]:
         Work(
             name="vLLM's log-probabilities of each decode step",
             baseline=lambda: [
-                sampled_logps(processed(tokens, logps, flat=False).logprobs, tokens)
+                logps_of_tokens(processed(tokens, logps, flat=False).logprobs, tokens)
                 for _ in range(rollouts)
             ],
             ours=lambda: [
-                sampled_logps(processed(tokens, logps, flat=True).logprobs, tokens)
+                logps_of_tokens(processed(tokens, logps, flat=True).logprobs, tokens)
                 for _ in range(rollouts)
             ],
         ),
         Work(
             name="of which reading those of the sampled tokens",
-            baseline=lambda: [sampled_logps(candidates, tokens) for candidates in objects],
-            ours=lambda: [sampled_logps(flat, tokens) for flat in numbers],
+            baseline=lambda: [logps_of_tokens(candidates, tokens) for candidates in objects],
+            ours=lambda: [logps_of_tokens(flat, tokens) for flat in numbers],
         ),
         Work(
             name="reflective words of the answers",

@@ -56,7 +56,7 @@ class LoadLater(DummyModelLoader):  # type: ignore[misc]  # vLLM is untyped to m
 
 
 def has_copied_head(model: PreTrainedModel, revision: str | None) -> bool:
-    """Whether the checkpoint of a model with tied embeddings has a tensor for its head too.
+    """Return whether the checkpoint of a model with tied embeddings has a tensor for its head too.
 
     Some tools write such checkpoints.
     """
@@ -69,7 +69,7 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux shows the names o
 
 
 def stopping_of_loops(options: Mapping[str, Any]) -> RepetitionDetectionParams:
-    """vLLM's `repetition_detection` from the mapping in a config.
+    """Return vLLM's `repetition_detection` from the mapping in a config.
 
     vLLM accepts a mapping too, but fails when it uses it. Raises `UserError` for options that vLLM
     does not take.
@@ -112,7 +112,7 @@ def own_shared_memory() -> Iterator[None]:
 
 
 def with_known_images(prompt: dict[str, Any]) -> dict[str, Any]:
-    """The prompt in a form in which vLLM neither copies nor hashes its images.
+    """Return the prompt in a form in which vLLM neither copies nor hashes its images.
 
     Each image is put into vLLM's own wrapper, which its parser passes on as it is, and its digest,
     which is known already, becomes its identity (`multi_modal_uuids`). This holds for images that
@@ -130,7 +130,7 @@ def with_known_images(prompt: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def sampled_logps(logprobs: SampleLogprobs, tokens: list[int]) -> list[float]:
+def logps_of_tokens(logprobs: SampleLogprobs, tokens: list[int]) -> list[float]:
     """The log-probabilities of the sampled tokens, out of what vLLM returns for each position.
 
     Args:
@@ -150,7 +150,7 @@ def sampled_logps(logprobs: SampleLogprobs, tokens: list[int]) -> list[float]:
 def answer_of(
     rollout: CompletionOutput, prompt_ids: Sequence[int], max_length: int
 ) -> SamplingResult:
-    """The result of one rollout that vLLM has sampled.
+    """Return the result of one rollout that vLLM has sampled.
 
     `prompt_ids`: the prompt as vLLM has read it. `max_length`: the most tokens of a sequence,
     prompt and completion together.
@@ -158,7 +158,7 @@ def answer_of(
     tokens = list(rollout.token_ids)
     logps: list[float | None] = [None] * len(tokens)
     if rollout.logprobs is not None:
-        logps = [*sampled_logps(rollout.logprobs, tokens)]
+        logps = [*logps_of_tokens(rollout.logprobs, tokens)]
     reason: Literal["stop", "length", "room"] = "stop"
     if rollout.finish_reason == "length":
         context_full = len(prompt_ids) + len(tokens) >= max_length
@@ -196,9 +196,10 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         return super().generate(*args, **{**adapter, **kwargs})
 
     def sleep(self, level: int = 1, **kwargs: Any) -> None:
-        """Free the engine's memory, and count the seconds.
+        """Free the engine's memory, and count the seconds that it takes.
 
-        With an adapter the weights stay on the host (level 1), since no sync brings the base back.
+        Stock vLLM does not say how long it takes. With an adapter the weights stay on the host
+        (level 1), since no sync brings the base back that level 2 discards.
         """
         if self.stays_awake:
             return

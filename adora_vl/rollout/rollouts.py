@@ -101,7 +101,7 @@ class Rollout:
         ]
 
     def stale_tokens(self, step: int) -> int:
-        """How many tokens at the beginning cannot be compared with the policy of `step`.
+        """Return how many tokens at the beginning cannot be compared with the policy of `step`.
 
         Those are the tokens of earlier steps, or all tokens of a rollout that saw other images.
         """
@@ -140,7 +140,7 @@ class RolloutGroup:
         return all(rollout.ended for rollout in self.rollouts)
 
     def seed(self, run_seed: int, member: int, rollout: Rollout) -> int:
-        """The seed of the next segment of the rollout with the number `member`.
+        """Return the seed of the next segment of the rollout with the number `member`.
 
         It differs from the seeds of earlier segments, whose random numbers would be drawn again.
         """
@@ -153,7 +153,10 @@ class RolloutGroup:
 
 
 def row_for_rewards(row: Row, rollout: Rollout) -> Row:
-    """The row as reward functions get it: with the rollout's environment, under TRL's name."""
+    """Return the row as reward functions get it.
+
+    It has the rollout's environment, under TRL's name.
+    """
     if rollout.environment is None:
         return row
     return cast("Row", {**row, "environments": rollout.environment})
@@ -162,7 +165,7 @@ def row_for_rewards(row: Row, rollout: Rollout) -> Row:
 def groups_of(
     rows: Sequence[Any], where: str, began: int, first: int, generations: int
 ) -> list[RolloutGroup]:
-    """The rows of a rank as groups that are about to begin, or as parts of groups.
+    """Return the rows of a rank as groups that are about to begin, or as parts of groups.
 
     Args:
         rows: one for each rollout; those of a problem are neighbours.
@@ -194,7 +197,7 @@ def groups_of(
 def open_rollouts(
     groups: Sequence[RolloutGroup], limits: Iterable[int]
 ) -> dict[tuple[int, int], Rollout]:
-    """Unfinished rollouts by the number of their group and their own in the group.
+    """Return unfinished rollouts by the number of their group and their own in the group.
 
     Only groups whose numbers are in `limits` are looked at. Continued rollouts come first, since
     they are expected to take longest.
@@ -236,7 +239,10 @@ class SamplingResult:
 
 
 def merge_requests(requests: Sequence[SamplingRequest]) -> list[list[SamplingRequest]]:
-    """Lists of neighbouring requests that ask for the same, so an engine may get each as one."""
+    """Return lists of neighbouring requests that ask for the same.
+
+    An engine may get each list as one request.
+    """
     alike = groupby(
         requests,
         key=lambda request: (

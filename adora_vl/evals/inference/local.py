@@ -61,7 +61,7 @@ class Conversations:
         self._any_rank = any_rank
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable]:
-        """One answer per request, in their order.
+        """Return one answer per request, in their order.
 
         It is called with no requests too, since other ranks may have some.
         """
@@ -129,7 +129,7 @@ class Conversations:
         ]
 
     def _reply(self, rollout: Rollout, prompt: Sequence[int]) -> Reply:
-        """The answer of a rollout, whose last turn is what is graded, as in a training."""
+        """Return the answer of a rollout, whose last turn is what is graded, as in a training."""
         by_calls = rollout.ended == "stop" or bool(rollout.calls and rollout.ended)
         names = ("name", "arguments", "text", "failed")
         calls = [{name: getattr(call, name) for name in names} for call in rollout.calls]
@@ -271,7 +271,7 @@ class TransformersEngine(_Local):
         ]
 
     def _answer(self, ids: list[int]) -> SamplingResult:
-        """The tokens up to the first end token and with it.
+        """Return the tokens up to the first end token and with it.
 
         Without one the answer was cut off by the limit on its length.
         """

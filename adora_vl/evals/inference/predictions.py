@@ -30,14 +30,17 @@ NOT_ASKED = (IMAGE_FAILED, TOO_LONG)
 
 
 def score_path(output: Path) -> Path:
-    """The file of a score: `output` itself if its name ends in .json, else score.json in it."""
+    """Return the file of a score.
+
+    It is `output` itself if its name ends in .json, else score.json in it.
+    """
     if output.suffix == ".json" and not output.is_dir():
         return output
     return output / SCORE
 
 
 def key(row: Prediction) -> tuple[str, int]:
-    """The key of a row, unique in its file: the problem, and the number of the sample."""
+    """Return the key of a row, unique in its file: the problem, and the number of the sample."""
     return row["pid"], row.get("sample", 0)
 
 
@@ -47,7 +50,7 @@ def read_predictions(
     id_column: str = "pid",
     columns: Mapping[str, str] | None = None,
 ) -> list[Prediction]:
-    """All rows of a predictions file, in its order.
+    """Return all rows of a predictions file, in its order.
 
     The file has an object a line, or one list of objects, or one object with a row under each id,
     as MathVista publishes them; or it is a table (.xlsx, .tsv, .csv), as VLMEvalKit writes them.
@@ -97,7 +100,7 @@ def refuse_rows(where: str, faults: Sequence[str]) -> None:
 
 
 def missing_fields(row: Prediction, needed: Sequence[str]) -> str | None:
-    """A text that names the fields that a row lacks; None where it has all."""
+    """Return a text that names the fields that a row lacks; None where it has all."""
     missing = [field for field in needed if field not in row]
     if not missing:
         return None
@@ -115,24 +118,24 @@ TEXTS: Kind = (
 
 
 def one_of(*words: str) -> Kind:
-    """A value that is one of these words."""
+    """Return a value that is one of these words."""
     return (lambda value: value in words), f"one of {', '.join(words)}"
 
 
 def matching(pattern: str, expected: str) -> Kind:
-    """A text that matches a pattern as a whole; `expected` says it in words."""
+    """Return a text that matches a pattern as a whole; `expected` says it in words."""
     return (
         lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None
     ), expected
 
 
 def or_null(kind: Kind) -> Kind:
-    """A value of a kind, or None."""
+    """Return a value of a kind, or None."""
     return (lambda value: value is None or kind[0](value)), f"{kind[1]} or null"
 
 
 def wrong_fields(row: Prediction, kinds: Mapping[str, Kind]) -> str | None:
-    """What is wrong with the fields of a row: one is missing, or is not of its kind.
+    """Return what is wrong with the fields of a row: one is missing, or is not of its kind.
 
     It names the first such field, and is None where there is none.
     """
@@ -146,7 +149,10 @@ def wrong_fields(row: Prediction, kinds: Mapping[str, Kind]) -> str | None:
 
 
 def _objects(path: Path) -> Iterator[Prediction | str]:
-    """The objects of a predictions file; a text says what is wrong where one is not an object."""
+    """Yield the objects of a predictions file.
+
+    A text says what is wrong where one is not an object.
+    """
     if is_table(path):
         yield from rows_of_table(path)
         return
@@ -173,6 +179,7 @@ def _objects(path: Path) -> Iterator[Prediction | str]:
 
 
 def _parsed(line: bytes) -> Prediction | str:
+    """Return the row of a line, or a text that says what is wrong with the line."""
     try:
         row = read_json(line)
     except (ValueError, RecursionError) as error:
@@ -181,7 +188,7 @@ def _parsed(line: bytes) -> Prediction | str:
 
 
 def _completed(row: Prediction, id_column: str, columns: Mapping[str, str]) -> Prediction:
-    """The row with its id as a text, and with the fields that have another name in the file."""
+    """Return the row with its id as a text, and with our names of its fields."""
     for ours, theirs in columns.items():
         for value in _inside(row, theirs):
             row[ours] = value
@@ -195,7 +202,7 @@ def _completed(row: Prediction, id_column: str, columns: Mapping[str, str]) -> P
 
 
 def _inside(row: object, path: str) -> list[Any]:
-    """The value under a name, or under names with dots between them, as a list of one.
+    """Return the value under a name, or under names with dots between them, as a list of one.
 
     The list is empty where there is no such value.
     """
@@ -212,7 +219,7 @@ def _inside(row: object, path: str) -> list[Any]:
 
 
 def columns_of(words: Sequence[str]) -> dict[str, str]:
-    """The words `pid=index response=prediction` as a mapping from our names to theirs.
+    """Return the words `pid=index response=prediction` as a mapping from our names to theirs.
 
     Raises `UserError` for a word of another form.
     """
@@ -226,7 +233,7 @@ def columns_of(words: Sequence[str]) -> dict[str, str]:
 
 
 def row_fault(row: Prediction) -> str | None:
-    """What is wrong with the fields that every benchmark has, or None."""
+    """Return what is wrong with the fields that every benchmark has, or None."""
     present = {name: kind for name, kind in _OPTIONAL.items() if name in row}
     return wrong_fields(row, dict.fromkeys(REQUIRED_FIELDS, TEXT)) or wrong_fields(row, present)
 
@@ -309,7 +316,7 @@ class PredictionLog:
 
 
 def _holder(file: BinaryIO) -> str:
-    """The process that has locked a file, with its command, as far as the system says it."""
+    """Return the process that has locked a file, with its command, as far as the system says it."""
     inode = str(os.fstat(file.fileno()).st_ino)
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
@@ -322,12 +329,12 @@ def _holder(file: BinaryIO) -> str:
 
 
 def read_rows(path: Path) -> list[Prediction]:
-    """The rows of a predictions file; none where there is no file or it is empty."""
+    """Return the rows of a predictions file; none where there is no file or it is empty."""
     return read_predictions(path) if path.is_file() and path.stat().st_size else []
 
 
 def part_path(folder: Path, rank: int) -> Path:
-    """The file of one of several processes, until it is merged."""
+    """Return the file of one of several processes, until it is merged."""
     return folder / f"predictions.rank{rank}.jsonl"
 
 

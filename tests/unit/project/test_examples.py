@@ -233,7 +233,7 @@ def test_half_of_every_image_is_black_alike_for_the_rollouts_of_a_group():
         assert not torch.equal(pixels_now[: len(first)], first)
     banks = ImageBanks()
     bank = banks.new("train")
-    references_of = [bank.hold(f"image{n}", one, grid[0]) for n, one in enumerate((first, second))]
+    references_of = [bank.store(f"image{n}", one, grid[0]) for n, one in enumerate((first, second))]
     order = [0, 0, 1, 0]  # two rollouts of one image, one of another, and the first again
     references: Any = {
         "pixel_values": torch.cat([references_of[number] for number in order]),

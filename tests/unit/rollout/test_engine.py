@@ -21,7 +21,7 @@ from adora_vl.rollout import prompt_tokens
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
 from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult, merge_requests
-from adora_vl.rollout.servers import of_sampled
+from adora_vl.rollout.servers import sampled_logps
 from adora_vl.utils.errors import RolloutError, UserError
 from adora_vl.utils.launch import prepare_engine_environment
 from tests.support.asks import asks_of
@@ -37,7 +37,7 @@ from vllm.multimodal.processing.inputs import ProcessorInputs  # noqa: E402
 from vllm.v1.core.sched.utils import check_sequence_repetition  # noqa: E402
 
 from adora_vl.rollout import llm as llm_module  # noqa: E402
-from adora_vl.rollout.llm import PolicyLLM, sampled_logps, with_known_images  # noqa: E402
+from adora_vl.rollout.llm import PolicyLLM, logps_of_tokens, with_known_images  # noqa: E402
 
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 IMAGE = 90
@@ -58,8 +58,8 @@ def test_flat_log_probabilities_are_read_as_those_of_one_mapping_a_position(cand
     flat = FlatLogprobs()
     flat.extend(positions)
     expected = [value if math.isfinite(value) else -math.inf for value in values]
-    assert sampled_logps(positions, tokens) == expected
-    assert sampled_logps(flat, tokens) == expected
+    assert logps_of_tokens(positions, tokens) == expected
+    assert logps_of_tokens(flat, tokens) == expected
 
 
 def test_log_probabilities_are_the_trainers_own_where_tokens_are_only_left_out(subtests):
@@ -91,7 +91,7 @@ def test_the_log_probability_of_a_token_is_that_of_its_own_id():
     tokens = [[7, 8]]
     logps = [[[-0.1, -2.0], [-0.5]]]
     ids = [[[9, 7], [8]]]
-    assert of_sampled(tokens, logps, ids) == [[-2.0, -0.5]]
+    assert sampled_logps(tokens, logps, ids) == [[-2.0, -0.5]]
 
 
 def test_shared_memory_has_a_name_of_its_own_and_no_name_after_the_start(tmp_path, monkeypatch):

@@ -177,8 +177,8 @@ def test_the_cache_of_images_does_not_keep_what_is_seen_once():
     settings = effective_settings(processor, {})
     image = Image.effect_noise((56, 28), 90).convert("RGB")
     clean = cache.get(processor, image, settings)
-    held = cache.bytes_held
+    held = cache.cached_bytes
     passing = image.rotate(180)
     passing.info[PASSING] = True
     assert not torch.equal(cache.get(processor, passing, settings).patches_RD, clean.patches_RD)
-    assert cache.bytes_held == held and cache.get(processor, image, settings) is clean
+    assert cache.cached_bytes == held and cache.get(processor, image, settings) is clean
