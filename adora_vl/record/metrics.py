@@ -650,7 +650,7 @@ class ToolUse(NamedTuple):
                 sum(call.failed for call in rollout.calls) for rollout in rollouts
             ),
             seconds_N=column(sum(call.seconds for call in rollout.calls) for rollout in rollouts),
-            unanswered_N=column(rollout.ended in ("calls", "room") for rollout in rollouts),
+            unanswered_N=column(rollout.finish_reason.is_unanswered for rollout in rollouts),
         )
 
     def stack(self) -> Tensor:

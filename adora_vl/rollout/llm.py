@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -31,7 +31,12 @@ from adora_vl.data.images import KeptImage
 from adora_vl.models.four_bit import FrozenBase
 from adora_vl.rollout.engine_logps import engine_logp
 from adora_vl.rollout.prompt_tokens import collapse_image_runs
-from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult, merge_requests
+from adora_vl.rollout.rollouts import (
+    FinishReason,
+    SamplingRequest,
+    SamplingResult,
+    merge_requests,
+)
 from adora_vl.utils import compat
 from adora_vl.utils.errors import UserError, in_one_line
 
@@ -159,10 +164,10 @@ def answer_of(
     logps: list[float | None] = [None] * len(tokens)
     if rollout.logprobs is not None:
         logps = [*logps_of_tokens(rollout.logprobs, tokens)]
-    reason: Literal["stop", "length", "room"] = "stop"
+    reason = FinishReason.STOP
     if rollout.finish_reason == "length":
         context_full = len(prompt_ids) + len(tokens) >= max_length
-        reason = "room" if context_full else "length"
+        reason = FinishReason.CONTEXT if context_full else FinishReason.LENGTH
     return SamplingResult(
         tokens=tokens, logps=logps, finish_reason=reason, prompt_ids_read=list(prompt_ids)
     )

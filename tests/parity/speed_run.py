@@ -37,6 +37,7 @@ from adora_vl.models.load import PRETRAINED  # noqa: E402
 from adora_vl.packing import policy_pass as packed_module  # noqa: E402
 from adora_vl.packing.shared_prompt import Packed, pack, sharing_pays  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
+from adora_vl.rollout.rollouts import StepKey  # noqa: E402
 from adora_vl.synthetic.generate import generate  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
 from adora_vl.training import micro_batches as batcher_module  # noqa: E402
@@ -113,8 +114,9 @@ class SameAgain(AdoraGRPOTrainer):
         return super()._compute_loss(model, inputs)
 
     @property
-    def _step_key(self) -> str:
-        return "again"
+    def _step_key(self) -> StepKey:
+        """The same in each step, so that the same rollouts are drawn again."""
+        return StepKey(mode="train", step=0, micro=0)
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
         self.before = self.images._cache.processed, self.images.vision.seen
@@ -126,7 +128,7 @@ class SameAgain(AdoraGRPOTrainer):
 
         def noted(generation: Generation, *given: Any) -> None:
             graded(generation, *given)
-            if not generation.attempt:
+            if not generation.key.attempt:
                 processed, seen = self.before
                 self.work.append(
                     {"processed": self.images._cache.processed - processed, "seen": seen}

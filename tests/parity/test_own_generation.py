@@ -198,7 +198,10 @@ def test_a_generation_is_trls(tmp_path, case):
     }
     trainer = trainer_of(tmp_path, [by_tokens, *others[rewards]], **settings)
     completions, logps = sampled(trainer.eos_token_ids[:1])
-    answers = [SamplingResult(*each) for each in zip(completions, logps, strict=True)]
+    answers = [
+        SamplingResult(tokens=tokens, logps=scores)
+        for tokens, scores in zip(completions, logps, strict=True)
+    ]
     if engine:
         trainer.use_vllm = True
         found: Any = SimpleNamespace(

@@ -20,7 +20,7 @@ from adora_vl.rollout import engine_settings as sync
 from adora_vl.rollout import prompt_tokens
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
-from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult, merge_requests
+from adora_vl.rollout.rollouts import FinishReason, SamplingRequest, SamplingResult, merge_requests
 from adora_vl.rollout.servers import sampled_logps
 from adora_vl.utils.errors import RolloutError, UserError
 from adora_vl.utils.launch import prepare_engine_environment
@@ -282,7 +282,15 @@ def test_a_group_is_one_request_with_seeds_that_count_up(monkeypatch):
     assert (
         found[0]
         == found[1]
-        == [SamplingResult([ask.seed] * 2, [-2.0] * 2, "stop", ask.prompt_ids) for ask in asks]
+        == [
+            SamplingResult(
+                tokens=[ask.seed] * 2,
+                logps=[-2.0] * 2,
+                finish_reason=FinishReason.STOP,
+                prompt_ids_read=ask.prompt_ids,
+            )
+            for ask in asks
+        ]
     )
 
 
@@ -296,7 +304,9 @@ def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
     prompt = [START, IMAGE, IMAGE, END, 1]
     numbers = zip(had, [10, 11, 12, 1, 1], [21, 22, 23, 31, 32], [3, 3, 3, 4, 4], strict=True)
     asks = [
-        SamplingRequest([*prompt, *begun], [], group, seed, limit)
+        SamplingRequest(
+            prompt_ids=[*prompt, *begun], images=[], group=group, seed=seed, max_tokens=limit
+        )
         for begun, group, seed, limit in numbers
     ]
     answers = engine.sample(asks, {**engine.sampling, "temperature": 0.5})
