@@ -596,9 +596,9 @@ def folder(run: ResolvedRun) -> None:
         *(("dataset_name", data) for data in run.data),
     ]
     if run.context.output_dir_mode == "look":
-        run.folder = RunFolder(config, partial(_fingerprint, run), inputs)
+        run.folder = RunFolder(config, partial(fingerprint_of, run), inputs)
     else:
-        run.folder = RunFolder(config, _fingerprint(run), inputs)
+        run.folder = RunFolder(config, fingerprint_of(run), inputs)
     if run.context.output_dir_mode == "take":
         run.start = run.folder.take(config.resume_from_checkpoint)
     elif run.context.output_dir_mode == "look":
@@ -607,7 +607,7 @@ def folder(run: ResolvedRun) -> None:
         )
 
 
-def _fingerprint(run: ResolvedRun) -> Fingerprint:
+def fingerprint_of(run: ResolvedRun) -> Fingerprint:
     """Every setting that influences the steps, with which a checkpoint is compared."""
     source = run.request.model
     script = run.script
