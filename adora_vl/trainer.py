@@ -523,7 +523,7 @@ class AdoraGRPOTrainer(TrainerParts):
     @property
     def _skips_old_pass(self) -> bool:
         """Whether the old log-probabilities equal those of the policy's own pass."""
-        return self.args.own("skip_old_pass") and self.shape.has_one_step and not self.has_dropout
+        return self.args.uses("skip_old_pass") and self.shape.has_one_step and not self.has_dropout
 
     # ------------------------------------------------------------------------------ 3. a checkpoint
 
@@ -688,7 +688,7 @@ class AdoraGRPOTrainer(TrainerParts):
         once, if possible while the policy learns from the batch before.
         """
         options = self.args.adora_rollouts
-        share = self.args.own("cache_images")
+        share = self.args.uses("cache_images")
         numbered = options.budget is not None or options.ahead > 0
         if not is_training or not (share or numbered) or not hasattr(dataset, "__len__"):
             return super()._get_dataloader(

@@ -63,7 +63,6 @@ class ToolOptions:
     seconds: Annotated[float, Field(ge=SHORTEST_S, le=LONGEST_S)] = key(
         10.0, "That a call of a tool of your own may take."
     )
-    calls_per_turn: Annotated[int, Field(ge=1)] = key(4, "Calls that are answered in one turn.")
     turn_tokens: Annotated[int, Field(ge=1)] | None = key(
         None, "Tokens that a turn may have; null: as many as max_completion_length leaves."
     )

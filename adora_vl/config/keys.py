@@ -118,9 +118,6 @@ class AdoraKeys:
         "those of the recipe, if the command line names another method than it, else the default. "
         "docs/methods.md has all.",
     )
-    adora_image_cache_mb: Annotated[int, Field(ge=0)] = key(
-        1024, "Cache of processed images, kept over steps and epochs, in MB per process."
-    )
     adora_stock_step: bool | list[StepPart] = key(
         False,
         "true: compute a step as stock TRL does, for comparing; or the parts of it that are: "
@@ -153,7 +150,7 @@ class AdoraKeys:
     )
     adora_tool_options: ToolOptions = key(
         ToolOptions,
-        "Limits of tools: max_pixels, seconds, calls_per_turn, turn_tokens, max_text, images.",
+        "Limits of tools: max_pixels, seconds, turn_tokens, max_text, images.",
     )
     adora_correct_above: float = key(0.5, "A rollout is correct above this reward.")
     adora_truncated: Annotated[int, Field(ge=1)] | _Eos | None = key(
@@ -216,11 +213,10 @@ class AdoraKeys:
     adora_eval_limit: Annotated[int, Field(ge=1)] | None = key(
         None, "Evaluate on the first so many problems of each; null: all."
     )
-    adora_record_every: Annotated[int, Field(ge=0)] = key(
-        1, "Record the rollouts of every n-th generation in output_dir/rollouts; 0 records none."
-    )
-    adora_record_gb: Annotated[float, Field(gt=0)] = key(
-        2.0, "Bound on the record in GB (10^9 bytes); the oldest steps are deleted beyond it."
+    adora_record_gb: Annotated[float, Field(ge=0)] = key(
+        2.0,
+        "Bound on the record of the rollouts in output_dir/rollouts, in GB (10^9 bytes); the "
+        "oldest steps are deleted beyond it. 0 records none.",
     )
     overwrite_output_dir: bool = key(
         False,
@@ -236,7 +232,7 @@ class AdoraKeys:
     # TRL's default is every interface; the server is reached over loopback unless told otherwise.
     vllm_server_host: Name = key("127.0.0.1", "Host of the vLLM server (server mode).")
 
-    def own(self, part: StepPart) -> bool:
+    def uses(self, part: StepPart) -> bool:
         """Whether this part of a step is computed in our way, and not as stock TRL does."""
         stock = self.adora_stock_step
         if isinstance(stock, list):

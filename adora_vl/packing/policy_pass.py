@@ -501,7 +501,7 @@ class PolicyPass:
             return separate_rows(model, *rows, compute_entropy, compute_aux_loss, **columns)
 
         result: Result | None = None
-        if self._config.own("share_prompt") and not compute_aux_loss and not self.packed.refused:
+        if self._config.uses("share_prompt") and not compute_aux_loss and not self.packed.refused:
             host = self._micro.get("host")
             result = self.packed(model, *tokens, compute_entropy, inputs, separate, host)
         if result is None:

@@ -191,11 +191,11 @@ def make_setup(
             if config.use_cpu
             else None,
         )
-    cached = config.own("cache_images")
+    cached = config.uses("cache_images")
     # else the rollouts of a group lie in any micro-batch
     shares = cached and not regroup_obstacle(config)
     sharing = Sharing(
-        cached, shares and config.own("share_vision"), shares and config.own("share_prompt")
+        cached, shares and config.uses("share_vision"), shares and config.uses("share_prompt")
     )
     return Setup(
         shape=shape,

@@ -50,7 +50,7 @@ def engine_settings(args: AdoraGRPOConfig, revision: str | None) -> EngineSettin
         revision=revision,
         enforce_eager=args.adora_vllm_enforce_eager,
         max_num_batched_tokens=args.adora_vllm_max_num_batched_tokens,
-        keeps_images=not args.own("cache_images"),
+        keeps_images=not args.uses("cache_images"),
         weight_folder=files.get(folder, folder),
         # The other half remains to ask another server, while the other ranks wait.
         answer_s=args.ddp_timeout / 2,

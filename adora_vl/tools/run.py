@@ -50,6 +50,8 @@ from adora_vl.utils.own_files import (
 )
 
 Part = str | Image.Image
+# The calls of one turn that are answered; a single line answers all beyond them.
+CALLS_PER_TURN = 4
 _MAX_PARTS = 10_000  # of an answer; empty texts count in no further limit
 _NEED_PICTURES = [tool for tool in OURS.values() if "view" in signature(tool).parameters]
 
@@ -233,8 +235,8 @@ class Toolbox:
                     span=-1,
                 )
             )
-            if number >= self.options.calls_per_turn:
-                break  # a single line answers all calls over the limit
+            if number >= CALLS_PER_TURN:
+                break
         if not calls:
             return None
         return ToolAnswer((*parts, *([f"\n{NO_CALLS_LEFT}"] if last else [])), tuple(calls))
@@ -256,8 +258,8 @@ class Toolbox:
         """
         name = ""
         try:
-            if number >= self.options.calls_per_turn:
-                raise CallError(f"too many calls in a turn, at most {self.options.calls_per_turn}")
+            if number >= CALLS_PER_TURN:
+                raise CallError(f"too many calls in a turn, at most {CALLS_PER_TURN}")
             name, arguments = read_call(call_text)
             parts = self._called(name, arguments, images, seed, environment)
             return _Outcome(name, parts)
