@@ -11,8 +11,8 @@ from trl import GRPOTrainer
 from adora_vl.checkpoint.trl_state import Losses, MovingReference
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.advantage import method_run
 from adora_vl.config.batch_plan import BatchLayout
+from adora_vl.config.methods import build_pipeline
 from adora_vl.data.dataloader import NoPrefetch
 from adora_vl.data.prompts import control_tokens
 from adora_vl.evaluation import EvaluateOnTheWay
@@ -137,7 +137,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             dataset=self.train_dataset,
             draws=has_tools,
         )
-        self.methods = method_run(args)
+        self.methods = build_pipeline(args)
         self.advantages = AdvantageComputer(
             context=context,
             methods=self.methods,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -31,18 +31,16 @@ class RunKeys(Protocol):
     adora_rollouts: Any
 
 
-def option(default: object, help: str, *choices: str) -> Any:
+def option(default: object, help: str) -> Any:
     """An option of a method: a field of its dataclass.
+
+    What it takes is its annotation; `Literal["length", "difficulty"]` is one of these words.
 
     Args:
         default: the value if a run does not set the option.
         help: a sentence for the documentation.
-        choices: the only words that the option, or the list in it, may have; none allows any value.
     """
-    metadata: dict[str, object] = {"help": help}
-    if choices:
-        metadata["choices"] = list(choices)
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)
@@ -50,27 +48,13 @@ class Method:
     """A method with its options, which are the fields of its class.
 
     Each option has a default, and `option` gives it a help. A method of a user's own in a file
-    (`adora_method: FILE.py:NAME`) is a subclass too. `settings` has the keys of TRL that belong to
-    the method, `source` its paper.
+    (`adora_method: FILE.py:NAME`) is a subclass too. Its `__post_init__` may raise `ValueError` for
+    a value that fits its annotation alone; the text begins with the option. `settings` has the keys
+    of TRL that belong to the method, `source` its paper.
     """
 
     settings: ClassVar[Settings] = {}  # TRL's keys that belong to it
     source: ClassVar[str] = ""
-
-    def __post_init__(self) -> None:
-        """Raise `ValueError` for a value that an option does not take.
-
-        The text of the error begins with the name of the option.
-        """
-        for parameter in fields(self):
-            value = getattr(self, parameter.name)
-            choices = parameter.metadata.get("choices")
-            words = value if isinstance(parameter.default, tuple) else (value,)
-            for word in words:
-                if choices and word not in choices:
-                    raise ValueError(
-                        f"{parameter.name}: {word!r} is not one of {', '.join(choices)}"
-                    )
 
     @property
     def remakes(self) -> bool:

@@ -1,6 +1,5 @@
 """The blocks of options among the keys: how a generation is filled, and the limits of tools."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -9,15 +8,12 @@ from pydantic import Field
 from adora_vl.utils.own_files import LONGEST_S, SHORTEST_S
 
 
-def key(default: Any, help: str, *, choices: Sequence[str] | None = None) -> Any:
-    """Declare a field of a dataclass of keys.
+def key(default: Any, help: str) -> Any:
+    """Declare a field of a dataclass of keys, which takes what its annotation says.
 
     `default`: the default, or a function that returns it. `help`: the text of `--help-all`.
-    `choices`: the words that the key takes; None: whatever its annotation says.
     """
-    metadata: dict[str, Any] = {"help": help}
-    if choices:
-        metadata["choices"] = list(choices)
+    metadata = {"help": help}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -10,9 +10,9 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import GenerationConfig, PretrainedConfig, Trainer, get_scheduler
 
-from adora_vl.config.advantage import check_method, method_needs
 from adora_vl.config.batch_plan import regroup_obstacle, regroups
 from adora_vl.config.losses import check_loss
+from adora_vl.config.methods import check_methods, method_overheads
 from adora_vl.config.values import check_finite
 from adora_vl.utils.cli import spelled
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
@@ -40,7 +40,7 @@ def check_config(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> Non
     _check_unsupported(config)
     if not trl_evaluates:
         _check_evaluation(config)
-    check_method(config)
+    check_methods(config)
     check_loss(config)
     check_schedule(config)
     _check_rollouts(config)
@@ -549,4 +549,4 @@ def check_tools(
 
 def costs_of(config: AdoraGRPOConfig) -> list[str]:
     """What the run does beyond plain GRPO, one line each, for its first lines."""
-    return [*method_needs(config), *sampling_needs(config)]
+    return [*method_overheads(config), *sampling_needs(config)]

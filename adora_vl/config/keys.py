@@ -70,12 +70,11 @@ class AdoraScriptArguments:
         "all null is left out. {multiple_choice} lists a row's choices with letters. Null: the "
         "problem alone.",
     )
-    adora_overlong_prompts: str = key(
+    adora_overlong_prompts: Literal["error", "drop"] = key(
         "error",
         "What becomes of a row whose prompt leaves no room for an answer within "
         "vllm_max_model_length (or what the model allows): error (the run does not start) or drop "
         "(the row is left out).",
-        choices=["error", "drop"],
     )
     adora_reward: list[str | dict[str, Any]] = key(
         lambda: ["adora"],
@@ -179,10 +178,8 @@ class AdoraKeys:
         "Seconds that a reward function of your own may take for the completions of one "
         "generation on one process, before the run is stopped; null: no limit.",
     )
-    adora_vllm_dtype: str = key(
-        "auto",
-        "dtype of the engine: auto follows bf16/fp16, else the model's own dtype.",
-        choices=["auto", "float32", "bfloat16", "float16"],
+    adora_vllm_dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "auto", "dtype of the engine: auto follows bf16/fp16, else the model's own dtype."
     )
     adora_vllm_enforce_eager: bool | None = key(
         None,

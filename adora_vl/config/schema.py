@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,10 @@ from transformers.utils import (
 )
 from trl import GRPOConfig, ModelConfig
 
-from adora_vl.config.advantage import settle_methods
 from adora_vl.config.checks import check_sampling_keys
 from adora_vl.config.command import CliArgs, read
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
+from adora_vl.config.methods import settle_methods
 from adora_vl.config.values import check_fields
 from adora_vl.utils.cli import plain, spelled
 from adora_vl.utils.errors import UserError
@@ -43,7 +44,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
             raise UserError(f"load_best_model_at_end: true is not supported; {instead}")
         if spelled(self.save_strategy) == "best":
             raise UserError(f"save_strategy: best is not supported; {instead}")
-        self.method_notes = settle_methods(self)
+        self.methods = settle_methods(self)
         # TRL works these two out of each other, and an error names those that the user has set.
         generation_batch_size = vars(self).get("generation_batch_size")
         steps_per_generation = vars(self).get("steps_per_generation")
@@ -99,12 +100,28 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state to pickle, without secrets.
+        """The state to pickle, without secrets and without the built methods.
 
         Every checkpoint has a pickle of the config (training_args.bin), and checkpoints are passed
-        on to others.
+        on to others. A class from a file of the user's could not be read back.
         """
-        return dict(masked(vars(self), hidden=None))
+        state = {name: value for name, value in vars(self).items() if name != "methods"}
+        return dict(masked(state, hidden=None))
+
+    def __copy__(self) -> AdoraGRPOConfig:
+        """A copy with secrets and methods, which the state to pickle lacks."""
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AdoraGRPOConfig:
+        """A deep copy with secrets. The methods have no state, and are shared."""
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        methods = self.methods
+        memo[id(methods)] = methods
+        vars(copied).update(deepcopy(vars(self), memo))
+        return copied
 
     def to_dict(self) -> dict[str, Any]:
         """The keys and values with secrets masked, which Transformers sends to trackers.

@@ -9,7 +9,7 @@ are refused everywhere.
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -249,10 +249,13 @@ def _tuple(key: str, value: Any, hint: Any) -> Any:
 
 @cache
 def _hints(dataclass: Any) -> dict[str, Any]:
-    """The annotations of a dataclass, with `choices` of a field's metadata as a `Literal`."""
+    """The annotations of a dataclass, each with its words as a `Literal`.
+
+    Ours are annotated so. Transformers lists them as an `Enum`, or as `choices` in the metadata.
+    """
     hints = get_type_hints(dataclass, include_extras=True)
     return {
-        key.name: _with_names(hints[key.name], key.metadata.get("choices"))
+        key.name: _with_names(hints[key.name], key.metadata.get("choices", ()))
         for key in fields(dataclass)
     }
 
@@ -303,17 +306,13 @@ def check_finite(key: str, value: object) -> None:
         raise UserError(f"{key}: {_in_words(value)} is not a finite number")
 
 
-def _with_names(hint: Any, choices: Any = None) -> Any:
-    """`hint` as a `Literal`, where the field lists `choices` or is an `Enum` (`Kind | str`)."""
+def _with_names(hint: Any, choices: Sequence[str] = ()) -> Any:
+    """`hint` as a `Literal` of its words: its `choices`, or those of an `Enum` (`Kind | str`)."""
     enums = [arm for arm in _arms(hint) if isinstance(arm, type) and issubclass(arm, Enum)]
-    names = tuple(choices or (member.value for enum in enums for member in enum))
-    if not names:
+    words = tuple(choices) or tuple(member.value for enum in enums for member in enum)
+    if not words:
         return hint
-    if get_origin(hint) is tuple:
-        return tuple[_literal[names], ...]
-    if NoneType in _arms(hint):
-        return _literal[names] | None
-    return _literal[names]
+    return _literal[words] | None if NoneType in _arms(hint) else _literal[words]
 
 
 def _arms(hint: Any) -> tuple[Any, ...]:

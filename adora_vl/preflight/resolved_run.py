@@ -14,7 +14,6 @@ from adora_vl.checkpoint.fingerprint import Fingerprint
 from adora_vl.checkpoint.resume import StartPoint
 from adora_vl.checkpoint.store import facts_of
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
-from adora_vl.config.advantage import method_hashes
 from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.config.checks import costs_of
 from adora_vl.config.command import CliArgs
@@ -236,7 +235,7 @@ class ResolvedRun:
         """A hash of each file with the user's own code, by what the code is for."""
         hashes_by_kind = {
             "reward": self.rewards.hashes,
-            "method": method_hashes(self.config),
+            "method": self.config.methods.hashes,
             "extension": extension_hashes(self.config),
             "tool": self.tools.hashes,
         }

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adora_vl.config import command, help, values
-from adora_vl.config.advantage import method_run
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.config.command import OPTIONS, read
 from adora_vl.config.help import help_text
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
+from adora_vl.config.methods import build_pipeline
 from adora_vl.config.schema import DATACLASSES, parse
 from adora_vl.utils.cli import read_mapping, split_list
 from adora_vl.utils.errors import UserError
@@ -286,7 +286,9 @@ def test_another_method_on_the_command_line_leaves_the_groups_judged_by_the_crit
             ]
             == expected
         )
-    assert method_run(parse(["--config", str(path), *CPU, "--adora_method", "grpo"])[1]).is_plain
+    assert build_pipeline(
+        parse(["--config", str(path), *CPU, "--adora_method", "grpo"])[1]
+    ).is_plain
 
 
 def test_every_option_of_the_help_is_known_for_a_word_that_is_nearly_one():

@@ -5,6 +5,7 @@ before that.
 from __future__ import annotations
 
 import shutil
+from copy import copy, deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,6 +172,18 @@ def test_no_secret_of_a_config_is_in_a_file_a_tracker_or_an_error(tmp_path: Path
     assert made.model_init_kwargs == {"token": words[1]} and made.vllm_server_base_url == address, (
         "the run has them"
     )
+
+
+def test_a_copied_config_is_whole_and_a_pickled_one_lacks_secrets_and_methods() -> None:
+    secret = "hf_abcdefgh"  # noqa: S105  # of no account
+    original = config(hub_token=secret, adora_method="dapo")
+    for copied in (copy(original), deepcopy(original)):
+        assert copied.hub_token == secret
+        assert copied.methods is original.methods
+        assert vars(copied).keys() == vars(original).keys()
+    pickled = original.__getstate__()
+    assert pickled["hub_token"] is None and "methods" not in pickled
+    assert pickled["adora_method"] == original.adora_method
 
 
 def test_a_printed_command_whose_secrets_are_left_out_is_not_run_with_their_dots() -> None:
