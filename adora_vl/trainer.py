@@ -45,8 +45,15 @@ from adora_vl.packing.policy_pass import evaluating, generation_logps
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.packing.split_attention import plan_no_shapes
 from adora_vl.parts import TrainerParts
-from adora_vl.preflight.python_inputs import Datasets, config_of, model_keys, refuse_objects
-from adora_vl.preflight.resolved_run import ModelSource, ResolvedRun, RunRequest
+from adora_vl.preflight.python_inputs import Datasets
+from adora_vl.preflight.request import (
+    ModelSource,
+    RunRequest,
+    config_of,
+    model_keys,
+    refuse_objects,
+)
+from adora_vl.preflight.resolved_run import ResolvedRun
 from adora_vl.preflight.run_checks import resolve_run
 from adora_vl.record import metrics, trackers
 from adora_vl.record.card import write_card
@@ -117,7 +124,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 rows=rows,
                 rewards=reward_funcs,
                 tools=tools or (),
-                environment=environment_factory,
+                environment_factory=environment_factory,
             )
             run = resolve_run(request, RunContext.of_launch("leave"))
             train_dataset = run.dataset

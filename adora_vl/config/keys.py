@@ -4,14 +4,15 @@ Each has its default, its help, and its range as its annotation. Nothing slow is
 `--help` and a wrong value are answered at once.
 """
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from adora_vl.config.blocks import RolloutOptions, ToolOptions, key
-from adora_vl.config.values import Name, check_fields
+from adora_vl.config.trl_ranges import Name
+from adora_vl.config.values import convert_fields
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPTS, control_token_in, template
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import LONGEST_S, SHORTEST_S
@@ -86,9 +87,12 @@ class AdoraScriptArguments:
         "with TRL's reward_weights.",
     )
 
-    def __post_init__(self) -> None:
+    # the keys whose values were converted before, by a command
+    converted: InitVar[frozenset[str]] = field(default=frozenset(), kw_only=True)
+
+    def __post_init__(self, converted: frozenset[str]) -> None:
         """Check the keys, and replace the system prompt's name by its text. Raises `UserError`."""
-        check_fields(self)
+        convert_fields(self, converted=converted)
         if self.adora_columns == {}:
             raise UserError(
                 "adora_columns: {} is empty; write such as {problem: question, answer: label}"

@@ -25,10 +25,16 @@ from adora_vl.utils.checks import Check, as_json, failed, is_healthy, is_table, 
 from adora_vl.utils.cli import Parser, exit_code_of, path
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import check_json, replace_file, written_to
-from adora_vl.utils.launch import find_cpu_build, leave, prepare_engine_environment
+from adora_vl.utils.launch import (
+    find_cpu_build,
+    leave,
+    prepare_engine_environment,
+    use_expandable_segments,
+)
 
 if TYPE_CHECKING:
     from adora_vl.config.command import CliArgs
+    from adora_vl.preflight.request import RunRequest
     from adora_vl.preflight.resolved_run import ResolvedRun
 
 ROWS = 8  # real prompts, of each rank
@@ -70,30 +76,35 @@ def diagnose(cli_args: CliArgs) -> list[Check]:
     Raises `UserError` where the command is wrong.
     """
     prepare_engine_environment()
-    checks = environment_checks(cli_args)
+    use_expandable_segments()
+    from adora_vl.doctor.checks import check_libraries, check_torchvision
+
+    checks = [*check_libraries(), check_torchvision()]
+    if not is_healthy(checks):
+        # another version may not even be importable
+        return checks
+    from adora_vl.config.run_context import RunContext
+    from adora_vl.preflight.request import request_from_command
+    from adora_vl.preflight.run_checks import resolve_run
+
+    request = request_from_command(cli_args)
+    checks += environment_checks(request)
     if not is_healthy(checks):
         # Further checks would use the wrong libraries, and say nothing about the run.
         return checks
-    from adora_vl.prepare import prepare
-
-    run = prepare(cli_args, to_train=False)
+    run = resolve_run(request, RunContext.of_launch("look"))
     checks += paper_checks(run)
     return checks + engine_checks(run)
 
 
-def environment_checks(cli_args: CliArgs) -> list[Check]:
-    """Check versions and builds of libraries, and what lies outside Python."""
-    from adora_vl.doctor import checks as make
-
-    libraries = [*make.check_libraries(), make.check_torchvision()]
-    if not is_healthy(libraries):
-        # another version may not even be importable
-        return libraries
+def environment_checks(request: RunRequest) -> list[Check]:
+    """Check the builds of the libraries that a run uses, and what lies outside Python."""
     import torch
 
-    from adora_vl.config.schema import build
+    from adora_vl.doctor import checks as make
 
-    _, config, model = build(cli_args)
+    config = request.config
+    model = request.model.keys
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     four_bit = model.load_in_4bit
     use_vllm = config.use_vllm
@@ -112,7 +123,6 @@ def environment_checks(cli_args: CliArgs) -> list[Check]:
     cuda = None if config.use_cpu else torch.version.cuda
     driver = make.check_driver(cuda=cuda, driver=make.driver_version())
     return [
-        *libraries,
         *parts,
         builds,
         driver,

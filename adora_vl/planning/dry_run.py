@@ -487,7 +487,7 @@ def dry_run(command: CliArgs, options: DryRunOptions) -> int:
     plan = make_plan(command, options)
     if os.environ.get("RANK", "0") != "0":  # only the first process prints
         return 0
-    set_keys = command.words
+    set_keys = command.set_keys
     print("\n".join([report(plan, set_keys), *prompt_lines(plan)]), flush=True)
     if options.write_config is not None:
         _write(

@@ -1,6 +1,5 @@
 """The request for a run, and what the checks of `run_checks.py` work out from it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +15,6 @@ from adora_vl.checkpoint.store import facts_of
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.config.checks import costs_of
-from adora_vl.config.command import CliArgs
 from adora_vl.config.run_context import RunContext
 from adora_vl.data.prompt_lengths import Measured, OverlongPrompts
 from adora_vl.data.prompts import with_tools
@@ -24,7 +22,7 @@ from adora_vl.evaluation import EvaluationPlan
 from adora_vl.models.adapter import Adapter, load_merged, load_policy
 from adora_vl.models.four_bit import bytes_of, four_bit_folder, is_four_bit, keep_gradients
 from adora_vl.models.shape import ModelShape, describe
-from adora_vl.preflight.python_inputs import Datasets
+from adora_vl.preflight.request import RunRequest
 from adora_vl.preflight.run_folder import RunFolder
 from adora_vl.record.manifest import run_manifest
 from adora_vl.rewards import ChosenRewards
@@ -39,45 +37,6 @@ def count_of(dataset: Dataset | IterableDataset | None) -> int | None:
     if dataset is None or isinstance(dataset, IterableDataset):
         return None
     return len(dataset)
-
-
-@dataclass(frozen=True)
-class ModelSource:
-    """Where the policy comes from.
-
-    `keys`: its name and how it is loaded. `peft_config`: PEFT's config of a new adapter.
-    `loaded`, `processor`: a model and a processor that Python code passed as objects.
-    """
-
-    keys: ModelConfig
-    peft_config: Any = None
-    loaded: Any = None
-    processor: Any = None
-
-
-@dataclass(frozen=True)
-class RunRequest:
-    """What a user asks for, whether by a command, a dry run or Python code.
-
-    `rows`: the keys of a command, or the data sets that Python code passed. `rewards`, `tools`
-    and `environment`: objects from Python; `tools` are added to those of the key, `environment`
-    takes the key's place. `cli_args`: the command; None from Python. `max_rows`: the number of
-    prompts whose length is measured; None: all.
-    """
-
-    config: AdoraGRPOConfig
-    model: ModelSource
-    rows: AdoraScriptArguments | Datasets
-    rewards: Any = None
-    cli_args: CliArgs | None = None
-    max_rows: int | None = None
-    tools: Sequence[Any] = ()
-    environment: Any = None
-
-    @property
-    def trl_evaluates(self) -> bool:
-        """Whether TRL evaluates during training, on a data set that Python code passed."""
-        return isinstance(self.rows, Datasets) and self.rows.evaluate is not None
 
 
 @dataclass(repr=False)
@@ -201,8 +160,7 @@ class ResolvedRun:
     @property
     def script(self) -> AdoraScriptArguments | None:
         """The keys of a command's data and rewards; None from Python."""
-        rows = self.request.rows
-        return rows if isinstance(rows, AdoraScriptArguments) else None
+        return self.request.script
 
     @property
     def system_prompt(self) -> str | None:
@@ -248,9 +206,7 @@ class ResolvedRun:
     @property
     def environment(self) -> Any:
         """The factory of an environment per rollout: FILE.py:CLASS or a Python object; or None."""
-        if self.request.environment is not None:
-            return self.request.environment
-        return self.config.environment_factory
+        return self.request.environment
 
     @property
     def is_main_process(self) -> bool:
@@ -270,7 +226,7 @@ class ResolvedRun:
         processes = self.context.sharding.processes
         return run_manifest(
             *filter(None, (self.script, self.config, self.model)),
-            arguments=cli_args.arguments if cli_args else None,
+            arguments=cli_args.words if cli_args else None,
             data=self.data or ["Python"],
             rows=count_of(self.dataset) or 0,
             fingerprint=self.fingerprint,

@@ -40,7 +40,8 @@ from adora_vl.models.four_bit import check_four_bit
 from adora_vl.models.load import check_weights, limit_pixels, load_config, load_processor
 from adora_vl.models.shape import config_for_planning, refuse_embedding_adapters
 from adora_vl.preflight import python_inputs
-from adora_vl.preflight.resolved_run import ResolvedRun, RunRequest, count_of
+from adora_vl.preflight.request import RunRequest
+from adora_vl.preflight.resolved_run import ResolvedRun, count_of
 from adora_vl.preflight.run_folder import RunFolder
 from adora_vl.record.trackers import check_trackers
 from adora_vl.rewards import try_rewards
@@ -221,7 +222,7 @@ def _find_adapters(run: ResolvedRun) -> None:
         )
     else:
         cli_args = run.request.cli_args
-        check_keys(first, run.model, cli_args.words if cli_args else ())
+        check_keys(first, run.model, cli_args.set_keys if cli_args else ())
         run.notes.append(f"the adapter {named} of {first.base} goes on training")
 
 

@@ -17,8 +17,8 @@ from PIL import Image
 
 from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer
 from adora_vl.config.run_context import RunContext
-from adora_vl.preflight.python_inputs import Datasets, model_keys
-from adora_vl.preflight.resolved_run import ModelSource, RunRequest
+from adora_vl.preflight.python_inputs import Datasets
+from adora_vl.preflight.request import ModelSource, RunRequest, model_keys
 from adora_vl.preflight.run_checks import resolve_run
 from adora_vl.utils.errors import UserError
 
@@ -171,7 +171,7 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
     rows = Datasets(Dataset.from_list(ROWS), {"own": Dataset.from_list(ROWS[4:])})
     source = ModelSource(model_keys("tiny", args, None))
     run = resolve_run(
-        RunRequest(args, source, rows, seen, tools=[area, "zoom"], environment=Board),
+        RunRequest(args, source, rows, seen, tools=[area, "zoom"], environment_factory=Board),
         RunContext.of_launch("leave"),
     )
     assert (
@@ -182,7 +182,7 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
         UserError, match="environment_factory: a reward function has the name 'seen', too; rename"
     ):
         resolve_run(
-            RunRequest(args, source, rows, seen, environment=type("seen", (Board,), {})),
+            RunRequest(args, source, rows, seen, environment_factory=type("seen", (Board,), {})),
             RunContext.of_launch("leave"),
         )
     assert run.evaluated["own"][0]["prompt"][0] == run.dataset[0]["prompt"][0], (

@@ -27,8 +27,8 @@ from adora_vl.models.check import lora_of
 from adora_vl.models.load import PRETRAINED
 from adora_vl.planning.dry_run import make_plan
 from adora_vl.preflight import run_checks
-from adora_vl.preflight.python_inputs import Datasets, model_keys
-from adora_vl.preflight.resolved_run import ModelSource, RunRequest
+from adora_vl.preflight.python_inputs import Datasets
+from adora_vl.preflight.request import ModelSource, RunRequest, model_keys
 from adora_vl.preflight.run_checks import resolve_run
 from adora_vl.prepare import prepare, prepare_on_paper
 from adora_vl.train import main
@@ -700,7 +700,7 @@ def test_every_stop_is_made_once_and_in_order_and_nothing_is_unknown_to_a_run(
         "dry run": lambda: prepare_on_paper(
             read([*words, str(tmp_path / "paper")]), DryRunOptions()
         ),
-        "doctor": lambda: prepare(read([*words, str(tmp_path / "doctor")]), to_train=False),
+        "doctor": lambda: prepare(read([*words, str(tmp_path / "doctor")]), "look"),
         "Python": lambda: from_python([*words, str(tmp_path / "python")]),
     }
     for name, way in ways.items():

@@ -18,7 +18,8 @@ from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.config.blocks import RolloutOptions, ToolOptions
 from adora_vl.config.command import read_file
 from adora_vl.config.schema import DATACLASSES, parse
-from adora_vl.config.values import RANGES, convert, declared
+from adora_vl.config.trl_ranges import RANGES
+from adora_vl.config.values import convert, declared
 from adora_vl.utils.cli import dotted, plain
 from adora_vl.utils.errors import UserError
 

@@ -22,6 +22,7 @@ from adora_vl.config.help import help_text
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.methods import build_pipeline
 from adora_vl.config.schema import DATACLASSES, parse
+from adora_vl.config.trl_ranges import RANGES
 from adora_vl.utils.cli import read_mapping, split_list
 from adora_vl.utils.errors import UserError
 
@@ -215,7 +216,7 @@ def test_a_recipe_is_found_by_its_name_and_a_file_of_that_name_comes_first(tmp_p
     for name in ("smoke_cpu", "smoke_cpu.yaml"):
         assert read(["--config", name]).file.parent.name == "train"
     Path("smoke_cpu.yaml").write_text("model_name_or_path: mine")
-    assert read(["--config", "smoke_cpu.yaml"]).words == {"model_name_or_path"}
+    assert read(["--config", "smoke_cpu.yaml"]).set_keys == {"model_name_or_path"}
     with pytest.raises(UserError, match="no file 'runs/smoke_cpu.yaml'"):
         read(["--config", "runs/smoke_cpu.yaml"])
 
@@ -247,8 +248,8 @@ def test_a_file_is_read_once_and_what_is_converted_again_stays_the_same(tmp_path
         ]
     )
     once.assert_called_once()
-    hints = {**values.RANGES, **values.declared(AdoraScriptArguments), **values.declared(AdoraKeys)}
-    for key in given.words & hints.keys():
+    hints = {**RANGES, **values.declared(AdoraScriptArguments), **values.declared(AdoraKeys)}
+    for key in given.set_keys & hints.keys():
         assert given.read(key, hints[key]) == given.values[key], key
     assert given.values["adora_reward"] == ["accuracy", {"judge": {"model": "m"}}, "a", "b"]
 

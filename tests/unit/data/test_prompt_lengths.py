@@ -309,9 +309,7 @@ def test_the_length_that_is_named_holds_all(
     data: Path, tmp_path: Path, capsys: Any, processor: Any
 ) -> None:
     needed = str(counted(processor, LONG + LONG) + 40)
-    run = prepare(
-        read(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed)), to_train=False
-    )
+    run = prepare(read(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed)), "look")
     assert len(run.dataset) == 12 and run.overlong.left_out == [] and capsys.readouterr().out == ""
     assert "overlong_rows_left_out" not in run.manifest()["data"]
     assert (
@@ -336,7 +334,7 @@ def test_rows_are_left_out_and_recorded(
         "--adora_overlong_prompts",
         "drop",
     )
-    run = prepare(read(words), to_train=False)
+    run = prepare(read(words), "look")
     (said,) = capsys.readouterr().out.splitlines()
     assert said.startswith(
         "adora_overlong_prompts: drop leaves out 3 of 12 rows, for whose prompts vllm_max_model_len"
@@ -506,7 +504,7 @@ def test_a_run_refuses_an_evaluation_that_would_stop_it(data, tmp_path, capsys, 
         )
         assert expected + "mine/test/1 has" in capsys.readouterr().err
     words += ["--adora_overlong_prompts", "drop"]
-    run = prepare(read(words), to_train=False)
+    run = prepare(read(words), "look")
     assert run.evaluations is not None
     assert [problem.pid for problem in run.evaluations.tasks[0].problems] == [
         "mine/test/0",

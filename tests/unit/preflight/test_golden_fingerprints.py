@@ -21,8 +21,8 @@ from adora_vl.config.command import read
 from adora_vl.config.run_context import DryRunOptions, RunContext
 from adora_vl.config.schema import parse
 from adora_vl.models.check import lora_of
-from adora_vl.preflight.python_inputs import Datasets, model_keys
-from adora_vl.preflight.resolved_run import ModelSource, RunRequest
+from adora_vl.preflight.python_inputs import Datasets
+from adora_vl.preflight.request import ModelSource, RunRequest, model_keys
 from adora_vl.preflight.run_checks import fingerprint_of, resolve_run
 from adora_vl.prepare import prepare_on_paper
 from data_prep.cli import main as data_prep
