@@ -19,7 +19,7 @@ from adora_vl.evaluation import EvaluateOnTheWay
 from adora_vl.models.precision import RefuseWrongBuffers
 from adora_vl.packing.images import DistinctImages
 from adora_vl.packing.policy_pass import PolicyPass, bound_of, computing_dtype, has_dropout
-from adora_vl.preflight.resolved_run import ResolvedRun
+from adora_vl.preflight.facts import ResolvedRun
 from adora_vl.record import metrics, trackers
 from adora_vl.record.recorder import MetricsLogger, Recorder
 from adora_vl.rollout.agreement import SelfCheck, drift_measured
@@ -291,7 +291,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
                     trainer=self,
                     plan=run.evaluations,
                     system_prompt=run.system_prompt,
-                    revision=run.revision,
+                    revision=run.model.revision,
                 )
             )
         for callback in callbacks:

@@ -9,7 +9,7 @@ from adora_vl.utils.launch import prepare_engine_environment, use_expandable_seg
 if TYPE_CHECKING:
     from adora_vl.config.command import CliArgs
     from adora_vl.config.run_context import DryRunOptions, OutputDirMode
-    from adora_vl.preflight.resolved_run import ResolvedRun
+    from adora_vl.preflight.facts import ResolvedRun
 
 
 def prepare(cli_args: CliArgs, output_dir: OutputDirMode = "take") -> ResolvedRun:
@@ -22,10 +22,10 @@ def prepare(cli_args: CliArgs, output_dir: OutputDirMode = "take") -> ResolvedRu
     use_expandable_segments()
     from adora_vl.config.run_context import RunContext
     from adora_vl.preflight.request import request_from_command
-    from adora_vl.preflight.run_checks import resolve_run
+    from adora_vl.preflight.run_checks import run_checks
 
-    run = resolve_run(request_from_command(cli_args), RunContext.of_launch(output_dir))
-    if output_dir == "take" and run.is_main_process:
+    run = run_checks(request_from_command(cli_args), RunContext.of_launch(output_dir))
+    if output_dir == "take" and run.request.is_main_process:
         print("\n".join(run.first_lines()), flush=True)
     return run
 
@@ -35,7 +35,7 @@ def prepare_on_paper(cli_args: CliArgs, options: DryRunOptions) -> ResolvedRun:
     prepare_engine_environment()
     from adora_vl.config.run_context import RunContext
     from adora_vl.preflight.request import request_from_command
-    from adora_vl.preflight.run_checks import resolve_run
+    from adora_vl.preflight.run_checks import run_checks
 
     request = request_from_command(cli_args, any_machine=True, max_rows=options.rows)
-    return resolve_run(request, RunContext.of_dry_run(options, local=request.runs_here))
+    return run_checks(request, RunContext.of_dry_run(options, local=request.runs_here))

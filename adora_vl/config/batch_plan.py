@@ -154,7 +154,7 @@ def batch_plan(config: AdoraGRPOConfig, processes: int) -> BatchLayout:
     return plan
 
 
-def check_rows(plan: BatchLayout, rows: int) -> None:
+def check_row_count(plan: BatchLayout, rows: int) -> None:
     """Raise `UserError` for a data set of so many rows that does not fill one generation.
 
     TRL would train zero steps on it, and say nothing.

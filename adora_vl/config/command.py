@@ -106,7 +106,7 @@ def read(arguments: Sequence[str], *, needs_model: bool = True) -> CliArgs:
         key: read_value(key, value, hints[key]) for key, value in values.items() if key in hints
     }
     if "output_dir" in values:
-        check_output_dir(values["output_dir"])
+        refuse_no_folder(values["output_dir"])
     if needs_model and "model_name_or_path" not in values:
         raise UserError(
             "model_name_or_path: not set; name a file with --config "
@@ -146,7 +146,7 @@ def read_file(path: Path) -> dict[str, Any]:
     return content
 
 
-def check_output_dir(value: object) -> None:
+def refuse_no_folder(value: object) -> None:
     """Raise `UserError` for an `output_dir` that nobody can mean.
 
     The root of the file system is one; null is another, for which Transformers would choose a

@@ -14,7 +14,6 @@ from transformers.utils import (
 )
 from trl import GRPOConfig, ModelConfig
 
-from adora_vl.config.checks import check_sampling_keys
 from adora_vl.config.command import CliArgs, read, read_value
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.methods import settle_methods
@@ -62,7 +61,6 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
             raise
         finally:
             self.num_generations_eval = num_generations_eval
-        check_sampling_keys(self)
         # registers the secrets, so that no later output shows them
         masked(vars(self))
         self._refuse_masked()

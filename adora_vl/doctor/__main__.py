@@ -34,8 +34,8 @@ from adora_vl.utils.launch import (
 
 if TYPE_CHECKING:
     from adora_vl.config.command import CliArgs
+    from adora_vl.preflight.facts import ResolvedRun
     from adora_vl.preflight.request import RunRequest
-    from adora_vl.preflight.resolved_run import ResolvedRun
 
 ROWS = 8  # real prompts, of each rank
 
@@ -85,14 +85,14 @@ def diagnose(cli_args: CliArgs) -> list[Check]:
         return checks
     from adora_vl.config.run_context import RunContext
     from adora_vl.preflight.request import request_from_command
-    from adora_vl.preflight.run_checks import resolve_run
+    from adora_vl.preflight.run_checks import run_checks
 
     request = request_from_command(cli_args)
     checks += environment_checks(request)
     if not is_healthy(checks):
         # Further checks would use the wrong libraries, and say nothing about the run.
         return checks
-    run = resolve_run(request, RunContext.of_launch("look"))
+    run = run_checks(request, RunContext.of_launch("look"))
     checks += paper_checks(run)
     return checks + engine_checks(run)
 
@@ -138,10 +138,10 @@ def paper_checks(run: ResolvedRun) -> list[Check]:
     script = run.script
     config = run.config
     assert script is not None, "a doctor examines a command"
-    without_images = run.dataset.remove_columns(
-        [name for name in ("images",) if name in run.dataset.column_names]
+    without_images = run.data.train.remove_columns(
+        [name for name in ("images",) if name in run.data.train.column_names]
     )
-    rows = [without_images[number] for number in range(min(ROWS, len(run.dataset)))]
+    rows = [without_images[number] for number in range(min(ROWS, len(run.data.train)))]
     checks = [check_golds(rows, rounding=rounds(script.adora_reward))]
     # Functions of the user's were tried already, and their sums may mean something else.
     if is_healthy(checks) and not run.rewards.user_functions:

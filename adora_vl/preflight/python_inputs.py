@@ -25,7 +25,7 @@ from adora_vl.data.loading import only_decodes
 from adora_vl.data.prompt_lengths import Size, sizes_in
 from adora_vl.data.prompts import problem_with_messages, with_tools
 from adora_vl.models.load import model_hash
-from adora_vl.rewards.choose import NAMES, ChosenRewards, choose_rewards
+from adora_vl.rewards.choose import NAMES, RewardSet, choose_rewards
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import function_name, is_own, source_hash
 
@@ -47,7 +47,7 @@ class Datasets:
     evaluate: AnyDatasets | None = None
 
 
-def rewards_from_python(reward_funcs: object, output_dir: Path) -> ChosenRewards:
+def rewards_from_python(reward_funcs: object, output_dir: Path) -> RewardSet:
     """The reward functions of the trainer's `reward_funcs`.
 
     `reward_funcs` is what TRL takes, or what the key `adora_reward` takes: a function, the name of
@@ -66,7 +66,7 @@ def rewards_from_python(reward_funcs: object, output_dir: Path) -> ChosenRewards
         for request in requests
         if isinstance(request, Mapping | str) and request not in reward_models
     ]
-    chosen = ChosenRewards((), (), {})
+    chosen = RewardSet((), (), {})
     if presets:
         chosen = choose_rewards(presets, output_dir=output_dir)
     chosen_pairs = zip(chosen.entries, chosen.functions, strict=True)
@@ -93,7 +93,7 @@ def rewards_from_python(reward_funcs: object, output_dir: Path) -> ChosenRewards
         hashes[entry] = _identity_of_reward(request)
     pairs = zip(entries, functions, strict=True)
     tried = {entry for entry, function in pairs if _can_be_tried(function)}
-    return ChosenRewards(
+    return RewardSet(
         entries=tuple(entries),
         functions=tuple(functions),
         hashes=hashes,

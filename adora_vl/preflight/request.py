@@ -70,6 +70,11 @@ class RunRequest:
         return self.config.environment_factory
 
     @property
+    def is_main_process(self) -> bool:
+        """Whether this process is rank 0, which alone prints."""
+        return bool(self.config.process_index == 0)
+
+    @property
     def trl_evaluates(self) -> bool:
         """Whether TRL evaluates during training, on a data set that Python code passed."""
         return isinstance(self.rows, Datasets) and self.rows.evaluate is not None

@@ -57,7 +57,7 @@ _NEED_PICTURES = [tool for tool in OURS.values() if "view" in signature(tool).pa
 
 
 @dataclass(frozen=True)
-class ChosenTools:
+class ToolSet:
     """The tools of a run by name.
 
     `functions` includes the methods of the first environment, which stand for those of every
@@ -79,7 +79,7 @@ class ChosenTools:
 
 def choose_tools(
     entries: Sequence[str | Callable[..., Any]], environments: Environments | None = None
-) -> ChosenTools:
+) -> ToolSet:
     """The tools of a run, and the methods of its environments.
 
     Args:
@@ -120,7 +120,7 @@ def choose_tools(
             raise UserError(f"tools: two of them have the name {name!r}; rename one of them")
         schema_of(label, tool)
         functions[name] = tool
-    return ChosenTools(functions, hashes, environments)
+    return ToolSet(functions, hashes, environments)
 
 
 def view_of(config: Any, pixels: Limits) -> View | None:
@@ -150,7 +150,7 @@ class Toolbox:
 
     def __init__(
         self,
-        chosen: ChosenTools,
+        chosen: ToolSet,
         options: ToolOptions,
         view: View | None,
         control_tokens: Sequence[str] = CONTROL_TOKENS,

@@ -21,9 +21,11 @@ from adora_vl.config.command import read
 from adora_vl.config.run_context import DryRunOptions, RunContext
 from adora_vl.config.schema import parse
 from adora_vl.models.check import lora_of
+from adora_vl.preflight.check_output_dir import fingerprint_of
+from adora_vl.preflight.facts import ResolvedRun
 from adora_vl.preflight.python_inputs import Datasets
 from adora_vl.preflight.request import ModelSource, RunRequest, model_keys
-from adora_vl.preflight.run_checks import fingerprint_of, resolve_run
+from adora_vl.preflight.run_checks import run_checks
 from adora_vl.prepare import prepare_on_paper
 from data_prep.cli import main as data_prep
 from tests.unit.config.test_recipes import CONFIGS, PAIRS
@@ -37,7 +39,10 @@ TINY = {"adora_llm_kk": "tiny_text", "smoke_text_cpu": "tiny_text", "tiny_zoom":
 FILES = ("dataset", "model")
 
 
-def settings_of(fingerprint: dict[str, str]) -> dict[str, str]:
+def settings_of(run: ResolvedRun) -> dict[str, str]:
+    fingerprint = fingerprint_of(
+        run.request, run.model, run.data, run.user_code_hashes, run.context
+    )
     return {key: value for key, value in fingerprint.items() if key not in FILES}
 
 
@@ -47,7 +52,7 @@ def of_config(name: str, data: Path) -> dict[str, str]:
     words += ["--model_name_or_path", TINY.get(name, "tiny"), "--dataset_name", str(data)]
     launcher = CONFIGS / "accelerate" / f"{PAIRS[name]}.yaml"
     run = prepare_on_paper(read(words), DryRunOptions(accelerate_config=launcher))
-    return settings_of(fingerprint_of(run))
+    return settings_of(run)
 
 
 def of_python(**options: Any) -> dict[str, str]:
@@ -82,8 +87,8 @@ def of_python(**options: Any) -> dict[str, str]:
         rows=Datasets(Dataset.from_list(rows * 8)),
         rewards=rewards,
     )
-    run = resolve_run(request, RunContext.of_launch("leave"))
-    return settings_of(fingerprint_of(run))
+    run = run_checks(request, RunContext.of_launch("leave"))
+    return settings_of(run)
 
 
 PYTHON: dict[str, dict[str, Any]] = {

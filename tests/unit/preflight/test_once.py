@@ -15,7 +15,7 @@ from adora_vl.config.run_context import DryRunOptions, RunContext
 from adora_vl.doctor import __main__ as doctor
 from adora_vl.preflight.python_inputs import Datasets
 from adora_vl.preflight.request import ModelSource, RunRequest, model_keys
-from adora_vl.preflight.run_checks import resolve_run
+from adora_vl.preflight.run_checks import run_checks
 from adora_vl.prepare import prepare, prepare_on_paper
 from tests.unit.config.test_recipes import CONFIGS
 
@@ -89,7 +89,7 @@ def from_python(output_dir: Path) -> None:
         rows=Datasets(Dataset.from_list([row] * 8)),
         rewards="accuracy",
     )
-    resolve_run(request, RunContext.of_launch("leave"))
+    run_checks(request, RunContext.of_launch("leave"))
 
 
 def test_every_value_is_converted_once_and_methods_are_built_once_on_every_way(
