@@ -45,7 +45,7 @@ class AdoraWeighting:
 class Adora(Method):
     """ADORA's weighting as a method.
 
-    Raises `ValueError` for a factor on the wrong side of 1, and other values out of their range.
+    Raises `ValueError` for an unknown word, or a factor on the wrong side of 1.
     """
 
     source = "arXiv 2602.10019"
@@ -91,6 +91,7 @@ class Adora(Method):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.criteria:
             raise ValueError("criteria: [] is empty; name one or both of length, difficulty")
         low, high = sorted(scheduled(self.factor).values)

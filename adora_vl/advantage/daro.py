@@ -154,6 +154,7 @@ class Daro(Method):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.learning_rate < 0 or self.floor <= 0:
             raise ValueError(
                 f"learning_rate: {self.learning_rate} must be at least 0 and floor: {self.floor} "

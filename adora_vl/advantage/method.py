@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from dataclasses import dataclass, field, fields
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    Protocol,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 from torch import Tensor
@@ -43,6 +52,16 @@ def option(default: object, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+def _words_of(annotation: object) -> tuple[str, ...]:
+    """The words of a `Literal`, or of a tuple of them; none for another annotation."""
+    if get_origin(annotation) is tuple:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) is not Literal:
+        return ()
+    words: tuple[str, ...] = get_args(annotation)
+    return words
+
+
 @dataclass(frozen=True)
 class Method:
     """A method with its options, which are the fields of its class.
@@ -55,6 +74,23 @@ class Method:
 
     settings: ClassVar[Settings] = {}  # TRL's keys that belong to it
     source: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for a word that is none of the `Literal` of its option.
+
+        The text begins with the name of the option. Python code may build a method by itself, where
+        nothing has converted its options.
+        """
+        hints = get_type_hints(type(self))
+        for parameter in fields(self):
+            allowed = _words_of(hints[parameter.name])
+            value = getattr(self, parameter.name)
+            words = value if isinstance(parameter.default, tuple) else (value,)
+            for word in words:
+                if allowed and word not in allowed:
+                    raise ValueError(
+                        f"{parameter.name}: {word!r} is not one of {', '.join(allowed)}"
+                    )
 
     @property
     def remakes(self) -> bool:

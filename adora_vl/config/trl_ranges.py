@@ -1,7 +1,7 @@
-"""What keys of TRL and Transformers take: those that configs/train/annotated.yaml explains, and those
-that our own code computes with.
+"""What keys of TRL and Transformers take.
 
-The types are narrower than the libraries' own annotations, or wider where a key takes more than it
+These are the keys that configs/train/annotated.yaml explains, and those that our own code computes
+with. The types are narrower than the libraries' own annotations, or wider where a key takes more than it
 declares. The value of any other key of theirs is left to their own checks.
 """
 

@@ -97,7 +97,8 @@ def convert_fields(
             converted; they have to be finite, and in their range where `RANGES` has one.
     """
     library_keys = {key.name for key in fields(library_class)} if library_class else set()
-    hints = declared(type(config))
+    kind: Any = type(config)
+    hints = declared(kind)
     for key in fields(config):
         if key.name in converted or key.name not in hints:
             continue

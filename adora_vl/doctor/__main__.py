@@ -137,11 +137,12 @@ def paper_checks(run: ResolvedRun) -> list[Check]:
 
     script = run.script
     config = run.config
-    assert script is not None, "a doctor examines a command"
-    without_images = run.data.train.remove_columns(
-        [name for name in ("images",) if name in run.data.train.column_names]
+    train = run.data.train
+    assert script is not None and train is not None, "a doctor examines a command"
+    without_images = train.remove_columns(
+        [name for name in ("images",) if name in train.column_names]
     )
-    rows = [without_images[number] for number in range(min(ROWS, len(run.data.train)))]
+    rows = [without_images[number] for number in range(min(ROWS, len(train)))]
     checks = [check_golds(rows, rounding=rounds(script.adora_reward))]
     # Functions of the user's were tried already, and their sums may mean something else.
     if is_healthy(checks) and not run.rewards.user_functions:

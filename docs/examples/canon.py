@@ -65,6 +65,7 @@ class Canon(Method):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if min(self.inter.values) < 0 or max(self.inter.values) > 1:
             raise ValueError(f"inter: {self.inter.values} must lie between 0 and 1")
 

@@ -1,7 +1,7 @@
 """Each value is converted once and the methods are built once, on every way into a run."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from adora_vl.preflight.run_checks import run_checks
 from adora_vl.prepare import prepare, prepare_on_paper
 from tests.unit.config.test_recipes import CONFIGS
 
-CPU = {"use_cpu": True, "bf16": False}
-KEYS = {
+CPU: dict[str, Any] = {"use_cpu": True, "bf16": False}
+KEYS: dict[str, Any] = {
     "learning_rate": 1e-4,
     "temperature": 0.9,
     "num_generations": 4,
@@ -48,7 +48,7 @@ class Counted:
             monkeypatch.setattr(module, "convert", self.convert)
         monkeypatch.setattr(methods, "build_methods", self.build_methods)
 
-    def convert(self, key: str, value: Any, hint: Any) -> Any:
+    def convert(self, key: str, value: object, hint: object) -> object:
         # Entries of a list and options of a block are converted within the key's own conversion.
         if self._depth == 0:
             self.conversions[key] += 1
@@ -58,7 +58,7 @@ class Counted:
         finally:
             self._depth -= 1
 
-    def build_methods(self, value: Any) -> methods.MethodSet:
+    def build_methods(self, value: str | Mapping[str, Any]) -> methods.MethodSet:
         self.builds += 1
         return self._build_methods(value)
 
@@ -92,10 +92,12 @@ def from_python(output_dir: Path) -> None:
     run_checks(request, RunContext.of_launch("leave"))
 
 
+@pytest.mark.slow
+@pytest.mark.core
 def test_every_value_is_converted_once_and_methods_are_built_once_on_every_way(
     tmp_path, monkeypatch, subtests, no_weights
 ):
-    nothing: Callable[[Any], list[Any]] = lambda run: []  # noqa: E731
+    nothing: Callable[[object], list[object]] = lambda run: []  # noqa: E731
     monkeypatch.setattr(doctor, "paper_checks", nothing)
     monkeypatch.setattr(doctor, "engine_checks", nothing)
     gpu = ["--config", str(CONFIGS / "train" / "adora_3b_1gpu_lora.yaml")]
