@@ -18,7 +18,7 @@ from adora_vl.data.rows import images_of
 from adora_vl.preflight import python_inputs
 from adora_vl.rewards import try_rewards
 from adora_vl.rewards.choose import RewardSet, choose_rewards
-from adora_vl.rollout.rollouts import RolloutGroup, groups_of, row_for_rewards
+from adora_vl.rollout.rollouts import RolloutGroup, StepKey, groups_of, row_for_rewards
 from adora_vl.tools.environments import environments_of
 from adora_vl.tools.run import Toolbox, ToolSet, choose_tools
 from adora_vl.tools.tries import unsteady_tools
@@ -101,7 +101,13 @@ def check_user_code(
     rows = _first_rows(rewards, tools, prompts, data)
     group_size = config.num_generations
     repeated_rows = [row for row in rows for _ in range(group_size)]
-    groups = groups_of(repeated_rows, "try/0/0", 0, 0, group_size)
+    groups = groups_of(
+        repeated_rows,
+        StepKey(mode="try", step=0, micro=0),
+        began=0,
+        first=0,
+        generations=group_size,
+    )
     if tools.environments is not None:
         groups = tools.environments.entered(groups, config.seed, anew=True)
     graded_rows = [

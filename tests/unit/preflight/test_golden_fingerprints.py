@@ -28,7 +28,7 @@ from adora_vl.preflight.request import ModelSource, RunRequest, model_keys
 from adora_vl.preflight.run_checks import run_checks
 from adora_vl.prepare import prepare_on_paper
 from data_prep.cli import main as data_prep
-from tests.unit.config.test_recipes import CONFIGS, PAIRS
+from tests.support.recipes import CONFIGS, PAIRS
 
 STORED = Path(__file__).with_name("fingerprints.json")
 # As many rows as one generation of the largest recipe has prompts.

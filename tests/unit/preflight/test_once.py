@@ -17,7 +17,7 @@ from adora_vl.preflight.python_inputs import Datasets
 from adora_vl.preflight.request import ModelSource, RunRequest, model_keys
 from adora_vl.preflight.run_checks import run_checks
 from adora_vl.prepare import prepare, prepare_on_paper
-from tests.unit.config.test_recipes import CONFIGS
+from tests.support.recipes import CONFIGS
 
 CPU: dict[str, Any] = {"use_cpu": True, "bf16": False}
 KEYS: dict[str, Any] = {
