@@ -68,7 +68,7 @@ def check_family(model: ModelConfig, run: "GRPOConfig", config: PretrainedConfig
             f"{name}: model_type {kind} is not among the families that can share a prompt "
             f"({KNOWN}): every rollout computes its prompt again, everything else works"
         ]
-    if not any(run.own(part) for part in NEEDS_FAMILY) and not run.adora_freeze:
+    if not any(run.uses(part) for part in NEEDS_FAMILY) and not run.adora_freeze:
         return [
             f"{name}: model_type {kind} is not among the known families; its images go the way of "
             "stock TRL"

@@ -14,7 +14,6 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 
-from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.data.rows import images_of
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.record.metrics import (
@@ -70,9 +69,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         accelerator = context.accelerator
         self.accelerator = accelerator
         self.decode = decode
-        # every n-th generation is recorded; 0: none is
-        self.every = config.adora_record_every
-        self.updates = BatchLayout.of(config).updates
+        self._records = config.adora_record_gb > 0
         # how many rollouts of this rank were graded in the present step
         self._step_count = 0
         # how many rollouts of this rank were graded last
@@ -105,16 +102,12 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         numbers_B: Tensor = positions_B * accelerator.num_processes + accelerator.process_index
         return numbers_B
 
-    def records(self, step: int) -> bool:
-        """Return whether the generation of this optimizer step (counted from 0) is recorded."""
-        return self.every > 0 and step // self.updates % self.every == 0
-
     def add(
         self, generation: Generation, table: Mapping[str, Any], functions: Sequence[str]
     ) -> None:
         """Add rollouts that were just graded.
 
-        Collective, where the generation is recorded: columns and rows are gathered on all ranks.
+        Collective, where rollouts are recorded: columns and rows are gathered on all ranks.
 
         Args:
             generation: this rank's rows, with scores and advantages.
@@ -129,7 +122,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         assert scores is not None and advantages is not None
         self._last_count = len(rows)
         self._step_count += len(rows)
-        if not self.records(step):
+        if not self._records:
             return
         self._spans.append(slice(self._step_count - len(rows), self._step_count))
         drift = self._drift_of(batch)
