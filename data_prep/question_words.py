@@ -146,17 +146,20 @@ def _kind(term: Term) -> str | None:
 
 
 def _equation(term: Term) -> str | None:
-    left, right = [noun(side) for side in term.arguments]
-    if left is None or right is None or term.arguments[0].head in CORNERS:
-        return "" if term.arguments[0].head in CORNERS else None
-    if term.arguments[1].head in ("AltitudeOf", "HypotenuseOf", "BaseOf", "SideOf", "HeightOf"):
+    """Return an equation as a sentence; empty for a named shape, None where it has no words."""
+    left_term, right_term = term.arguments
+    left = noun(left_term)
+    right = noun(right_term)
+    if left_term.head in CORNERS:
+        return ""
+    if left is None or right is None:
+        return None
+    if right_term.head in ("AltitudeOf", "HypotenuseOf", "BaseOf", "SideOf", "HeightOf"):
         return f"{left} is {right}"
-    is_angle = any(part.head in ("MeasureOf", "Angle") for part in term.arguments[0].walk())
+    is_angle = any(part.head in ("MeasureOf", "Angle") for part in left_term.walk())
     is_number = re.fullmatch(r"[\d.]+", right) is not None
-    return (
-        f"{left.removeprefix('the measure of ')} = "
-        f"{right}{' degrees' if is_angle and is_number else ''}"
-    )
+    unit = " degrees" if is_angle and is_number else ""
+    return f"{left.removeprefix('the measure of ')} = {right}{unit}"
 
 
 def noun(term: Term) -> str | None:
@@ -220,17 +223,17 @@ def _named(head: str, names: Sequence[str]) -> str:
 
 
 def _measured(term: Term) -> str | None:
-    inner = term.arguments[0]
-    name = noun(inner)
-    if name is None or (len(term.names) == 2 and not inner.arguments):
-        return None if len(term.names) != 2 else "".join(term.names)
+    """Return `LengthOf` or `MeasureOf` a part as a noun; None where the part has no words."""
+    part = term.arguments[0]
+    part_noun = noun(part)
+    has_two_points = len(term.names) == 2
+    if part_noun is None or (has_two_points and not part.arguments):
+        return "".join(term.names) if has_two_points else None
     if term.head == "LengthOf":
-        return (
-            name
-            if inner.head == "Line" or inner.head in _MEASURES or not inner.arguments
-            else f"the length of {name}"
-        )
-    return name if not inner.arguments and len(name) == 1 else f"the measure of {name}"
+        is_length = part.head == "Line" or part.head in _MEASURES or not part.arguments
+        return part_noun if is_length else f"the length of {part_noun}"
+    is_letter = not part.arguments and len(part_noun) == 1
+    return part_noun if is_letter else f"the measure of {part_noun}"
 
 
 def _plain_head(term: Term) -> str:
