@@ -172,12 +172,10 @@ def noun(term: Term) -> str | None:
     if not term.arguments:
         return _leaf(head)
     if head in COLOURS:
-        inner = _plain_head(term.arguments[0]).lower()
-        kind = "figure" if inner == "shape" else inner
-        return f"the {head.lower()} {'region' if head == 'Shaded' and inner == 'shape' else kind}"
+        return _coloured(head, term.arguments[0])
     if head in _KINDS:
-        inner_noun = noun(term.arguments[0])
-        return inner_noun and inner_noun.replace("the ", f"the {head.lower()} ", 1)
+        part_noun = noun(term.arguments[0])
+        return part_noun and part_noun.replace("the ", f"the {head.lower()} ", 1)
     if head in ("Line", "Point"):
         return "the line" if "$" in names[0] else "".join(names)
     if head in ("Angle", "Arc", "Circle", "Sector", "Cirle", "Shape", "Polygon") or head in CORNERS:
@@ -185,26 +183,40 @@ def noun(term: Term) -> str | None:
     if head in ("LengthOf", "MeasureOf"):
         return _measured(term)
     if head in ("Minor", "Major"):
-        inner_noun = noun(term.arguments[0])
-        return inner_noun and f"{head.lower()} {inner_noun}"
-    parts = [noun(argument) for argument in term.arguments]
-    part_nouns = [part for part in parts if part is not None]
-    if len(part_nouns) < len(parts):
-        return None
+        part_noun = noun(term.arguments[0])
+        return part_noun and f"{head.lower()} {part_noun}"
+    part_nouns = []
+    for argument in term.arguments:
+        part_noun = noun(argument)
+        if part_noun is None:
+            return None
+        part_nouns.append(part_noun)
     if len(part_nouns) == 1:
-        if head == "RatioOf":
-            return f"{part_nouns[0]} as a fraction"
-        words = _MEASURES.get(head)
-        trigonometric = head in ("SinOf", "CosOf", "TanOf")
-        return (
-            words.format(part_nouns[0].removeprefix("angle ") if trigonometric else part_nouns[0])
-            if words
-            else None
-        )
+        return _measure_of(head, part_nouns[0])
     if head in ("SumOf", "Add"):
         return " + ".join(part_nouns)
     words = _TWO.get(head)
     return words.format(*part_nouns) if words and len(part_nouns) == 2 else None
+
+
+def _coloured(head: str, part: Term) -> str:
+    """Return a shaded or coloured part as a noun: `the shaded region`, `the blue sector`."""
+    kind = _plain_head(part).lower()
+    if kind == "shape":
+        kind = "region" if head == "Shaded" else "figure"
+    return f"the {head.lower()} {kind}"
+
+
+def _measure_of(head: str, part_noun: str) -> str | None:
+    """Return a measure of one part as a noun: `the area of ...`; None where it has no words."""
+    if head == "RatioOf":
+        return f"{part_noun} as a fraction"
+    words = _MEASURES.get(head)
+    if not words:
+        return None
+    if head in ("SinOf", "CosOf", "TanOf"):  # `sin ABC`
+        part_noun = part_noun.removeprefix("angle ")
+    return words.format(part_noun)
 
 
 def _leaf(text: str) -> str | None:

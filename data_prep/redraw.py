@@ -279,7 +279,7 @@ class _Diagram:
 
         Both are in radians, and the turn is at most half a turn either way.
         """
-        first, corner, second = (self.at[name] for name in names)
+        first, corner, second = self._places(names)
         start = phase(first - corner)
         turn = (phase(second - corner) - start + math.pi) % (2 * math.pi) - math.pi
         return corner, start, turn
@@ -299,7 +299,7 @@ class _Diagram:
         `wing` is the turn of the wings from the segment's direction, in radians, and `part` where
         on the segment the strokes stand.
         """
-        start, end = (self.at[name] for name in names)
+        start, end = self._places(names)
         if ((end - start) * towards.conjugate()).real < 0:
             start, end = end, start
         along = phase(end - start)
@@ -392,14 +392,18 @@ class _Diagram:
         common = set(lines[0]) & set(lines[1])
         if common:
             return self.at[common.pop()] if len(common) == 1 else None
-        a, b = (self.at[name] for name in lines[0])
-        c, d = (self.at[name] for name in lines[1])
+        a, b = self._places(lines[0])
+        c, d = self._places(lines[1])
         cross = ((b - a).conjugate() * (d - c)).imag
         if abs(cross) <= 1e-9:  # they are parallel
             return None
         share = ((c - a).conjugate() * (d - c)).imag / cross
         # Lines that are drawn by hand may end a little before they meet.
         return a + share * (b - a) if -0.05 <= share <= 1.05 else None
+
+    def _places(self, names: Sequence[str]) -> list[complex]:
+        """Return the places of points by their names."""
+        return [self.at[name] for name in names]
 
     def _width(self, text: str) -> float:
         """Return the width of a text, as a share of the picture."""
