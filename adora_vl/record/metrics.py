@@ -651,7 +651,7 @@ class ToolUse(NamedTuple):
                 sum(call.failed for call in calls) for calls in calls_of_rollouts
             ),
             seconds_N=column(sum(call.seconds for call in calls) for calls in calls_of_rollouts),
-            unanswered_N=column(rollout.ended in ("calls", "room") for rollout in rollouts),
+            unanswered_N=column(rollout.finish_reason.is_unanswered for rollout in rollouts),
         )
 
     def stack(self) -> Tensor:

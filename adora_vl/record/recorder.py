@@ -123,7 +123,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         """
         rows = generation.rows
         batch = generation.batch
-        step = generation.step
+        step = generation.key.step
         scores = generation.scores
         advantages = generation.advantages
         assert scores is not None and advantages is not None
@@ -354,9 +354,9 @@ class MetricsLogger:
         """
         scores = generation.scores
         advantages = generation.advantages
-        training = generation.mode == "train"
+        training = generation.key.mode == "train"
         assert scores is not None and advantages is not None
-        figures = self.figures[generation.mode]
+        figures = self.figures[generation.key.mode]
         state = self.state()
         if training:
             state.num_input_tokens_seen += scores.tokens

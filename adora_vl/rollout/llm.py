@@ -9,14 +9,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 from vllm import LLM, SamplingParams
 from vllm.config import ModelConfig
 from vllm.distributed.device_communicators import cpu_communicator
 from vllm.exceptions import VLLMValidationError
+from vllm.logprobs import FlatLogprobs, SampleLogprobs
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -29,7 +31,12 @@ from adora_vl.data.images import KeptImage
 from adora_vl.models.four_bit import FrozenBase
 from adora_vl.rollout.engine_logps import engine_logp
 from adora_vl.rollout.prompt_tokens import collapse_image_runs
-from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult, merge_requests
+from adora_vl.rollout.rollouts import (
+    FinishReason,
+    SamplingRequest,
+    SamplingResult,
+    merge_requests,
+)
 from adora_vl.utils import compat
 from adora_vl.utils.errors import UserError, in_one_line
 
@@ -128,6 +135,23 @@ def with_known_images(prompt: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def logps_of_tokens(logprobs: SampleLogprobs, tokens: list[int]) -> list[float]:
+    """The log-probabilities of the sampled tokens, out of what vLLM returns for each position.
+
+    Args:
+        logprobs: the candidates of each position, flat or as one mapping a position.
+        tokens: the sampled token of each position.
+    """
+    if isinstance(logprobs, FlatLogprobs) and logprobs.token_ids == tokens:
+        # One candidate a position, the sampled one: the numbers are there already.
+        if np.isfinite(logprobs.logprobs).all():
+            return list(logprobs.logprobs)
+        return [engine_logp(value) for value in logprobs.logprobs]
+    # With several, the first one is the likeliest and not the sampled one, so its id decides.
+    positions = zip(logprobs, tokens, strict=True)
+    return [engine_logp(candidates[token].logprob) for candidates, token in positions]
+
+
 def answer_of(
     rollout: CompletionOutput, prompt_ids: Sequence[int], max_length: int
 ) -> SamplingResult:
@@ -138,14 +162,12 @@ def answer_of(
     """
     tokens = list(rollout.token_ids)
     logps: list[float | None] = [None] * len(tokens)
-    # A candidate is looked up by its id: the first one is the likeliest, not the sampled one.
     if rollout.logprobs is not None:
-        candidates = zip(rollout.logprobs, tokens, strict=True)
-        logps = [engine_logp(by_token[token].logprob) for by_token, token in candidates]
-    reason: Literal["stop", "length", "room"] = "stop"
+        logps = [*logps_of_tokens(rollout.logprobs, tokens)]
+    reason = FinishReason.STOP
     if rollout.finish_reason == "length":
         context_full = len(prompt_ids) + len(tokens) >= max_length
-        reason = "room" if context_full else "length"
+        reason = FinishReason.CONTEXT if context_full else FinishReason.LENGTH
     return SamplingResult(
         tokens=tokens, logps=logps, finish_reason=reason, prompt_ids_read=list(prompt_ids)
     )
@@ -212,7 +234,9 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         `settings`: arguments of `SamplingParams`. `image_token_id`: the id that stands once per
         image in a prompt for vLLM, which repeats it for the image's patches; None for a text model.
         """
-        options = dict(settings)
+        # Numbers in flat lists: one object for each token takes the host longer than a card takes
+        # to sample it, and fills the garbage collector.
+        options = {**settings, "flat_logprobs": True}
         requests = [[ask] for ask in asks]
         if options["temperature"]:  # else sampling is greedy, where a request has one rollout
             requests = merge_requests(asks)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from adora_vl.packing.images import DistinctImages
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.rollout.engine import AdoraVLLMGeneration
-from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
+from adora_vl.rollout.rollouts import FinishReason, SamplingRequest, SamplingResult
 from adora_vl.rollout.servers import ServerPool
 from adora_vl.types import StepContext
 from adora_vl.utils.errors import engine_call
@@ -72,7 +72,10 @@ class TransformersSampler:
     ) -> list[SamplingResult]:
         assert prompts is not None and settings is None
         return [
-            SamplingResult(tokens, [None] * len(tokens), "stop") for tokens in self._turn(prompts)
+            SamplingResult(
+                tokens=tokens, logps=[None] * len(tokens), finish_reason=FinishReason.STOP
+            )
+            for tokens in self._turn(prompts)
         ]
 
     def awake(self) -> AbstractContextManager[None]:

@@ -30,7 +30,7 @@ class ServerGroup:
     """The servers of a run as its ranks see them. Every method is called by all ranks together."""
 
     accelerator: Accelerator
-    place_features: PlaceFeatures
+    place: PlaceFeatures
     servers: ServerPool | None  # None on every rank but the first
     files: WeightFiles | None = None  # on the first rank, where weights are sent as files
 
@@ -76,7 +76,7 @@ class ServerGroup:
 
     def sample(self, requests: list[GroupRequest], rollouts: int) -> list[SamplingResult]:
         """Sample now. Returns the results of this rank, which has asked for `rollouts` rollouts."""
-        answers = self.first_rank(lambda servers: servers.sample(requests, self.place_features))
+        answers = self.first_rank(lambda servers: servers.sample(requests, self.place))
         return self.shared(answers, rollouts)
 
     def shared(self, answers: list[Sampled], rollouts: int) -> list[SamplingResult]:

@@ -97,8 +97,8 @@ class Environments:
     def _entered(self, group: RolloutGroup, run_seed: int) -> RolloutGroup:
         """Return one group in environments, which are reset with the same random numbers."""
         problem = group.problem
-        where = f"{KEY}: row {group.row.get('id', problem.number)}"
-        seed = f"{run_seed}/{problem.where}/{problem.place}"
+        where = f"{KEY}: row {group.row.get('id', problem.row_number)}"
+        seed = f"{run_seed}/{problem.key.name}/{problem.slot}"
         rollouts = [replace(rollout, environment=self._free(where)) for rollout in group.rollouts]
         messages = []
         for rollout in rollouts:

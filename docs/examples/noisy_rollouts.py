@@ -170,10 +170,10 @@ class NoisyRollouts(Extension):
         problem = group.problem
         generations = self.context.config.num_generations
         first_distorted = generations - self.count(generations)
-        level = self.level(problem.step)
+        level = self.level(problem.key.step)
         if first_distorted == generations or level <= 0:
             return [None] * len(group.rollouts)
-        key = f"noise/{self.context.config.seed}/{problem.where}/{problem.place}"
+        key = f"noise/{self.context.config.seed}/{problem.key.name}/{problem.slot}"
         noisy = [
             distorted(
                 as_seen(image, self.images.image_processor),
@@ -188,4 +188,4 @@ class NoisyRollouts(Extension):
 
     def after_weighing(self, generation: Generation) -> None:
         """Log the strength of the noise."""
-        self.context.log("noisy_rollouts/level", self.level(generation.step))
+        self.context.log("noisy_rollouts/level", self.level(generation.key.step))

@@ -217,7 +217,7 @@ class VisualTokens(Extension):
         rank = self.context.accelerator.process_index
         # Rollouts of groups without signal are not compared: nothing is learned from them.
         live_B = generation.of_rank(advantages.live_B, rank)
-        seed = f"{self.context.config.seed}/{generation.key}/{generation.attempt}"
+        seed = f"{self.context.config.seed}/{generation.key.position}/{generation.key.attempt}"
         self.weigh(generation.batch, live_B, seed)
 
     def weigh(self, batch: Batch, live_B: Tensor, seed: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerRequest, Unanswerable
 from adora_vl.rewards.thinking import opens_thinking
-from adora_vl.rollout.rollouts import Rollout, SamplingRequest, SamplingResult
+from adora_vl.rollout.rollouts import FinishReason, Rollout, SamplingRequest, SamplingResult
 from adora_vl.rollout.turns import ToolLoop, append_result, run_turns
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
@@ -130,7 +130,9 @@ class Conversations:
 
     def _reply(self, rollout: Rollout, prompt: Sequence[int]) -> Reply:
         """Return the answer of a rollout, whose last turn is what is graded, as in a training."""
-        by_calls = rollout.ended == "stop" or bool(rollout.calls and rollout.ended)
+        by_calls = rollout.finish_reason is FinishReason.STOP or bool(
+            rollout.calls and rollout.has_ended
+        )
         names = ("name", "arguments", "text", "failed")
         calls = [{name: getattr(call, name) for name in names} for call in rollout.calls]
         turn = rollout.last_turn_tokens
@@ -138,7 +140,7 @@ class Conversations:
         return Reply(
             self.chat.decode(turn),
             n_tokens=len(rollout.policy_tokens),
-            finish_reason=rollout.ended if by_calls else "length",
+            finish_reason=str(rollout.finish_reason if by_calls else FinishReason.LENGTH),
             n_prompt_tokens=len(prompt),
             calls=tuple(calls) if self.turns else None,
             thinking_opened=opens_thinking([*prompt, *before], self.chat.decode),
@@ -281,5 +283,7 @@ class TransformersEngine(_Local):
         end = next((i for i, token in enumerate(ids) if token in self._eos_ids), None)
         completion = ids if end is None else ids[: end + 1]
         return SamplingResult(
-            completion, [None] * len(completion), "length" if end is None else "stop"
+            tokens=completion,
+            logps=[None] * len(completion),
+            finish_reason=FinishReason.LENGTH if end is None else FinishReason.STOP,
         )

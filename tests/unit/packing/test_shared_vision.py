@@ -38,15 +38,15 @@ from adora_vl.packing.vision import (
     window_arguments,
 )
 from adora_vl.utils.launch import free_port
-from tests.integration.support import REPOSITORY
-from tests.unit.packing.test_shared_prompt import (
+from tests.support.paths import REPOSITORY
+from tests.support.small_models import (
     BOUND,
     IMAGE,
     TEXT,
     VISION,
     VISION_BOUND,
     VOCABULARY,
-    build,
+    small_model,
 )
 
 SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
@@ -71,7 +71,7 @@ def pictures() -> list[Tensor]:
 
 def model_of(kind: str) -> Any:
     if kind != "qwen3_5":
-        return build(kind)
+        return small_model(kind)
     torch.manual_seed(0)
     rope = {
         "rope_type": "default",
@@ -206,9 +206,8 @@ def assert_as_alone(kind: str, frozen: bool) -> None:
         logps_bound = LINEAR_BOUND if kind == "qwen3_5" else BOUND
         assert (found - expected).abs().max() <= logps_bound * expected.abs().max()
         own = gradients(model, found)
-        assert (
-            own.keys() == reference.keys() and any("visual." in name for name in own) is not frozen
-        )
+        assert own.keys() == reference.keys()
+        assert any("visual." in name for name in own) is not frozen
         scale = max(tensor.norm() for tensor in reference.values())
         for name, gradient in reference.items():
             assert (own[name] - gradient).norm() <= bound_of(kind, name) * max(
@@ -331,7 +330,8 @@ def test_a_frozen_tower_runs_as_often_on_a_process_without_images(one_of_many, s
                 assert len(calls) == 1
                 inner = model.model
                 bank = vision.banks.of_training()
-                assert bank is not None and not bank.features_due
+                assert bank is not None
+                assert not bank.features_due
                 none = torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long)
                 assert inner.get_image_features(*none).pooler_output[0].shape == (0, 32)
                 assert len(calls) == 1, "a later pass of the generation"
@@ -342,7 +342,8 @@ def test_images_are_divided_into_passes_by_their_patches():
     assert split_into_passes([0, 7, 9, 30], [7, 2, 21, 4], 9) == [[0, 7], [9], [30]], (
         "a larger one has a pass of its own"
     )
-    assert split_into_passes([0, 7], [7, 2], 100) == [[0, 7]] and split_into_passes([], [], 9) == []
+    assert split_into_passes([0, 7], [7, 2], 100) == [[0, 7]]
+    assert split_into_passes([], [], 9) == []
 
 
 def test_a_frozen_tower_in_several_passes_gives_the_same_features(monkeypatch, subtests):
@@ -359,7 +360,8 @@ def test_a_frozen_tower_in_several_passes_gives_the_same_features(monkeypatch, s
                 calls = passes_of(model.model.visual)
                 vision.install(model)
                 found.append(together(model, vision, rows))
-                assert len(calls) == (1 if limit > 1 else 3) and vision.seen == 3
+                assert len(calls) == (1 if limit > 1 else 3)
+                assert vision.seen == 3
             assert (found[0] - found[1]).abs().max() <= LINEAR_BOUND * found[0].abs().max()
 
 
@@ -380,10 +382,8 @@ def test_a_frozen_tower_makes_as_many_passes_as_on_the_process_with_the_most(
             vision.install(model)
             found = together(model, vision, rows)
             assert len(calls) == 4
-            assert (
-                found.shape == expected.shape
-                and (found - expected).abs().max() <= BOUND * expected.abs().max()
-            )
+            assert found.shape == expected.shape
+            assert (found - expected).abs().max() <= BOUND * expected.abs().max()
 
 
 class Reader(SimpleNamespace):
@@ -483,7 +483,8 @@ def test_features_and_gradients_are_those_of_the_loop(grids):
     loop = looked_at(eye, pixels, sizes)
     assert batch_windows(eye, True)
     batched = looked_at(eye, pixels, sizes)
-    assert not batch_windows(eye, False) and eye.config._attn_implementation == "sdpa"
+    assert not batch_windows(eye, False)
+    assert eye.config._attn_implementation == "sdpa"
     for one, other in zip(loop, batched, strict=True):
         assert (one - other).norm() <= 1e-12 * max(one.norm(), 1e-3)
 
@@ -491,9 +492,8 @@ def test_features_and_gradients_are_those_of_the_loop(grids):
 @given(st.lists(st.sampled_from([64, 32, 16, 4]), min_size=1, max_size=30))
 def test_every_patch_has_its_place_and_its_way_back(lengths):
     sizes, order, back = sort_windows(tuple(lengths), torch.device("cpu"))
-    assert sum(size * windows for size, windows in sizes) == sum(lengths) and len(sizes) == len(
-        set(lengths)
-    )
+    assert sum(size * windows for size, windows in sizes) == sum(lengths)
+    assert len(sizes) == len(set(lengths))
     if order is not None and back is not None:
         assert torch.equal(order[back], torch.arange(sum(lengths)))
 
@@ -539,7 +539,7 @@ def test_a_tower_on_a_device_reads_nothing_back(subtests):
     """The meta device has no values: whatever would wait for one raises an error there."""
     for batched, trained in product((False, True), (False, True)):
         with subtests.test(f"{batched=} {trained=}"):
-            model = build("qwen2_5_vl")
+            model = small_model("qwen2_5_vl")
             vision = SharedVision(ImageBanks())
             model.to("meta").model.visual.requires_grad_(trained)
             original = model.model.get_image_features
@@ -590,7 +590,8 @@ def test_another_tower_and_another_attention_stay_as_they_are(subtests):
     for attention, eye in (("eager", tower()), ("flash_attention_2", tower()), ("sdpa", other)):
         with subtests.test(attention):
             eye.config._attn_implementation = attention
-            assert not batch_windows(eye, True) and eye.config._attn_implementation == attention
+            assert not batch_windows(eye, True)
+            assert eye.config._attn_implementation == attention
 
 
 def test_the_name_is_in_no_saved_model(tmp_path):
@@ -599,7 +600,8 @@ def test_the_name_is_in_no_saved_model(tmp_path):
     Qwen2_5_VLConfig(vision_config=eye.config.to_dict()).save_pretrained(tmp_path)
     eye.save_pretrained(tmp_path / "eye")
     saved = [path.read_text() for path in tmp_path.rglob("config.json")]
-    assert len(saved) == 2 and not any(BATCHED in text for text in saved)
+    assert len(saved) == 2
+    assert not any(BATCHED in text for text in saved)
 
 
 def test_another_tower_can_be_built_from_its_configuration():
