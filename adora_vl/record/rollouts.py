@@ -46,12 +46,11 @@ def parts(folder: Path) -> list[Part]:
     """
     candidates = [_part(path) for path in folder.glob("*")]
     all_parts = [part for part in candidates if part is not None]
-    merged = {
-        inner
-        for outer in all_parts
-        for inner in all_parts
-        if outer != inner and outer.first <= inner.first and inner.last <= outer.last
-    }
+    merged = set()
+    for outer in all_parts:
+        for inner in all_parts:
+            if outer != inner and outer.first <= inner.first and inner.last <= outer.last:
+                merged.add(inner)
     return sorted(set(all_parts) - merged, key=lambda part: part.first)
 
 
