@@ -185,6 +185,7 @@ def model(run: ResolvedRun) -> None:
             run.model_config = load_config(run.name, run.revision)
         run.notes += notes_on(run.name)
     run.notes += fits.check_family(keys, config, run.model_config)
+    run.notes += fits.choose_layers(run.request.model.peft_config, keys, run.model_config)
     stage = run.context.sharding.stage
     run.four_bit = check_four_bit(
         keys, config, run.model_config, run.peft_config, stage=stage, runs_here=local
