@@ -22,7 +22,7 @@ from adora_vl.packing.policy_pass import PolicyPass, bound_of, computing_dtype, 
 from adora_vl.preflight.resolved_run import ResolvedRun
 from adora_vl.record import metrics, trackers
 from adora_vl.record.recorder import MetricsLogger, Recorder
-from adora_vl.rollout.agreement import SelfCheck, drift_measured
+from adora_vl.rollout.agreement import SelfCheck, begin_drift_check
 from adora_vl.rollout.importance import ImportanceRatio
 from adora_vl.rollout.prompt_tokens import never_sample, never_sampled_ids
 from adora_vl.rollout.samplers import AsyncServerSampler, Sampler, TransformersSampler, VLLMSampler
@@ -222,7 +222,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             pool_class = partial(
                 PoolAhead,
                 next_rows=self._rows_after,
-                request_drift=partial(drift_measured, self, self.drift_guard.check),
+                request_drift=partial(begin_drift_check, self, self.drift_guard.check),
             )
         return pool_class(
             context=context,

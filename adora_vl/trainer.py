@@ -44,7 +44,7 @@ from adora_vl.models.precision import restore_buffers
 from adora_vl.models.reference import copied_policy
 from adora_vl.packing.policy_pass import evaluating, generation_logps
 from adora_vl.packing.prompts import PromptBatch
-from adora_vl.packing.split_attention import plan_no_shapes
+from adora_vl.packing.split_attention import disable_cudnn_attention
 from adora_vl.parts import TrainerParts
 from adora_vl.preflight.python_inputs import Datasets, config_of, model_keys, refuse_objects
 from adora_vl.preflight.resolved_run import ModelSource, ResolvedRun, RunRequest
@@ -55,6 +55,7 @@ from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import engine_settings
 from adora_vl.rollout.prompt_tokens import folder_settings_left_out
+from adora_vl.rollout.rollouts import StepKey
 from adora_vl.rollout.samplers import AsyncServerSampler
 from adora_vl.rollout.weight_sync import refuse_unmergeable
 from adora_vl.training.generation import Generation
@@ -127,7 +128,7 @@ class AdoraGRPOTrainer(TrainerParts):
         args = run.config
         self.run = run
         self.toolbox = run.toolbox or self.toolbox
-        plan_no_shapes()
+        disable_cudnn_attention()
         self.run_facts: dict[str, Any] = {}  # into the manifest of every checkpoint
         self.manifest: dict[str, Any] = {}  # of the run, from the beginning of `train` on
         self.clock = metrics.PhaseClock(
@@ -317,7 +318,7 @@ class AdoraGRPOTrainer(TrainerParts):
         generation = self._collecting
         assert generation is not None
         generation.batch = batch
-        generation.micro_batches = self.batcher.split(generation.batch, generation.key)
+        generation.micro_batches = self.batcher.split(generation.batch, generation.key.position)
         generation.release()
         self._collecting = None
         return generation
@@ -348,10 +349,7 @@ class AdoraGRPOTrainer(TrainerParts):
             self.unfinished.begins(self._step, self._facts())
         generation = Generation(
             rows=inputs,
-            mode="train" if training else "eval",
-            step=self.state.global_step,
             key=self._step_key,
-            attempt=0,
             group_size=self.num_generations if training else self.num_generations_eval,
             first_micro_step=self._step - self._step % self.shape.cycle,
         )
@@ -415,9 +413,13 @@ class AdoraGRPOTrainer(TrainerParts):
                 self.reference_guard.check(batch, self._policy_logps)
 
     @property
-    def _step_key(self) -> str:
-        """Where the run stands: the optimizer step and the micro-batch in it."""
-        return f"{self.state.global_step}/{self._step % self.args.gradient_accumulation_steps}"
+    def _step_key(self) -> StepKey:
+        """Where the run stands."""
+        return StepKey(
+            mode="train" if self.model.training else "eval",
+            step=self.state.global_step,
+            micro=self._step % self.args.gradient_accumulation_steps,
+        )
 
     # ----------------------------------------------------------------------------- 2. a micro-batch
 
@@ -478,7 +480,7 @@ class AdoraGRPOTrainer(TrainerParts):
                     self.log_figure(name, value)
 
         rank = self.accelerator.process_index
-        seed = f"micro-batch/{self.args.seed}/{self._step_key}/{rank}"
+        seed = f"micro-batch/{self.args.seed}/{self._step_key.position}/{rank}"
         draws = drawn_at(seed) if model.training else nullcontext()
         with self.policy_pass.watched(note_pass, micro), draws:
             loss = super()._compute_loss(model, micro)

@@ -67,7 +67,7 @@ class Forecast:
     ahead: tuple[float, float]  # 95 % interval of longest minus shortest, paired
 
     def lines(self) -> list[str]:
-        """The lines that are printed: a table of the shares, and the sentence."""
+        """Return the lines that are printed: a table of the shares, and the sentence."""
         low, high = self.ahead
         rows = (
             ("groups with signal, of all", Share(self.tds.total, self.groups)),
@@ -84,7 +84,7 @@ class Forecast:
         return [*(f"{title:43}{cell}" for title, cell in rows), self.sentence()]
 
     def sentence(self) -> str:
-        """A sentence on how much attenuation would act, and on which groups."""
+        """Return a sentence on how much attenuation would act, and on which groups."""
         if self.tds.total < _FEW:
             return (
                 f"Only {self.tds.total} groups carry a signal, too few to say anything; take "

@@ -35,7 +35,7 @@ _WORDS = {
 
 
 def read_forms(path: Path) -> dict[int, Form]:
-    """The forms of a JSON file (also .gz) with an object by the number of the problem.
+    """Return the forms of a JSON file (also .gz) with an object by the number of the problem.
 
     Raises `UserError`.
     """
@@ -52,7 +52,7 @@ def read_forms(path: Path) -> dict[int, Form]:
 
 
 def facts_in_words(form: Form, problem: str) -> str | None:
-    """The facts of the diagram as sentences; None where they do not suffice in words.
+    """Return the facts of the diagram as sentences; None where they do not suffice in words.
 
     They do not where one of them cannot be read, where the problem is about a shaded or coloured
     region, or a shape that the annotation does not name, and where it speaks of a point, an unknown
@@ -88,9 +88,10 @@ def facts_in_words(form: Form, problem: str) -> str | None:
 
 
 def _suffices(text: str, form: Form) -> bool:
-    """Whether what the question speaks of stands in words.
+    """Return whether what the question speaks of stands in the words, or in the problem itself.
 
-    `$` is a shape without a name, clear where it is alone.
+    `$` is a shape without a name. It is clear where the diagram has nothing but its corners, or one
+    circle.
     """
     question_terms = [term_of(part) for part in form.question if part.strip()]
     on_lines = {name for row in form.rows for name in row}
@@ -122,7 +123,7 @@ def _all(terms: Iterable[Term]) -> Iterable[Term]:
 
 
 def in_words(term: Term | None) -> str | None:
-    """A term in words; None for one that has none."""
+    """Return a term in words; None for one that has none."""
     if term is None or not term.arguments:
         return None if term is None or "$" in term.head else term.head
     head = term.head
@@ -144,7 +145,7 @@ def in_words(term: Term | None) -> str | None:
 
 
 def _joined(names: Sequence[str]) -> str:
-    """`ABC`; `A point_26` where a name is a word."""
+    """Return `ABC`; `A point_26` where a name is a word."""
     return (" " if any("_" in name for name in names) else "").join(names)
 
 

@@ -75,7 +75,7 @@ _SILENT = (
 
 
 def question_in_words(form: Form) -> str | None:
-    """What the question of a form says and asks, as sentences.
+    """Return what the question of a form says and asks, as sentences.
 
     None where a part of it has no words here.
     """
@@ -100,7 +100,7 @@ def question_in_words(form: Form) -> str | None:
 
 
 def _sentence(term: Term) -> str | None:
-    """A fact as a sentence without its point.
+    """Return a fact as a sentence without its point.
 
     Empty where the fact says nothing, None where there are no words for it.
     """
@@ -132,7 +132,7 @@ def _sentence(term: Term) -> str | None:
 
 
 def _kind(term: Term) -> str | None:
-    """`ABCD is a rectangle`, `triangle ABC is isosceles`.
+    """Return `ABCD is a rectangle`, `triangle ABC is isosceles`.
 
     Empty for a kind without a name, which the question has.
     """
@@ -160,7 +160,7 @@ def _equation(term: Term) -> str | None:
 
 
 def noun(term: Term) -> str | None:
-    """A term as a noun: `AB`, `angle ABC`, `the area of the shaded sector`.
+    """Return a term as a noun: `AB`, `angle ABC`, `the area of the shaded sector`.
 
     None where it has no words here.
     """
@@ -211,7 +211,7 @@ def _leaf(text: str) -> str | None:
 
 
 def _named(head: str, names: Sequence[str]) -> str:
-    """`triangle ABC`; `the triangle` for one without a name."""
+    """Return `triangle ABC`; `the triangle` for one without a name."""
     kind = {"Cirle": "circle", "Shape": "figure", "Polygon": "polygon"}.get(head, head.lower())
     unnamed = any("$" in name for name in names) or (head == "Shape" and names == ["A"])
     if unnamed or any(re.fullmatch(r"[A-Za-z]'?|\d+", name) is None for name in names):

@@ -39,7 +39,7 @@ _LATEX = (
 
 
 def can_be_drawn(form: Form) -> bool:
-    """Whether all points of a form's lines, circles and facts have coordinates."""
+    """Return whether all points of a form's lines, circles and facts have coordinates."""
     needed = {name for row in form.rows for name in row}.union(
         *(points_of(term) for term in form.terms if term)
     )
@@ -133,7 +133,7 @@ class _Diagram:
         return self.canvas.picture().crop((left, top, right, bottom))
 
     def is_legible(self) -> bool:
-        """Whether no label of the picture lies on another one, on a point, or outside."""
+        """Return whether no label of the picture lies on another one, on a point, or outside."""
         for number, box in enumerate(self.boxes):
             left, top, right, bottom = box
             if min(left, top) < 0 or max(right, bottom) > 1:

@@ -239,7 +239,7 @@ def _text(value: str) -> str:
 
 
 def _picture(encoded: bytes) -> str:
-    """The stored picture, or a smaller one, as a data URI."""
+    """Return the stored picture, or a smaller one, as a data URI."""
     if len(encoded) > _IMAGE_BYTES:
         with open_picture(io.BytesIO(encoded)) as image:
             ImageOps.exif_transpose(image, in_place=True)

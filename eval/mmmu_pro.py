@@ -58,7 +58,7 @@ class MMMUProScoreOptions(ScoreOptions):
 
 
 def options_of(row: Prediction) -> list[str]:
-    """The options, which the hub has as the text of a Python list.
+    """Return the options, which the hub has as the text of a Python list.
 
     Raises `ValueError` and `SyntaxError` for a text that is none, and `TypeError` for no list.
     """
@@ -69,7 +69,7 @@ def options_of(row: Prediction) -> list[str]:
 
 
 def official_letter(response: str, options: Sequence[str]) -> str | None:
-    """The letter by the official extraction (mmmu-pro/evaluate.py in MMMU-Benchmark/MMMU).
+    """Return the letter by the official extraction (mmmu-pro/evaluate.py in MMMU-Benchmark/MMMU).
 
     It is the only letter behind the last `Answer:`, else the last of the letters in brackets, before
     a space or before a full stop, else that of the option whose text comes last. None where the
@@ -96,7 +96,7 @@ def official_letter(response: str, options: Sequence[str]) -> str | None:
 
 
 def check(row: Prediction) -> str | None:
-    """What is wrong with the fields of a row; None where nothing is."""
+    """Return what is wrong with the fields of a row; None where nothing is."""
     fault = wrong_fields(row, COLUMNS)
     try:
         letters = ascii_uppercase[: 0 if fault else len(options_of(row))]
@@ -109,7 +109,7 @@ def check(row: Prediction) -> str | None:
 
 
 def grade(row: Prediction, options: MMMUProScoreOptions) -> RowGrade:
-    """The verdict on a row by `options.rules`; an answer without a letter is wrong."""
+    """Return the verdict on a row by `options.rules`; an answer without a letter is wrong."""
     choices = options_of(row)
     if options.rules == "official":
         letter = official_letter(row["response"], choices)
@@ -138,7 +138,7 @@ def _summary(
 
 
 def load(options: MMMUProDataOptions) -> LoadedProblems:
-    """The problems of a split, the same question for each, and a hash of the data."""
+    """Return the problems of a split, the same question for each, and a hash of the data."""
     return load_problems(
         options,
         needed=("id", *COLUMNS),

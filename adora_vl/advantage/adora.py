@@ -126,7 +126,7 @@ class Adora(Method):
             )
 
     def is_on(self, step: int) -> bool:
-        """Whether groups get other weights than 1 in a step, counted from 0."""
+        """Return whether groups get other weights than 1 in a step, counted from 0."""
         return self.mode != "off" and (self.steps is None or self.steps[0] <= step < self.steps[1])
 
     @property
@@ -136,7 +136,7 @@ class Adora(Method):
     def assigned(
         self, weighting: AdoraWeighting, signal_P: Tensor, *, seed: int, step: int
     ) -> AdoraWeighting:
-        """The weighting with the weights that `assign` says; the criteria are not changed.
+        """Return the weighting with the weights that `assign` says; the criteria are not changed.
 
         - `criterion` leaves the weights as they are.
         - `random` shuffles the weights among the groups with signal, so that as many groups are
@@ -199,7 +199,7 @@ class Adora(Method):
 
 
 def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) -> AdoraWeighting:
-    """The weights that multiply the group-normalised advantages of each prompt, and their reasons.
+    """Return the weights of the group-normalised advantages of each prompt, and why.
 
     Args:
         groups: whole groups. A rollout is correct if its reward is above `groups.correct_above`;

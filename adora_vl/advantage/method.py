@@ -32,7 +32,7 @@ class RunKeys(Protocol):
 
 
 def option(default: object, help: str, *choices: str) -> Any:
-    """An option of a method: a field of its dataclass.
+    """Return an option of a method: a field of its dataclass.
 
     Args:
         default: the value if a run does not set the option.
@@ -83,7 +83,7 @@ class Method:
         return False
 
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
-        """The advantages to learn from, (P, G).
+        """Return the advantages to learn from, (P, G).
 
         Args:
             groups: all groups of the generation that are learned from, of all ranks.
@@ -93,7 +93,7 @@ class Method:
         return advantages_PG
 
     def signal(self, groups: Groups, signal_P: Tensor, run: AdvantagePipeline) -> Tensor:
-        """Which groups have something to teach: bool, (P,).
+        """Return which groups have something to teach: bool, (P,).
 
         Args:
             groups: some groups; each is judged alone.
@@ -111,5 +111,5 @@ class Method:
         """
 
     def costs(self, keys: RunKeys) -> str:
-        """The costs beyond GRPO, for the first lines of a run; an empty text means none."""
+        """Return the costs beyond GRPO, for the first lines of a run; an empty text means none."""
         return ""

@@ -88,7 +88,7 @@ class Columns:
         return list(dict.fromkeys(names))
 
     def to_read(self, present: Iterable[str]) -> list[str]:
-        """The columns among `present`, those of a table, that have to be read from it."""
+        """Return the columns among `present`, those of a table, that have to be read from it."""
         existing = set(present)
         return list(
             dict.fromkeys(
@@ -203,7 +203,7 @@ def columns_from(mapping: Mapping[str, Any], key: str) -> Columns:
 
 
 def _options_from(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The options among the entries of a mapping of columns.
+    """Return the options among the entries of a mapping of columns.
 
     Raises `UserError` for a value that an option cannot have.
     """
@@ -219,7 +219,7 @@ def _options_from(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _table_names(name: str, value: object, key: str) -> tuple[str, ...]:
-    """The names of the table's columns in one entry of a mapping: a text, `a,b`, or a list.
+    """Return the names of the table's columns in one entry of a mapping: a text, `a,b`, or a list.
 
     Raises `UserError` for anything else, and for several columns where only one may be named.
     """

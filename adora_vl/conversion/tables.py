@@ -70,7 +70,7 @@ class Opened:
 
 
 def held_out(index: int, share: float, seed: int) -> bool:
-    """Whether the question `index` of train becomes one of the test split.
+    """Return whether the question `index` of train becomes one of the test split.
 
     One of every `1 / share` consecutive questions does, which is drawn by `seed`. So the share is
     met exactly, and a question's fate does not depend on how many follow.
@@ -97,7 +97,7 @@ class DrawnTests:
         self._in_test: list[bool] = []  # the decision on each row so far
 
     def takes(self, number: int, record: Record | BadRecord, part: TablePart) -> bool:
-        """Whether the row `number` of train, from 0, becomes one of the test split."""
+        """Return whether the row `number` of train, from 0, becomes one of the test split."""
         if number == len(self._in_test):
             key = hashlib.sha256(self._question_of(number, record, part)).digest()[:16]
             question = self._questions.setdefault(key, len(self._questions))

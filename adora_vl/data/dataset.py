@@ -180,7 +180,7 @@ def data_hash(folder: Path, split: str = "*") -> str:
 
 
 def split_files(folder: Path) -> dict[str, list[Path]]:
-    """The Parquet files of each split of a prepared folder.
+    """Return the Parquet files of each split of a prepared folder.
 
     Raises `UserError` where there is no such folder.
     """
@@ -235,7 +235,7 @@ def _row_at(path: Path, group: int, index: int) -> Row:
 
 
 def row_count(folder: Path, split: str) -> int:
-    """The number of rows of a split, from the footers of its files."""
+    """Return the number of rows of a split, from the footers of its files."""
     count = 0
     for path in _files_of(folder, split):
         with _parquet(path) as file:
@@ -253,7 +253,7 @@ def features_of(folder: Path, split: str) -> Features:
 
 
 def load_split(folder: str | Path, split: str) -> Dataset:
-    """One split of a prepared folder, images decoded on access.
+    """Return one split of a prepared folder, images decoded on access.
 
     Raises `UserError` where the folder, the split, its rows or a required column are missing, a
     file is damaged, or the disk is full.

@@ -43,7 +43,7 @@ FORMATS = (
 
 
 def open_picture(source: Any) -> Image.Image:
-    """A picture of one of the `FORMATS`, or in HEIC where it is registered, not decoded.
+    """Return a picture of one of the `FORMATS`, or in HEIC where it is registered, not decoded.
 
     Raises what Pillow raises.
     """
@@ -54,7 +54,7 @@ def open_picture(source: Any) -> Image.Image:
 def model_size(
     width: int, height: int, unit: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """Width and height, multiples of `unit`, that a processor with these limits resizes to.
+    """Return width and height, multiples of `unit`, that a processor with these limits resizes to.
 
     Raises `ValueError`.
     """
@@ -67,7 +67,7 @@ def model_size(
 
 
 def image_tokens(size: tuple[int, int], unit: int, low: int, high: int, row: object) -> int:
-    """Tokens of a picture of a row, by the processor's own rule.
+    """Return tokens of a picture of a row, by the processor's own rule.
 
     Raises `UserError` where the processor refuses it.
     """
@@ -92,8 +92,9 @@ def size_within(
     """Return the width and height, in pixels, at which to store a picture.
 
     They are unchanged where a processor with these limits would only round them to multiples of
-    `unit`, else those that the processor would choose. None: no limit. Raises `ValueError` where
-    the processor's rule has no size within the limits.
+    `unit`. Outside of the limits it is the size that the processor would choose, so that it has
+    nothing left to do. None: no limit. Raises `ValueError` where the processor's rule has no size
+    within the limits: a side is never under `unit` pixels.
     """
     rounded = round(width / unit) * round(height / unit) * unit**2
     if (min_pixels or 0) <= rounded <= (max_pixels or sys.maxsize):
@@ -140,7 +141,7 @@ def clean_image(
 
 
 def png_bytes(image: Image.Image, **options: int) -> bytes:
-    """The image as PNG without metadata, so that equal pixels are equal bytes.
+    """Return the image as PNG without metadata, so that equal pixels are equal bytes.
 
     `options`: of Pillow's writer.
     """
@@ -173,8 +174,9 @@ def stored_bytes(encoded: bytes, image: Image.Image) -> bytes:
     """Return the bytes to store for `image`, which `clean_image` made of `encoded`.
 
     A PNG or JPEG with the same pixels is stored as the file itself, without a camera's data, texts
-    and profiles, since encoding takes as long as all other work on a row; anything else becomes a
-    new PNG. A JPEG that lies on its side keeps its orientation tag.
+    and profiles: encoding it takes as long as all other work on a row, and a photograph as PNG is
+    many times larger. Anything else becomes a new PNG. A JPEG that lies on its side keeps its
+    orientation tag.
     """
     with open_picture(io.BytesIO(encoded)) as original:
         if original.mode == "RGB" and original.format == "PNG" and original.size == image.size:
@@ -213,7 +215,7 @@ _MARKER = re.compile(rb"\xff+([^\x00\xd0-\xd7\xff])", re.DOTALL)
 
 
 def _chunks(encoded: bytes) -> Iterator[bytes]:
-    """The chunks of a PNG, each with its length and name before it."""
+    """Yield the chunks of a PNG, each with its length and name before it."""
     at = 8
     name = b""
     while at < len(encoded) and name != b"IEND":
@@ -227,7 +229,7 @@ _STRIP = 128  # lines
 
 
 def diagram_hash(image: Image.Image) -> str:
-    """SHA-256 of the RGB pixels and the size, in hexadecimal."""
+    """Return SHA-256 of the RGB pixels and the size, in hexadecimal."""
     digest = hashlib.sha256(f"{image.size}".encode())
     image = _rgb(image)
     # the memory of a copy of the whole is new each time, which costs more
@@ -237,7 +239,7 @@ def diagram_hash(image: Image.Image) -> str:
 
 
 def file_within(folder: Path, name: str, root: Path | None = None) -> Path:
-    """The file to which a relative path from a data set leads, from `folder`.
+    """Return the file to which a relative path from a data set leads, from `folder`.
 
     Raises `UnreadableImageError` if it leads out of `root` (None: the folder), also by a link: a
     data set from elsewhere must not show a model any file of this machine.
@@ -254,7 +256,7 @@ def file_within(folder: Path, name: str, root: Path | None = None) -> Path:
 
 
 def image_size(encoded: bytes) -> tuple[int, int]:
-    """Width and height that `decoded_image` would give, from the header alone.
+    """Return width and height that `decoded_image` would give, from the header alone.
 
     Raises what Pillow raises.
     """
@@ -303,7 +305,7 @@ def named_content(start: bytes) -> tuple[str, str] | None:
 
 
 def is_picture(encoded: bytes) -> bool:
-    """Whether the first bytes are those of a picture."""
+    """Return whether the first bytes are those of a picture."""
     return encoded.startswith(_SIGNS) or _HEIF.match(encoded) is not None
 
 
@@ -325,9 +327,9 @@ def _register_heif(encoded: bytes) -> None:
 def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
     """Return the picture upright, flattened on white, in mode RGB.
 
-    `first_frame`: take the first of several frames, which are refused otherwise. Raises
-    `UnreadableImageError` for bytes that are no picture, or one that is truncated, too large to
-    decode, or has several frames.
+    The header alone decides whether it is decoded at all. `first_frame`: take the first of several
+    frames, which are refused otherwise. Raises `UnreadableImageError` for bytes that are no
+    picture, or one that is truncated, too large to decode, or has several frames.
     """
     with warnings.catch_warnings():
         # Pillow's own pixel limit is higher, and only a warning; so are broken tags
@@ -407,7 +409,7 @@ def content_digest(image: Image.Image) -> str:
 
 
 def kept(image: Any) -> Any:
-    """`image` itself, loaded, as a `KeptImage`; what is no PIL image stays."""
+    """Return `image` itself, loaded, as a `KeptImage`; what is no PIL image stays."""
     if isinstance(image, Image.Image):
         image.load()
         image.__class__ = KeptImage
@@ -440,7 +442,7 @@ def _becomes_plain(image: Image.Image) -> None:
 
 
 def lent(image: Image.Image) -> Image.Image:
-    """A copy for code of somebody else's, which may draw on it.
+    """Return a copy for code of somebody else's, which may draw on it.
 
     The pixels are copied at their first use, since most functions that are handed pictures never
     look at them, and the rollouts of a group are handed the same one many times.
@@ -467,7 +469,7 @@ def _load(image: Image.Image) -> None:
 
 
 def _unreadable(error: Exception) -> UnreadableImageError:
-    """What Pillow raised while it decoded, in our words.
+    """Return what Pillow raised while it decoded, in our words.
 
     It raises nearly anything: OSError, SyntaxError, struct.error, ...
     """
@@ -507,7 +509,7 @@ def _of_one_colour(image: Image.Image) -> bool:
 
 
 def _scaled(image: Image.Image) -> Image.Image:
-    """A grey picture of more than 8 bits, or of floats, in 8 bits.
+    """Return a grey picture of more than 8 bits, or of floats, in 8 bits.
 
     The file does not say what is white: it is the largest number of 8, 10, 12, 14 or 16 bits, or 1
     for floats, that the picture comes near.
@@ -543,7 +545,7 @@ def _refuse_dark(image: Image.Image) -> None:
 
 
 def _flattened(image: Image.Image) -> Image.Image:
-    """RGB on white.
+    """Return RGB on white.
 
     A transparent diagram is drawn for white paper; Pillow alone would put its lines on black.
     """
@@ -564,5 +566,5 @@ def _flattened(image: Image.Image) -> Image.Image:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    """The image in mode RGB, which is no copy where it has that already."""
+    """Return the image in mode RGB, which is no copy where it has that already."""
     return image if image.mode == "RGB" else image.convert("RGB")

@@ -42,7 +42,7 @@ class UnreadableImage:
 
 
 def decoded_rows(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """The transform of a data set that decodes its images, and does nothing else."""
+    """Return the transform of a data set that decodes its images, and does nothing else."""
     if "images" not in rows:
         return rows
     return {
@@ -67,7 +67,7 @@ def _decoded(stored: dict[str, Any]) -> Any:
 
 
 def only_decodes(dataset: object) -> bool:
-    """Whether reading a row gives the same at any time and on any thread.
+    """Return whether reading a row gives the same at any time and on any thread.
 
     A transform of the user's may draw random numbers, and so may a data set of the user's own
     class.
@@ -159,8 +159,9 @@ def load_rows(
 def problem_texts(dataset: Dataset, prompt_template: Template | None, where: str) -> list[str]:
     """Return the text of each row's message: its problem, or the template filled with its columns.
 
-    `where` names the data set in messages. Raises `UserError` for a column that is not there, and
-    for a row whose text has a fault.
+    `where` names the data set in messages. Raises `UserError` for a column that does not exist, and
+    for a row whose text has a token of the model, or `<image>` another number of times than the row
+    has images.
     """
     if prompt_template is None:
         return list(dataset["problem"])

@@ -118,7 +118,7 @@ class Template:
                 )
 
     def asks_the_problem_alone(self, *, with_choices: bool) -> bool:
-        """Whether the text of every row is its problem alone.
+        """Return whether the text of every row is its problem alone.
 
         `with_choices`: whether some row has choices.
         """
@@ -225,7 +225,7 @@ def without_letters(values: Sequence[Any]) -> Sequence[Any]:
 
 
 def multiple_choice(choices: Sequence[str] | None) -> str | None:
-    """What stands below a problem with choices: a line for each, and what to answer.
+    """Return what stands below a problem with choices: a line for each, and what to answer.
 
     None without any choice.
     """
@@ -233,7 +233,7 @@ def multiple_choice(choices: Sequence[str] | None) -> str | None:
 
 
 def asks_for_answer_tags(*prompts: str | None) -> bool:
-    """Whether a system prompt or a template asks for `<answer> </answer>`.
+    """Return whether a system prompt or a template asks for `<answer> </answer>`.
 
     An answer may then stand between these tags alone, without a box.
     """
@@ -310,7 +310,8 @@ def tool_response(parts: Sequence[Any]) -> list[Any]:
 def conversation(problem: str, system_prompt: str | None = SYSTEM_PROMPT) -> list[Message]:
     """Return the messages for a problem without `<image>`.
 
-    TRL puts the row's images before the text of the first user message.
+    TRL puts the row's images before the text of the first user message. Where a problem has
+    `<image>`, `conversation_with_images` says where each image stands.
     """
     messages: list[Message] = [{"role": "user", "content": problem}]
     if system_prompt:
@@ -350,7 +351,10 @@ def conversations(
 
 
 def as_text(messages: Sequence[Message]) -> str:
-    """A conversation for a person: each role above its text, `<image>` where an image stands."""
+    """Return a conversation for a person.
+
+    Each role stands above its text, `<image>` where an image is.
+    """
     lines = []
     for message in messages:
         parts = message.get("content") or ""
@@ -373,7 +377,7 @@ def _parts(problem: str, n_images: int) -> list[Message]:
 
 
 def shown_lines(prompt: str) -> list[str]:
-    """The lines of a prompt for a terminal."""
+    """Return the lines of a prompt for a terminal."""
     hidden = len(prompt) - _SHOWN_PROMPT
     lines = [printable(line) for line in prompt[:_SHOWN_PROMPT].split("\n")]
     return [*lines, f"... {hidden} more characters"] if hidden > 0 else lines

@@ -35,6 +35,7 @@ ROWS = 8  # real prompts, of each rank
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table of checks, and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = Parser(
         prog="python -m adora_vl.doctor",
@@ -159,7 +160,7 @@ def paper_checks(run: ResolvedRun) -> list[Check]:
 
 
 def engine_checks(run: ResolvedRun) -> list[Check]:
-    """The trainer that training would use, up to just before its first step."""
+    """Return the trainer that training would use, up to just before its first step."""
     from trl import GRPOTrainer
 
     from adora_vl.doctor.engine import ExamineBeforeStepOne, Examined

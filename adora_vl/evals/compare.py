@@ -54,7 +54,7 @@ class ScoreFile:
 
     @classmethod
     def of(cls, name: str, score: Score) -> ScoreFile:
-        """The content of a score file, with the shares that its items give."""
+        """Return the content of a score file, with the shares that its items give."""
         verdicts: dict[str, list[bool]] = {}
         for item in score["items"]:
             verdicts.setdefault(item["pid"], []).append(item["verdict"] == "correct")
@@ -154,15 +154,16 @@ class Difference:
 
 
 def common_problems(runs: Sequence[ScoreFile]) -> list[str]:
-    """The ids of the problems that all runs answered, in the order of the first run."""
+    """Return the ids of the problems that all runs answered, in the order of the first run."""
     return [pid for pid in runs[0].shares if all(pid in run.shares for run in runs)]
 
 
 def between_problems(first: Sequence[ScoreFile], second: Sequence[ScoreFile]) -> Difference | None:
-    """The difference of two sides on the problems that all their runs answered; None if none is.
+    """Return the difference of two sides on the problems that all their runs answered.
 
-    A side is one run, or several runs whose shares are averaged. The interval is a paired bootstrap
-    over the problems: how the difference would vary if other problems had been drawn.
+    None if none is. A side is one run, or several runs whose shares are averaged. The interval is a
+    paired bootstrap over the problems: how the difference would vary if other problems had been
+    drawn.
     """
     common = common_problems([*first, *second])
     if not common:
@@ -173,7 +174,7 @@ def between_problems(first: Sequence[ScoreFile], second: Sequence[ScoreFile]) ->
 
 
 def cautions(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> list[str]:
-    """Warnings about everything, beside the model, in which these scores differ.
+    """Return warnings about everything, beside the model, in which these scores differ.
 
     They are read from a score's `rules`, `coverage` and `fingerprint`, whose `fields` are as given,
     whose `resolved` are as used, and whose `versions` are of the software. `subject` names further
@@ -210,13 +211,13 @@ def cautions(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> list[str
 
 
 def _partial(run: ScoreFile) -> list[str]:
-    """The notes of a score over a part of the problems, with the run's name."""
+    """Return the notes of a score over a part of the problems, with the run's name."""
     notes = [line.partition(": ") for line in partial_notes(run.score)]
     return [f"{kind}: {run.name}: {text}" for kind, _, text in notes]
 
 
 def views_of(runs: Sequence[ScoreFile]) -> list[dict[str, ScoreFile]]:
-    """The groups of runs that differ in nothing but what the model was shown (`--view`).
+    """Return the groups of runs that differ in nothing but what the model was shown (`--view`).
 
     Each group maps a view to its run, the first one where several have that view, in the order of
     `VIEWS`. A group has at least two views.
@@ -237,7 +238,7 @@ _OF_A_VIEW = ("view", "left_out", "seed")
 
 
 def sees_or_reasons(run_of_view: Mapping[str, ScoreFile]) -> list[str]:
-    """The views of one model side by side, and whether it sees or reasons.
+    """Return the views of one model side by side, and whether it sees or reasons.
 
     `run_of_view` is a group of `views_of`. The lines are over the problems that the model answered
     in all views; there are none where it has none in common.
@@ -272,7 +273,7 @@ def _tools(run: ScoreFile) -> str:
 
 
 def differ_in_tools(first: ScoreFile, second: ScoreFile) -> bool:
-    """Whether one of two runs of the same model and view had tools, and the other none."""
+    """Return whether one of two runs of the same model and view had tools, and the other none."""
     first_fields = _part(first.score, "fields")
     second_fields = _part(second.score, "fields")
     for key in ("model_hash", "view"):
@@ -282,7 +283,7 @@ def differ_in_tools(first: ScoreFile, second: ScoreFile) -> bool:
 
 
 def gain_and_harm(first: ScoreFile, second: ScoreFile) -> list[str]:
-    """What is solved only with tools and only without, and whether tools help.
+    """Return what is solved only with tools and only without, and whether tools help.
 
     The two runs, in any order, are such that `differ_in_tools` holds.
     """
@@ -313,20 +314,23 @@ def gain_and_harm(first: ScoreFile, second: ScoreFile) -> list[str]:
 
 
 def _share(part: Sequence[float], total: Sequence[float]) -> str:
-    """The sum of `part` as a share of the sum of `total`, which are paired, with its interval."""
+    """Return the sum of `part` as a share of that of `total`, with its interval.
+
+    The values are paired.
+    """
     if not sum(total):
         return "nothing of nothing,"
     return percent(sum(part) / sum(total), list(bootstrap_ratio(part, total)))
 
 
 def _gain(before: Sequence[float], after: Sequence[float]) -> Difference:
-    """The difference of paired values, with its bootstrap interval."""
+    """Return the difference of paired values, with its bootstrap interval."""
     low, high = bootstrap([second - first for first, second in zip(before, after, strict=True)])
     return Difference(first=fmean(before), second=fmean(after), low=low, high=high)
 
 
 def _verdict(right: Mapping[str, Sequence[float]]) -> str:
-    """Whether words, and the picture, let the model solve more than a grey picture does.
+    """Return whether words, and the picture, let the model solve more than a grey picture does.
 
     `right` has the shares of right answers of the views `text`, `image` and `blank`, paired by
     problem. Where both hold, the line says by which of the two the model loses more.
@@ -364,7 +368,7 @@ def _verdict(right: Mapping[str, Sequence[float]]) -> str:
 
 
 def _solves_more(before: Sequence[float], after: Sequence[float]) -> bool:
-    """Whether more is solved after than before, and not by chance.
+    """Return whether more is solved after than before, and not by chance.
 
     McNemar's test at 5 % says it for single answers. With several answers to a problem it does not
     apply, and the interval of the difference has to lie over 0.
@@ -376,7 +380,7 @@ def _solves_more(before: Sequence[float], after: Sequence[float]) -> bool:
 
 
 def _paired_test(before: Sequence[float], after: Sequence[float]) -> tuple[int, int, float | None]:
-    """How many paired values are larger after, how many are larger before, and McNemar's p.
+    """Return how many paired values are larger after, how many are larger before, and McNemar's p.
 
     The p is None where a value is neither 0 nor 1, since the test is for single answers.
     """
@@ -393,15 +397,15 @@ def _paired_test(before: Sequence[float], after: Sequence[float]) -> tuple[int, 
 
 
 def _part(score: Score, name: str) -> dict[str, Any]:
-    """A part of the fingerprint of a score; empty where it has none."""
+    """Return a part of the fingerprint of a score; empty where it has none."""
     section = (score.get("fingerprint") or {}).get(name)
     return section if isinstance(section, dict) else {}
 
 
 def _differing(runs: Sequence[ScoreFile], part: str, without: Sequence[str]) -> dict[str, str]:
-    """The keys of a part of the fingerprints in which the scores differ, with each run's value.
+    """Return the keys of a part of the fingerprints in which the scores differ.
 
-    The keys in `without` are not compared.
+    Each has the value of each run. The keys in `without` are not compared.
     """
     sections = [(run.name, _part(run.score, part)) for run in runs]
     keys = dict.fromkeys(key for _, section in sections for key in section)
@@ -418,12 +422,12 @@ def _differing(runs: Sequence[ScoreFile], part: str, without: Sequence[str]) -> 
 
 
 def shortened(value: str) -> str:
-    """A text with its middle left out where it is longer than `_SHOWN` characters."""
+    """Return a text with its middle left out where it is longer than `_SHOWN` characters."""
     return value if len(value) <= _SHOWN else f"{value[: _SHOWN // 2]}...{value[-_SHOWN // 2 :]}"
 
 
 def comparison(runs: Sequence[ScoreFile], by: Sequence[str], *, published: bool) -> list[str]:
-    """The lines of the table, the tests, and the notes.
+    """Return the lines of the table, the tests, and the notes.
 
     Args:
         runs: The runs; every run is tested against the first.
@@ -462,7 +466,7 @@ def comparison(runs: Sequence[ScoreFile], by: Sequence[str], *, published: bool)
 
 
 def _published(runs: Sequence[ScoreFile]) -> Published | None:
-    """The published rows to show beside these scores, if there are any.
+    """Return the published rows to show beside these scores, if there are any.
 
     There are none beside other problems than they are of, or beside a part of them.
     """
@@ -480,12 +484,12 @@ def _published(runs: Sequence[ScoreFile]) -> Published | None:
 
 
 def _line(name: str, width: int, cells: Sequence[str]) -> str:
-    """A row of the table: a name of `width` characters, then the cells in columns."""
+    """Return a row of the table: a name of `width` characters, then the cells in columns."""
     return " ".join([f"{name:<{width}}", *(f"{cell:<28}" for cell in cells)]).rstrip()
 
 
 def _cell(cell: Mapping[str, Any] | None) -> str:
-    """An accuracy with its interval and number of items, such as `61.2 [57.9, 64.4] of 850`.
+    """Return an accuracy with its interval and number of items, such as `61.2 [57.9, 64.4] of 850`.
 
     It is `-` if there is no such figure.
     """
@@ -500,7 +504,7 @@ def _cell(cell: Mapping[str, Any] | None) -> str:
 
 
 def _by_group(runs: Sequence[ScoreFile], key: str, width: int) -> list[str]:
-    """The lines of the group `key`: for each of its values a heading and a line per run.
+    """Return the lines of the group `key`: for each of its values a heading and a line per run.
 
     Raises `UserError` if no run has that group.
     """
@@ -518,7 +522,7 @@ def _by_group(runs: Sequence[ScoreFile], key: str, width: int) -> list[str]:
 
 
 def _test(first: ScoreFile, second: ScoreFile) -> list[str]:
-    """The lines of a test of two runs on their common items.
+    """Return the lines of a test of two runs on their common items.
 
     They give the difference with its paired bootstrap interval, and for single answers McNemar's
     test.
@@ -542,7 +546,7 @@ def _test(first: ScoreFile, second: ScoreFile) -> list[str]:
 
 
 def _notes(runs: Sequence[ScoreFile], quoted: Published | None) -> list[str]:
-    """The notes for a reader: settings and problems that differ, and partial scores."""
+    """Return the notes for a reader: settings and problems that differ, and partial scores."""
     if len(runs) > 1:
         is_about_tools = all(differ_in_tools(runs[0], run) for run in runs[1:])
         notes = cautions(runs, _OF_TOOLS if is_about_tools else ())

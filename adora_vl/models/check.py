@@ -6,7 +6,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
@@ -22,6 +22,10 @@ from adora_vl.models.families import (
 from adora_vl.models.shape import describe, is_dtype, language_layers, layers_pattern
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.secrets import masked
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from trl import GRPOConfig
 
 _FLASH = {
     "flash_attention_2": is_flash_attn_2_available,
@@ -39,8 +43,8 @@ LOST_UPDATES = (
 )
 
 
-def check_family(model: ModelConfig, run: Any, config: PretrainedConfig) -> list[str]:
-    """What a user should know of this model's family before the run: at most one line.
+def check_family(model: ModelConfig, run: "GRPOConfig", config: PretrainedConfig) -> list[str]:
+    """Return what a user should know of this model's family before the run: at most one line.
 
     `run`: its config. Raises `UserError` for a model with images of an unknown family, unless all
     of `NEEDS_FAMILY` is as in stock TRL, and for one to which vLLM would give other positions than
@@ -77,7 +81,7 @@ def check_family(model: ModelConfig, run: Any, config: PretrainedConfig) -> list
 
 
 def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bool) -> bool:
-    """Whether `LOST_UPDATES` is to be said.
+    """Return whether `LOST_UPDATES` is to be said.
 
     LoRA's own weights are float32, and DeepSpeed keeps a float32 copy.
     """
@@ -136,7 +140,7 @@ def check_arguments(config: PretrainedConfig, init_kwargs: Mapping[str, Any]) ->
 
 
 def check_parts(
-    model: ModelConfig, config: PretrainedConfig, peft_config: Any, frozen: Sequence[str]
+    model: ModelConfig, config: PretrainedConfig, peft_config: "PeftConfig", frozen: Sequence[str]
 ) -> None:
     """Raise `UserError` for a part to freeze, or a layer for an adapter, that this model lacks.
 
@@ -166,7 +170,7 @@ def check_parts(
         ) from error
 
 
-def check_trainable(config: Any, model_config: PretrainedConfig, *, adapted: bool) -> None:
+def check_trainable(config: "GRPOConfig", model_config: PretrainedConfig, *, adapted: bool) -> None:
     """Raise `UserError` for a loss or a reference that this model cannot have.
 
     TRL would refuse it only once the weights are loaded. `config`: the run's. `adapted`: whether adapters are trained.
@@ -185,7 +189,7 @@ def check_trainable(config: Any, model_config: PretrainedConfig, *, adapted: boo
         )
 
 
-def dropout_notes(peft_config: Any, config: Any, *, one_step: bool) -> list[str]:
+def dropout_notes(peft_config: "PeftConfig", config: "GRPOConfig", *, one_step: bool) -> list[str]:
     """Return a note on what dropout of an adapter does to a run: at most one line.
 
     `one_step`: whether a generation is learned from in one optimizer step, where the ratio of new

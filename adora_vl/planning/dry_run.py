@@ -112,6 +112,7 @@ def make_plan(command: CliArgs, options: DryRunOptions) -> Plan:
 
 
 def _mixture(run: ResolvedRun) -> list[str]:
+    """Return how several data sets are mixed, as lines of the report."""
     if run.dataset is None or run.script is None or len(run.data) == 1:
         return []
     split = run.script.dataset_train_split
@@ -221,7 +222,7 @@ def make_setup(
 
 
 def learning_rates(config: AdoraGRPOConfig, updates: int | None) -> dict[str, float]:
-    """The learning rate at the first, the middle and the last update.
+    """Return the learning rate at the first, the middle and the last update.
 
     The result is empty for a schedule that depends on the training, such as reduce_lr_on_plateau.
     """
@@ -236,6 +237,7 @@ def learning_rates(config: AdoraGRPOConfig, updates: int | None) -> dict[str, fl
 
 
 def learning_rate_line(config: AdoraGRPOConfig, updates: int | None) -> str:
+    """Return the name of the learning rate's schedule and its curve, in words."""
     rates = learning_rates(config, updates)
     schedule = spelled(config.lr_scheduler_type)
     if not rates:
@@ -248,7 +250,7 @@ def learning_rate_line(config: AdoraGRPOConfig, updates: int | None) -> str:
 
 
 def prompt_lines(plan: Plan) -> list[str]:
-    """One whole prompt as the model reads it, of a row with choices if there is one.
+    """Return one whole prompt as the model reads it, of a row with choices if there is one.
 
     There is no line where the dataset is not on this machine.
     """
@@ -291,7 +293,7 @@ def _keys(plan: Plan) -> Iterator[tuple[Field[Any], Any, bool]]:
 
 
 def changed_keys(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
-    """The keys that the user set to something else than the default, with secrets masked.
+    """Return the keys that the user set to something else than the default, with secrets masked.
 
     `set_keys`: names of all keys in the file and on the command line.
     """
@@ -304,7 +306,7 @@ def changed_keys(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
 
 
 def config_lines(plan: Plan, set_keys: Collection[str]) -> list[str]:
-    """A line `key: value` for each key that differs from its default."""
+    """Return a line `key: value` for each key that differs from its default."""
     changed = changed_keys(plan, set_keys)
     width = max(map(len, changed), default=0) + 2
     lines = [f"{key + ':':{width}} {value}" for key, value in changed.items()]
@@ -314,7 +316,7 @@ def config_lines(plan: Plan, set_keys: Collection[str]) -> list[str]:
 
 
 def steps_of(plan: Plan) -> tuple[int | None, int | None]:
-    """Optimizer steps of an epoch and of the whole run; None where they are not known."""
+    """Return optimizer steps of an epoch and of the whole run; None where they are not known."""
     batches = plan.run.plan
     config = plan.run.config
     fixed = config.max_steps if config.max_steps > 0 else None
@@ -326,6 +328,7 @@ def steps_of(plan: Plan) -> tuple[int | None, int | None]:
 
 
 def batch_lines(plan: Plan) -> list[str]:
+    """Return the lines on prompts, groups, micro-batches, optimizer steps and epochs."""
     batches = plan.run.plan
     config = plan.run.config
     processes = plan.setup.sharding.processes
@@ -383,7 +386,7 @@ def _spread(name: str, values: Sequence[int]) -> str:
 
 
 def length_lines(plan: Plan) -> list[str]:
-    """The spread of prompt lengths, and what happens to prompts that meet a limit."""
+    """Return the spread of prompt lengths, and what happens to prompts that meet a limit."""
     lengths = plan.lengths
     config = plan.run.config
     lines = [f"{'tokens':14}{'min':>9}{'median':>9}{'95 %':>9}{'max':>9}"]
@@ -420,6 +423,7 @@ def limit_lines(plan: Plan) -> list[str]:
 
 
 def disk_lines(plan: Plan) -> list[str]:
+    """Return what the checkpoints will take on the disk, as lines."""
     setup = plan.setup
     config = plan.run.config
     checkpoint = memory.checkpoint_of(config, setup.shape, setup.sharding)
@@ -443,6 +447,7 @@ def disk_lines(plan: Plan) -> list[str]:
 
 
 def machine_lines(plan: Plan) -> list[str]:
+    """Return what several machines need to start, as lines."""
     sharding = plan.setup.sharding
     return (
         section(
@@ -460,7 +465,7 @@ def machine_lines(plan: Plan) -> list[str]:
 
 
 def report(plan: Plan, set_keys: Collection[str]) -> str:
-    """The whole dry run as text, section by section."""
+    """Return the whole dry run as text, section by section."""
     notes = section("Notes", [f"- {note}" for note in plan.notes]) if plan.notes else []
     notes += (
         section("Not known here", [f"- {line}" for line in plan.run.unknown])
@@ -527,9 +532,10 @@ def _write(option: str, path: Path, text: str) -> None:
 
 
 def resolved(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
-    """Every key as `--config` reads it, changed ones first.
+    """Return every key with its value, in a form that `--config` reads; changed keys come first.
 
-    Keys that TRL and Transformers derive from others are left out.
+    Keys that Transformers or TRL derive from others, and would not accept as they are, are left
+    out.
     """
     everything = changed_keys(plan, set_keys)
     for key, value, is_default in _keys(plan):
@@ -555,7 +561,7 @@ _BATCHES = ("global_batch", "optimizer_batch", "generation_batch", "prompts_per_
 
 
 def figures(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
-    """The figures of the report as JSON for a program; sizes are in bytes."""
+    """Return the figures of the report as JSON for a program; sizes are in bytes."""
     prediction = memory.predict(plan.setup, plan.card)
     schedule = spelled(plan.run.config.lr_scheduler_type)
     epoch, total = steps_of(plan)

@@ -47,7 +47,7 @@ from adora_vl.rewards import try_rewards
 from adora_vl.rewards.choose import check_sums, choose_rewards
 from adora_vl.rollout.engine_settings import refuse_on_cpu
 from adora_vl.rollout.prompt_tokens import refuse_prefill
-from adora_vl.rollout.rollouts import RolloutGroup, groups_of, row_for_rewards
+from adora_vl.rollout.rollouts import RolloutGroup, StepKey, groups_of, row_for_rewards
 from adora_vl.tools.environments import Environments, environments_of
 from adora_vl.tools.room import Room, refuse_no_room
 from adora_vl.tools.run import Toolbox, choose_tools, view_of
@@ -488,7 +488,13 @@ def tries(run: ResolvedRun) -> None:
     environments = run.tools.environments
     group_size = run.config.num_generations
     repeated_rows = [row for row in rows for _ in range(group_size)]
-    groups = groups_of(repeated_rows, "try/0/0", 0, 0, group_size)
+    groups = groups_of(
+        repeated_rows,
+        StepKey(mode="try", step=0, micro=0),
+        began=0,
+        first=0,
+        generations=group_size,
+    )
     if environments is not None:
         groups = environments.entered(groups, run.config.seed, anew=True)
     graded_rows = [

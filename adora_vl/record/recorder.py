@@ -106,7 +106,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         return numbers_B
 
     def records(self, step: int) -> bool:
-        """Whether the generation of this optimizer step (counted from 0) is recorded."""
+        """Return whether the generation of this optimizer step (counted from 0) is recorded."""
         return self.every > 0 and step // self.updates % self.every == 0
 
     def add(
@@ -123,7 +123,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         """
         rows = generation.rows
         batch = generation.batch
-        step = generation.step
+        step = generation.key.step
         scores = generation.scores
         advantages = generation.advantages
         assert scores is not None and advantages is not None
@@ -239,7 +239,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         self.record.flush(state.global_step)
 
     def _drift_of(self, batch: Batch) -> list[float]:
-        """The drift of each rollout of all ranks, in nats per token.
+        """Return the drift of each rollout of all ranks, in nats per token.
 
         The list is empty where the log-probabilities are known only after the loss's forward pass.
         """
@@ -252,7 +252,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         return drift
 
     def _row_columns(self, row: Row) -> dict[str, Any]:
-        """The columns of a rollout that come from the dataset."""
+        """Return the columns of a rollout that come from the dataset."""
         row_id = None if row.get("id") is None else str(row["id"])
         problem = row.get("problem") or completion_text(row["prompt"])
         answer = row.get("answer")
@@ -278,7 +278,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
 def _columns(
     scores: Scores, advantages: Advantages, table: Mapping[str, Any], functions: Sequence[str]
 ) -> Columns:
-    """The columns that come from scores and advantages, for the rollouts of all ranks.
+    """Return the columns that come from scores and advantages, for the rollouts of all ranks.
 
     `table` is TRL's table of completions, whose last rows are these rollouts.
     """
@@ -354,9 +354,9 @@ class MetricsLogger:
         """
         scores = generation.scores
         advantages = generation.advantages
-        training = generation.mode == "train"
+        training = generation.key.mode == "train"
         assert scores is not None and advantages is not None
-        figures = self.figures[generation.mode]
+        figures = self.figures[generation.key.mode]
         state = self.state()
         if training:
             state.num_input_tokens_seen += scores.tokens
@@ -388,7 +388,7 @@ class MetricsLogger:
             self.recorder.add(generation, self.table, self.functions)
 
     def _gathered_tool_use(self, generation: Generation) -> ToolUse:
-        """The use of tools by the rollouts of all ranks, on the CPU.
+        """Return the use of tools by the rollouts of all ranks, on the CPU.
 
         Collective. A rank whose rollouts called nothing takes part too, with rows of zeros.
         """

@@ -32,7 +32,7 @@ Log = Sequence[Mapping[str, Any]]
 
 
 def result_of(folder: Path, log: Log) -> str | None:
-    """The result of a run in one line; None where nothing was logged.
+    """Return the result of a run in one line; None where nothing was logged.
 
     A score of the held-out problems in the run's folder goes first, then the evaluations on the
     way, then the pass rate and the reward of the training.
@@ -41,12 +41,15 @@ def result_of(folder: Path, log: Log) -> str | None:
 
 
 def is_noise(change: Difference) -> bool:
-    """Whether the interval of a change has 0 in it, so that the data cannot tell it from none."""
+    """Return whether the interval of a change has 0 in it.
+
+    The data cannot tell such a change from none.
+    """
     return change.low is not None and change.high is not None and change.low <= 0 <= change.high
 
 
 def training_change(folder: Path, log: Log, key: str) -> Difference | None:
-    """How a figure changed from the first to the last fifth of the logged steps.
+    """Return how a figure changed from the first to the last fifth of the logged steps.
 
     Its interval is over the groups of the record, since the answers to one problem are not
     independent; without a record, over the logged steps. None where there are not two steps.
@@ -87,7 +90,7 @@ def _is_number(value: object) -> bool:
 def _groups_at_the_ends(
     folder: Path, first: Log, last: Log, key: str
 ) -> tuple[list[float], list[float]] | None:
-    """The figure of each recorded group in the first and the last of the logged steps.
+    """Return the figure of each recorded group in the first and the last of the logged steps.
 
     It is None where the record lacks one of the ends: beyond its bound the oldest steps are deleted.
     """
@@ -104,7 +107,7 @@ def _groups_at_the_ends(
 
 
 def _recorded(folder: Path, column: str) -> list[tuple[int, float]]:
-    """The step and the mean of a column of each recorded group."""
+    """Return the step and the mean of a column of each recorded group."""
     values: dict[tuple[int, int], list[float]] = {}
     for part in parts(folder / ROLLOUTS):
         table = read_part(part, ["step", "group", column])
@@ -115,7 +118,7 @@ def _recorded(folder: Path, column: str) -> list[tuple[int, float]]:
 
 
 def _scored(folder: Path) -> str | None:
-    """The score of the held-out problems in a run's folder, beside that of the model before."""
+    """Return the score of the held-out problems in a run's folder, and that of its start."""
     after = _read(folder / AFTER)
     if after is None:
         return None
@@ -133,7 +136,7 @@ def _scored(folder: Path) -> str | None:
 
 
 def _read(file: Path) -> ScoreFile | None:
-    """A score file; None where there is none that can be read."""
+    """Return a score file; None where there is none that can be read."""
     try:
         return read_run(str(file)) if file.is_file() else None
     except UserError:
@@ -141,7 +144,7 @@ def _read(file: Path) -> ScoreFile | None:
 
 
 def _evaluated(log: Log) -> str | None:
-    """The change from the first to the last evaluation on the way, in one line.
+    """Return the change from the first to the last evaluation on the way, in one line.
 
     Where problems were asked in several ways, that with their pictures is taken.
     """
@@ -157,7 +160,7 @@ def _evaluated(log: Log) -> str | None:
 
 
 def _between(first: Mapping[str, Any], last: Mapping[str, Any], key: str) -> Difference:
-    """The difference of two logged accuracies, with Newcombe's interval from those of both.
+    """Return the difference of two logged accuracies, with Newcombe's interval from those of both.
 
     It takes the evaluations for independent, so it is too wide for answers to the same problems:
     the log does not say which of them were right (Newcombe 1998, method 10).
@@ -178,7 +181,7 @@ def _between(first: Mapping[str, Any], last: Mapping[str, Any], key: str) -> Dif
 
 
 def _trained(folder: Path, log: Log) -> str | None:
-    """The change of the pass rate in training, or else of the reward, in one line."""
+    """Return the change of the pass rate in training, or else of the reward, in one line."""
     for key, title in ((PASS, "pass rate in training"), (REWARD, REWARD)):
         lines = [line for line in log if _is_number(line.get(key))]
         if not lines:
@@ -200,7 +203,7 @@ def _share(value: float) -> str:
 
 
 def _arrow(change: Difference) -> str:
-    """A change of shares: `52 % → 38 %: -14.6 points, 95 % [-34.6, +5.4], within noise`."""
+    """Return a change of shares: `52 % → 38 %: -14.6 points, 95 % [-34.6, +5.4], within noise`."""
     text = f"{_share(change.first)} → {_share(change.second)}"
     if change.low is None:
         return text
@@ -208,13 +211,13 @@ def _arrow(change: Difference) -> str:
 
 
 def _plain_arrow(change: Difference) -> str:
-    """A change of a figure that is no share: `0.52 → 0.38: -0.14, 95 % [-0.34, +0.06]`."""
+    """Return a change of a figure that is no share: `0.52 → 0.38: -0.14, 95 % [-0.34, +0.06]`."""
     text = f"{change.first:.3g} → {change.second:.3g}"
     return text if change.low is None else f"{text}: {interval_of(change)}"
 
 
 def interval_of(change: Difference) -> str:
-    """A change with its interval: `-0.146, 95 % [-0.346, +0.054], within noise`."""
+    """Return a change with its interval: `-0.146, 95 % [-0.346, +0.054], within noise`."""
     assert change.low is not None and change.high is not None
     interval = f"95 % [{change.low:+.3f}, {change.high:+.3f}]"
     return f"{change.value:+.3f}, {interval}{_noise(change)}"

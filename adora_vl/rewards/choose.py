@@ -48,7 +48,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 def with_options(
     entry: str, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """The function with its options bound as keyword arguments.
+    """Return the function with its options bound as keyword arguments.
 
     Args:
         entry: the function's entry in `adora_reward`, for messages.
@@ -163,12 +163,12 @@ Entry = str | Mapping[str, Any]  # of `adora_reward`: a name, or {name: options}
 
 
 def names_of(entries: Sequence[Entry]) -> list[str]:
-    """The names of the entries, without their options."""
+    """Return the names of the entries, without their options."""
     return [name for name, _ in _named_options(entries)]
 
 
 def rounds(entries: Sequence[Entry]) -> bool:
-    """Whether a preset accepts a rounded decimal."""
+    """Return whether a preset accepts a rounded decimal."""
     return any(
         options.get("rounding") is True
         for name, options in _named_options(entries)
@@ -177,7 +177,7 @@ def rounds(entries: Sequence[Entry]) -> bool:
 
 
 def _named_options(entries: Sequence[Entry]) -> list[tuple[str, dict[str, Any]]]:
-    """The name and the options of each entry; one mapping may hold several names.
+    """Return the name and the options of each entry; one mapping may hold several names.
 
     Raises `UserError` for options that are no mapping.
     """
@@ -199,7 +199,7 @@ def _named_options(entries: Sequence[Entry]) -> list[tuple[str, dict[str, Any]]]
 def choose_rewards(
     entries: Sequence[Entry], *, answer_tags: bool = False, output_dir: Path | None = None
 ) -> ChosenRewards:
-    """The reward functions of the entries: presets, `judge`, and `FILE.py:FUNCTION`.
+    """Return the reward functions of the entries: presets, `judge`, and `FILE.py:FUNCTION`.
 
     Args:
         entries: the value of `adora_reward`.
@@ -301,7 +301,7 @@ def call_once(
     timeout: float | None,
     unscored: dict[int, str] | None = None,
 ) -> list[float | None]:
-    """The rewards that one function, sync or async, returns for these arguments.
+    """Return the rewards that one function, sync or async, returns for these arguments.
 
     Args:
         entry: the function's entry in `adora_reward`, for messages.
@@ -349,7 +349,7 @@ def _check_names(entries: Sequence[str], names: Sequence[str]) -> None:
 
 
 def reachable(entries: Sequence[str], weights: Sequence[float]) -> tuple[float, float] | None:
-    """The smallest and the largest weighted sum of the rewards; None where it is unknown.
+    """Return the smallest and the largest weighted sum of the rewards; None where it is unknown.
 
     It is unknown as soon as one function with a weight other than 0 has no known range.
     """

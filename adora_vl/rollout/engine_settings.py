@@ -26,14 +26,17 @@ class EngineSettings:
 
 
 def training_dtype(args: AdoraGRPOConfig) -> str | None:
-    """The dtype of mixed precision; None without it, where passes have the policy's own dtype."""
+    """Return the dtype of mixed precision.
+
+    None without it, where passes have the policy's own dtype.
+    """
     if args.bf16:
         return "bfloat16"
     return "float16" if args.fp16 else None
 
 
 def engine_dtype(args: AdoraGRPOConfig) -> str | None:
-    """The engine's dtype; None is the policy's own.
+    """Return the engine's dtype; None is the policy's own.
 
     With `adora_vllm_dtype: auto` it is the dtype in which the trainer computes. vLLM's own `auto`
     turns a float32 checkpoint into bfloat16, which costs 0.04 nats per token on average.
@@ -42,7 +45,7 @@ def engine_dtype(args: AdoraGRPOConfig) -> str | None:
 
 
 def engine_settings(args: AdoraGRPOConfig, revision: str | None) -> EngineSettings:
-    """The settings of the engine for this config; `revision` is that of the model."""
+    """Return the settings of the engine for this config; `revision` is that of the model."""
     folder = args.adora_weight_transfer if args.vllm_mode == "server" else "nccl"
     files = {"nccl": None, "file": str(Path(args.output_dir, ".weights"))}
     return EngineSettings(
@@ -59,14 +62,14 @@ def engine_settings(args: AdoraGRPOConfig, revision: str | None) -> EngineSettin
 
 
 def engine_runs_on_cpu() -> bool:
-    """Whether the installed vLLM is a CPU build, whatever the trainer runs on."""
+    """Return whether the installed vLLM is a CPU build, whatever the trainer runs on."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
 
 
 def machine_options(longest: int | None, budget: int, eager: bool | None = None) -> dict[str, Any]:
-    """The arguments of `LLM` that depend on the machine.
+    """Return the arguments of `LLM` that depend on the machine.
 
     `longest`: the most tokens of a sequence. `budget`: the most tokens that are processed at once.
     `eager`: whether torch.compile and CUDA graphs are off; None: only on a CPU.

@@ -235,7 +235,7 @@ def rebalanced(
     for packed in exchange(plan, sending, rank):
         batch = concat_rows(batch, unpack_rows(packed, banks, advantages.device), pad_id)
         live.append(True)
-    banks.more()  # all ranks must take part in the same vision passes, which gather sharded weights
+    banks.extend()  # all ranks must take part in the same vision passes, which gather sharded weights
     return batch, live
 
 
@@ -368,7 +368,11 @@ class MicroBatcher:
         return 1.0
 
     def scaled(self, loss: Tensor, micro: Batch) -> Tensor:
-        """The loss of a micro-batch times its weight among the micro-batches of the step."""
+        """The loss of a micro-batch times its weight among the micro-batches of the step.
+
+        Stock TRL takes a mean over the rows of a micro-batch, however many there are, so without
+        this the rows of a smaller micro-batch would weigh more.
+        """
         return loss * self.weight(micro)
 
     def _rebalance(self, batch: Batch, live: list[bool]) -> tuple[Batch, list[bool]]:

@@ -171,7 +171,7 @@ class RecordedAnswers:
 
     def sample(self, asks: Sequence[SamplingRequest], _: Any = None) -> list[SamplingResult]:
         return [
-            SamplingResult(row, [LOGP] * len(row))
+            SamplingResult(tokens=row, logps=[LOGP] * len(row))
             for row in self._answers([ask.prompt_ids for ask in asks])
         ]
 

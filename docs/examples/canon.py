@@ -30,7 +30,9 @@ def upper_half(measure_PG: Tensor) -> Tensor:
     """The share to which each rollout belongs to the upper half of its group, (P, G), float32.
 
     NaN is a rollout that has left its group, whose share is 0. Rollouts that tie at the cut share
-    the places that are left; the authors' code takes them in the order of the batch.
+    the places that are left, as a random order among them would give on average. The authors' code
+    takes them in the order of the batch, so that a permutation of the rollouts would change the
+    result.
     """
     count_P1 = (~torch.isnan(measure_PG)).sum(dim=1, keepdim=True)
     places_P1 = count_P1 - count_P1 // 2

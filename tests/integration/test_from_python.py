@@ -67,9 +67,11 @@ def test_the_documented_lines_train_and_record(tmp_path):
     metrics = [
         json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     ]
-    assert metrics[-1]["kind"] == "end" and metrics[-1]["step"] == 2
+    assert metrics[-1]["kind"] == "end"
+    assert metrics[-1]["step"] == 2
     rollouts = pq.read_table(tmp_path / "out" / "rollouts").to_pylist()
-    assert len(rollouts) == 16 and {row["problem"] for row in rollouts} == {"Which one is darker?"}
+    assert len(rollouts) == 16
+    assert {row["problem"] for row in rollouts} == {"Which one is darker?"}
     assert all(len(row["images"]) == 2 and row["answer"] is None for row in rollouts)
     assert all(row["reward"] == row["reward/brief"] for row in rollouts)
 
@@ -174,10 +176,8 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
         RunRequest(args, source, rows, seen, tools=[area, "zoom"], environment=Board),
         RunContext.of_launch("leave"),
     )
-    assert (
-        run.rewards.entries == ("seen", "Board")
-        and '"name": "pair"' in run.dataset[0]["prompt"][0]["content"]
-    )
+    assert run.rewards.entries == ("seen", "Board")
+    assert '"name": "pair"' in run.dataset[0]["prompt"][0]["content"]
     with pytest.raises(
         UserError, match="environment_factory: a reward function has the name 'seen', too; rename"
     ):
@@ -189,12 +189,11 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
         "TRL's evaluations tell of them, too"
     )
     first, second = run.dataset[0]["prompt"]
-    assert (
-        first["role"] == "system"
-        and '"name": "area"' in first["content"]
-        and '"name": "zoom"' in first["content"]
-    )
-    assert second["content"] == "Which of 0?" and run.user_code_hashes.keys() == {
+    assert first["role"] == "system"
+    assert '"name": "area"' in first["content"]
+    assert '"name": "zoom"' in first["content"]
+    assert second["content"] == "Which of 0?"
+    assert run.user_code_hashes.keys() == {
         "reward seen",
         "tool area",
         "tool Board",

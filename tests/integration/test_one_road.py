@@ -36,10 +36,10 @@ from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils import versions
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
+from tests.support.adapters import sft_adapter
+from tests.support.checkpoints import write_checkpoint
 from tests.support.examples import entry
-from tests.support.sft_adapter import sft_adapter
-from tests.unit.checkpoint.test_checkpoint import make
-from tests.unit.config.test_recipes import CONFIGS, PAIRS
+from tests.support.recipes import CONFIGS, PAIRS
 
 CPU = ["--use_cpu", "true", "--bf16", "false"]
 BATCH = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
@@ -106,8 +106,8 @@ def here(tmp_path_factory):
     (folder / "file").touch()
     (folder / "mine").mkdir()
     (folder / "mine" / "config.json").write_text("{}")
-    make(folder / "other", 10, {"adora_method.adora.factor": "0.2"})
-    (make(folder / "broken", 10, {}) / "model.safetensors").write_bytes(b"x")
+    write_checkpoint(folder / "other", 10, {"adora_method.adora.factor": "0.2"})
+    (write_checkpoint(folder / "broken", 10, {}) / "model.safetensors").write_bytes(b"x")
     return folder
 
 

@@ -3,7 +3,6 @@ value and range.
 """
 
 import re
-from dataclasses import MISSING, fields
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -19,8 +18,8 @@ from adora_vl.config.blocks import RolloutOptions, ToolOptions
 from adora_vl.config.command import read_file
 from adora_vl.config.schema import DATACLASSES, parse
 from adora_vl.config.values import RANGES, convert, declared
-from adora_vl.utils.cli import dotted, plain
 from adora_vl.utils.errors import UserError
+from tests.support.recipes import key_defaults
 
 ROOT = Path(__file__).parents[3]
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "nowhere"]
@@ -399,20 +398,6 @@ def test_null_and_none_are_null_or_refused_and_never_a_text(key, written):
         assert found is None or key in ("report_to", "scale_rewards")
 
 
-def defaults() -> dict[str, object]:
-    """Of every key; a later dataclass does not overrule an earlier one."""
-    found: dict[str, object] = {}
-    for dataclass in DATACLASSES:
-        for field in fields(dataclass):
-            made = (
-                field.default_factory() if field.default_factory is not MISSING else field.default
-            )
-            found.setdefault(field.name, made)
-    for block in ("adora_rollouts", "adora_extensions", "adora_tool_options"):
-        found |= {block: {}, **dotted(block, plain(found[block]))}
-    return found
-
-
 def test_the_documentation_has_every_key_of_ours_with_its_default():
     """In the tables of docs/configuration.md, which say two defaults in words."""
     rows = re.findall(
@@ -424,13 +409,13 @@ def test_the_documentation_has_every_key_of_ours_with_its_default():
         key: text.strip("`") for keys, text in rows for key in re.findall(r"`([\w.]+)`", keys)
     }
     in_words = {"adora_eval"}
-    assert stated["adora_prompt"].replace("\\n", "\n") == defaults()["adora_prompt"]
+    assert stated["adora_prompt"].replace("\\n", "\n") == key_defaults()["adora_prompt"]
     assert stated.keys() >= OURS
     wrong = {}
     for key in OURS - in_words - {"adora_prompt"}:
         read = yaml.safe_load(stated[key])
-        if defaults()[key] not in (read, [read]):
-            wrong[key] = (stated[key], defaults()[key])
+        if key_defaults()[key] not in (read, [read]):
+            wrong[key] = (stated[key], key_defaults()[key])
     assert wrong == {}
 
 

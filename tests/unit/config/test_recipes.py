@@ -4,7 +4,6 @@ that it names.
 
 import re
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,28 +17,8 @@ from adora_vl.config.command import read_file
 from adora_vl.config.schema import parse
 from adora_vl.utils.cli import dotted
 from adora_vl.utils.errors import UserError
-from tests.unit.config.test_keys import defaults
+from tests.support.recipes import CONFIGS, PAIRS, key_defaults
 
-CONFIGS = Path(__file__).parents[3] / "configs"
-# train config -> the accelerate config that its header names
-PAIRS = {
-    "smoke_cpu": "cpu",
-    "demo_cpu": "cpu",
-    "smoke_text_cpu": "cpu",
-    "annotated": "cpu",
-    "adora_7b_geo3k": "zero3",
-    "grpo_7b_geo3k": "zero3",
-    "adora_llm_kk": "zero3",
-    "adora_3b_1gpu_lora": "gpu1",
-    "adora_3b_12gb": "gpu1",
-    "adora_7b_16gb_4bit": "gpu1",
-    "adora_7b_24gb_4bit": "gpu1",
-    "adora_3b_24gb": "gpu1",
-    "adora_qwen3_vl_2b_1gpu": "gpu1",
-    "adora_qwen3_vl_4b_1gpu_lora": "gpu1",
-    "adora_qwen3_vl_8b_geo3k": "zero3",
-    "tiny_zoom": "cpu",
-}
 # The others have the 2,101 rows of Geometry3K.
 ROWS = {
     "smoke_cpu": 4096,
@@ -243,7 +222,7 @@ def test_every_key_of_the_annotated_config_has_a_comment_with_the_default_of_the
     keys = {name for key, value in content("annotated").items() for name in dotted(key, value)}
     assert texts.keys() == keys and len(texts) > 50
     own = {f"adora_method.adora.{one.name}": one.default for one in fields(METHODS["adora"])}
-    known: dict[str, Any] = {**defaults(), **own}
+    known: dict[str, Any] = {**key_defaults(), **own}
     for key, text in texts.items():
         value = [*known[key]] if isinstance(known[key], tuple) else known[key]
         plain = isinstance(value, str) and not text.startswith('"')

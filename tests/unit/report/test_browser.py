@@ -46,7 +46,8 @@ def test_texts_of_a_model_do_nothing(browser, attacked, tmp_path):
     browser.put("#other-figure", ATTACK)
     browser.click("#follow")
     assert browser.text("#charts figcaption") == ATTACK
-    assert "training report" in browser.js("document.title") and browser.errors == []
+    assert "training report" in browser.js("document.title")
+    assert browser.errors == []
     assert (
         browser.js("document.querySelectorAll('iframe, script:not(#data), #charts img').length")
         == 1
@@ -78,10 +79,12 @@ def test_a_person_finds_a_group(browser, page):
     browser.look()
     browser.open(page)
     count = lambda: browser.text("#count").split(" groups")[0]  # noqa: E731
-    assert count() == "84 of 84" and len(browser.texts("#list button")) == 50
+    assert count() == "84 of 84"
+    assert len(browser.texts("#list button")) == 50
     assert browser.text("#page-number") == "1 of 2"
     browser.click("#page-on")
-    assert len(browser.texts("#list button")) == 34 and browser.text("#page-number") == "2 of 2"
+    assert len(browser.texts("#list button")) == 34
+    assert browser.text("#page-number") == "2 of 2"
     for field, value, expected in (
         ("run", "1", 60),
         ("weight", "tds", 12),
@@ -105,7 +108,8 @@ def test_a_person_finds_a_group(browser, page):
         browser.wait("document.getElementById('count').textContent.startsWith('84 of')")
     browser.put("#filter-weight", "tds")
     browser.put("#filter-from", "7")
-    assert count() == "6 of 84" and browser.text("#detail h3") == "Step 7, adora problem/1"
+    assert count() == "6 of 84"
+    assert browser.text("#detail h3") == "Step 7, adora problem/1"
     browser.click("#list li:nth-child(3) button")
     assert browser.text("#detail h3") == "Step 9, adora problem/1"
     assert browser.text("#why") == (
@@ -119,9 +123,11 @@ def test_a_person_finds_a_group(browser, page):
     assert "1.5 → 0.15" in browser.text(".rollout .facts")
     assert browser.js("document.querySelector('#detail img').naturalWidth") == 60
     browser.click("#follow")
-    assert count() == "12 of 84" and browser.text("#detail h3") == "Step 9, adora problem/1"
+    assert count() == "12 of 84"
+    assert browser.text("#detail h3") == "Step 9, adora problem/1"
     browser.click("#followed tbody tr:nth-child(2) button")
-    assert browser.text("#detail h3") == "Step 2, adora problem/1" and browser.errors == []
+    assert browser.text("#detail h3") == "Step 2, adora problem/1"
+    assert browser.errors == []
 
 
 def test_the_keyboard_is_enough(browser, page):
@@ -289,7 +295,8 @@ def test_formulas_are_printed_and_their_source_is_a_click_away(browser, tmp_path
     browser.click(".rollout button")  # the rest of a long text
     assert browser.js("document.querySelectorAll('.rollout msub').length") == 1
     browser.click("#source")
-    assert browser.text(".problem .text") == problem and browser.text(".gold") == texts["answer"]
+    assert browser.text(".problem .text") == problem
+    assert browser.text(".gold") == texts["answer"]
     assert browser.js("document.querySelectorAll('math').length") == 0
     assert (
         browser.js(
@@ -298,10 +305,8 @@ def test_formulas_are_printed_and_their_source_is_a_click_away(browser, tmp_path
         == "sourcetrue"
     )
     browser.press("Enter")
-    assert (
-        browser.js("document.querySelectorAll('.problem math').length") == 3
-        and browser.errors == []
-    )
+    assert browser.js("document.querySelectorAll('.problem math').length") == 3
+    assert browser.errors == []
 
 
 def test_formulas_of_a_model_do_nothing(browser, tmp_path):
@@ -326,7 +331,8 @@ def test_formulas_of_a_model_do_nothing(browser, tmp_path):
     browser.click(".problem math mi")
     wrong = ".formula :is(a, script, img, svg, iframe), math :is([href], [style], [class])"
     assert browser.js(f"document.querySelectorAll('{wrong}').length") == 0
-    assert "training report" in browser.js("document.title") and browser.errors == []
+    assert "training report" in browser.js("document.title")
+    assert browser.errors == []
     assert [
         url for url in browser.requests if not url.startswith(("data:", "file:", "about:"))
     ] == []
@@ -344,7 +350,8 @@ def test_a_click_enlarges_a_diagram_and_escape_closes_it(browser, page):
     assert not browser.js("document.getElementById('enlarged').open")
     browser.click(".diagram")
     browser.click("#enlarged button")
-    assert not browser.js("document.getElementById('enlarged').open") and browser.errors == []
+    assert not browser.js("document.getElementById('enlarged').open")
+    assert browser.errors == []
 
 
 def test_an_address_leads_back_to_its_group(browser, page):
@@ -362,9 +369,11 @@ def test_a_short_run_begins_with_its_rollouts_and_a_print_has_the_figures_and_no
         "document.querySelector(s).getBoundingClientRect().y)"
     )
     browser.open(page)
-    assert browser.js(above) and "temporarily disadvantageous" in browser.text("header")
+    assert browser.js(above)
+    assert "temporarily disadvantageous" in browser.text("header")
     browser.open(make_page(tmp_path / "short.html", write_run(tmp_path / "short", 2)))
-    assert not browser.js(above) and browser.js("document.querySelector('#table').open")
+    assert not browser.js(above)
+    assert browser.js("document.querySelector('#table').open")
     browser.open(page)
     browser.page.emulate_media(media="print")
     browser.js("dispatchEvent(new Event('beforeprint'))")
@@ -372,10 +381,8 @@ def test_a_short_run_begins_with_its_rollouts_and_a_print_has_the_figures_and_no
         "[...document.querySelectorAll('form, nav, .buttons, .keys')].every(n => "
         "n.getClientRects().length === 0)"
     )
-    assert (
-        browser.js(hidden)
-        and browser.js("document.querySelector('#figures').getClientRects().length") == 1
-    )
+    assert browser.js(hidden)
+    assert browser.js("document.querySelector('#figures').getClientRects().length") == 1
     browser.page.emulate_media(media="screen")
 
 
@@ -442,7 +449,5 @@ def test_two_real_runs_over_each_other(browser, adora_run, grpo_run, tmp_path):
     )
     browser.put("#filter-run", "1")
     assert browser.text("#why").startswith("GRPO, weight 1; ADORA's criteria say ")
-    assert (
-        browser.js("document.querySelector('#detail img').naturalWidth") > 0
-        and browser.errors == []
-    )
+    assert browser.js("document.querySelector('#detail img').naturalWidth") > 0
+    assert browser.errors == []
