@@ -107,6 +107,11 @@ def calls_in(text: str) -> list[str]:
     return [match[1].strip() for match in _CALL.finditer(text)]
 
 
+def without_calls(text: str) -> str:
+    """The text of a turn without its calls."""
+    return _CALL.sub("", text).strip()
+
+
 def read_call(written: str) -> tuple[str, dict[str, Any]]:
     """The name and the arguments of a call. Raises `CallError`."""
     if len(written) > _MAX_CALL_CHARS:
