@@ -45,11 +45,8 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("line", "\n", r"\\\\|\\newline|\\begin\s*\{[a-z*]+\}|\\end\s*\{[a-z*]+\}|```[a-z]*"),
     ("skip", "", r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits)(?![a-z])|\\[,;:! ]|\\q?quad"),
     ("skip", "", r"&|~(?=\\)|\*\*|__|`|\{\}(?=\s*\^)"),
-    (
-        "sign",
-        "°",
-        r"\^\s*\{?\s*\\(?:circ|degrees?)\s*\}?|\\degrees?(?![a-z])|\\circ(?![a-z])|°|º|˚",
-    ),
+    ("sign", "°", r"\^\s*\{\s*\\(?:circ|degrees?)\s*\}|\^\s*\\(?:circ|degrees?)(?![a-z])"),
+    ("sign", "°", r"\\degrees?(?![a-z])|\\circ(?![a-z])|[°º˚]"),
     ("word", "arc", _ARC + r"|⌒"),
     # The m of `m\angle ABC` is no letter.
     ("skip", "", rf"(?<![A-Za-z\\])m\s*(?={_BEFORE_MEASURE})"),
