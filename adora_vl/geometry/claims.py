@@ -187,8 +187,10 @@ class _ClaimReader:
 
     def _is_position(self, number: int) -> bool:
         """Whether what stands here only says where something lies: "the side opposite angle A"."""
-        for step in range(1, 4):
-            word = self.sides.word(number - step)
+        before = [self.sides.word(number - step) for step in range(1, 8)]
+        if before[0] == "to" and "distance" in before:
+            return True  # "the distance from O to AB"
+        for word in before[:3]:
             if word in _PLACES:
                 return True
             if word not in ("the", "to", "angle", "side", "of", "arc"):
@@ -427,7 +429,7 @@ _NOUNS = {
 }
 _ADVERBS = {
     *("also", "both", "therefore", "thus", "then", "a", "an", "the", "all", "each", "always", "so"),
-    *("must", "be", "now", "indeed", "hence", "exactly", "clearly"),
+    *("must", "be", "now", "indeed", "hence", "exactly", "clearly", "respectively"),
 }
 _POSITIONS = {
     *("vertical", "corresponding", "alternate", "interior", "exterior", "opposite", "adjacent"),
@@ -607,7 +609,7 @@ class _RelationReader:
             return self._with_object(subjects, self._behind_to(number + 1), word.capitalize())
         if word in ("bisector", "angle"):
             return self._bisector(subjects[0], number if word == "bisector" else number + 1)
-        if word in ("diameter", "radius", "tangent", "diameters", "radii"):
+        if word in ("diameter", "radius", "tangent", "tangents", "diameters", "radii"):
             return self._round(subjects, word, number + 1)
         if word in ("equal", "congruent") and len(subjects) > 1:
             return (self._all_same(subjects),), self._behind_equal(number)

@@ -51,7 +51,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     # The m of `m\angle ABC` is no letter.
     ("skip", "", rf"(?<![A-Za-z\\])m\s*(?={_BEFORE_MEASURE})"),
     ("word", "angle", r"\\m?(?:measured)?angle(?![a-z])|∠"),
-    ("word", "triangle", r"\\(?:big)?triangle(?![a-z])|△|\\Delta(?=\s*[A-Z])|Δ(?=\s*[A-Z])"),
+    ("word", "triangle", r"\\(?:big)?triangle(?![a-z])|[△∆]|\\Delta(?=\s*[A-Z])|Δ(?=\s*[A-Z])"),
     ("word", "circle", r"\\(?:big)?odot(?![a-z])|⊙"),
     ("sign", "∥", r"\\parallel(?![a-z])|\\\||∥|\|\||(?<=[A-Z] )//(?= ?[A-Z])"),
     ("sign", "⊥", r"\\perp(?![a-z])|⊥"),
