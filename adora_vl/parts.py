@@ -95,7 +95,12 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             extension.start(context, self.images)
         self.sampler = self._sampler(context)
         self.ratio = ImportanceRatio(context)
-        self.recorder = Recorder(context, decode if self.toolbox else None)
+        toolbox = self.run.toolbox
+        self.recorder = Recorder(
+            context=context,
+            decode=decode if self.toolbox else None,
+            view=toolbox.view if toolbox is not None else None,
+        )
         logger = self._metrics_logger(context)
         builder = BatchBuilder(
             context=context,

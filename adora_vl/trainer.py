@@ -37,6 +37,7 @@ from adora_vl.config.batch_plan import regroup_obstacle, regroups
 from adora_vl.config.run_context import RunContext
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler
 from adora_vl.models.adapter import begin_with, in_float32, name_base, trained_alone
+from adora_vl.models.check import with_own_layers
 from adora_vl.models.families import freeze, sees_images
 from adora_vl.models.load import restore_weights
 from adora_vl.models.precision import restore_buffers
@@ -111,6 +112,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 environment_factory=environment_factory,
             )
             args = config_of(args, model)
+            peft_config = with_own_layers(peft_config)
             loaded = None if isinstance(model, str) else model
             keys = model_keys(
                 model, config=args, peft_config=peft_config, quantised=quantization_config

@@ -134,19 +134,18 @@ def _mixture(run: ResolvedRun) -> list[str]:
 
 
 def _larger_pictures(run: ResolvedRun) -> list[str]:
-    """Say how many pictures have more pixels than the model sees, if the model may zoom."""
+    """Return how many pictures have more pixels than the model sees, if the model may zoom."""
     if run.data.train is None or "zoom" not in run.tools.functions:
         return []
-    sizes = [
-        size for row in sizes_in(run.data.train.data.table) for size in row if size is not None
-    ]
-    larger = sum(wide * high > run.prompts.lengths.pixels.high for wide, high in sizes)
-    nothing = (
-        "" if larger else ", so zoom shows nothing new; prepare the data with a larger --max-pixels"
-    )
-    return [
-        f"{larger} of {amount(len(sizes), 'picture')} are larger than the model sees them{nothing}"
-    ]
+    sizes = []
+    for row_sizes in sizes_in(run.data.train.data.table):
+        sizes += [size for size in row_sizes if size is not None]
+    larger = sum(width * height > run.prompts.lengths.pixels.high for width, height in sizes)
+    consequence = ""
+    if not larger:
+        consequence = ", so zoom shows nothing new; prepare the data with a larger --max-pixels"
+    total = amount(len(sizes), "picture")
+    return [f"{larger} of {total} are larger than the model sees them{consequence}"]
 
 
 def _card(options: DryRunOptions, config: AdoraGRPOConfig, processes: int) -> tuple[int, str]:

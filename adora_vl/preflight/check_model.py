@@ -63,6 +63,7 @@ def check_model(
             keys.model_name_or_path = name
         messages.notes.extend(notes_on(name))
     messages.notes.extend(fits.check_family(keys, config, model_config))
+    messages.notes.extend(fits.choose_layers(request.model.peft_config, keys, model_config))
     continued = adapters[0] if adapters and _goes_on(request) else None
     peft_config = request.model.peft_config if continued is None else continued.config
     four_bit = check_four_bit(

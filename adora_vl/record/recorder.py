@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,8 @@ from adora_vl.utils.secrets import masked
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
+    from adora_vl.tools.ours import View
+
 # Columns that the reward functions add to TRL's table of completions
 _EXTRA = ("verdict", "extracted", "reason")
 # Settings of TRL that the record holds beside all keys that begin with `adora_`
@@ -57,13 +59,18 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
     """
 
     def __init__(
-        self, context: StepContext, decode: Callable[[Sequence[int]], str] | None = None
+        self,
+        context: StepContext,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        view: View | None = None,
     ) -> None:
         """Take the settings from the context.
 
         Args:
             context: the run's config, accelerator and state.
             decode: turns tokens into text, in a run with tools; None in a run without tools.
+            view: what the model sees of a picture, in a run with tools: coordinates of calls refer
+                to it.
         """
         config = context.config
         accelerator = context.accelerator
@@ -83,6 +90,8 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             plain({name: getattr(config, name) for name in (*adora_keys, *_RECORDED_SETTINGS)})
         )
         settings["truncated_at"] = config.truncated_at
+        if view is not None:
+            settings["view"] = asdict(view)
         self.record = Record(
             output_dir=Path(config.output_dir),
             limit_gb=config.adora_record_gb,

@@ -353,15 +353,19 @@ def reachable(entries: Sequence[str], weights: Sequence[float]) -> tuple[float, 
 
     It is unknown as soon as one function with a weight other than 0 has no known range.
     """
-    counted = [
-        (_RANGES.get(entry), weight)
-        for entry, weight in zip(entries, weights, strict=True)
-        if weight
-    ]
-    ranges = [sorted(weight * value for value in ends) for ends, weight in counted if ends]
-    if len(ranges) < len(counted):
-        return None
-    return sum(low for low, _ in ranges), sum(high for _, high in ranges)
+    smallest = 0.0
+    largest = 0.0
+    for entry, weight in zip(entries, weights, strict=True):
+        if not weight:
+            continue
+        bounds = _RANGES.get(entry)
+        if not bounds:
+            return None
+        # A negative weight turns the bounds around.
+        low, high = sorted(weight * value for value in bounds)
+        smallest += low
+        largest += high
+    return smallest, largest
 
 
 def check_sums(
