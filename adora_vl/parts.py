@@ -95,7 +95,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             extension.start(context, self.images)
         self.sampler = self._sampler(context)
         self.ratio = ImportanceRatio(context)
-        toolbox = self.run.toolbox
+        toolbox = self.run.prompts.toolbox
         self.recorder = Recorder(
             context=context,
             decode=decode if self.toolbox else None,

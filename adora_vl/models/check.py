@@ -241,7 +241,7 @@ def choose_layers(peft_config: Any, keys: ModelConfig, config: PretrainedConfig)
         )
     layers = layers_pattern(names)
     peft_config.target_modules = layers
-    keys.lora_target_modules = layers  # type: ignore[assignment]  # PEFT takes a pattern too
+    keys.lora_target_modules = layers  # PEFT takes a pattern too
     return [
         f"lora_target_modules: none named, so every linear layer of the language model: "
         f"{', '.join(names)}; vision tower and projector are frozen"
