@@ -163,7 +163,7 @@ def _figures(folder: Path, history: Sequence[Mapping[str, Any]]) -> list[str]:
         key = _BY_GROUP.get(title)
         change = training_change(folder, history, key) if key else None
         if change is not None and change.low is not None:
-            line += f"   {interval_of(change)}"
+            line += f"   {interval_of(change, of_share=key == PASS)}"
         lines.append(line)
     return lines
 

@@ -76,11 +76,11 @@ class GenerationGuard:
         checkpoint = self.save()
         (row, reason) = unreadable[0]
         others_count = len({name for name, _ in unreadable}) - 1
-        more = f" (and {others_count} more rows)" if others_count else ""
+        rest = f" (and {others_count} more rows)" if others_count else ""
         raise RunError(
             stopped_before(
                 step,
-                f"row {row}: an image cannot be read: {reason}{more}",
+                f"row {row}: an image cannot be read: {reason}{rest}",
                 remedy="Repair or remove the row",
                 checkpoint=checkpoint,
             )

@@ -19,7 +19,8 @@ from transformers import Gemma3Config, Qwen2Config
 from trl import get_quantization_config
 
 from adora_vl.config.command import read
-from adora_vl.config.run_context import DryRunOptions, RunContext
+from adora_vl.config.dry_run_options import DryRunOptions
+from adora_vl.config.run_context import RunContext
 from adora_vl.config.schema import parse
 from adora_vl.doctor import __main__ as doctor
 from adora_vl.evals.benchmark import NAMES
