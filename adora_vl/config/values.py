@@ -131,8 +131,12 @@ def _is_default(key: Field[Any], value: object) -> bool:
     An equal value of another type is none, such as 1 for true: a fingerprint has it as text. So a
     block of options, which may have such values, never counts as the default.
     """
-    default = key.default if key.default_factory is MISSING else key.default_factory()
-    return type(value) is type(default) and value == default and not is_dataclass(value)
+    if is_dataclass(value):
+        return False
+    default = key.default
+    if key.default_factory is not MISSING:
+        default = key.default_factory()
+    return type(value) is type(default) and value == default
 
 
 def _options(key: str, value: Any, kind: Any) -> Any:
@@ -253,7 +257,9 @@ def _with_names(hint: Any, choices: Sequence[str] = ()) -> Any:
 
 def _arms(hint: Any) -> tuple[Any, ...]:
     """The members of a union, or `hint` alone."""
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if get_origin(hint) in (Union, UnionType):
+        return get_args(hint)
+    return (hint,)
 
 
 def takes(hint: Any, kind: type) -> bool:
