@@ -445,5 +445,6 @@ def _in_words(value: object) -> str:
 
     None is null, numbers stand without quotes, and other texts with them.
     """
-    is_number = isinstance(value, str) and not isinstance(_number(value, whole=False), str)
-    return shown(value.strip(), _SHOWN).strip("'") if is_number else shown(value, _SHOWN)
+    if isinstance(value, str) and not isinstance(_parsed_number(value), str):
+        return shown(value.strip(), _SHOWN).strip("'")
+    return shown(value, _SHOWN)

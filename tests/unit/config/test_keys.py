@@ -3,9 +3,10 @@ value and range.
 """
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
@@ -44,10 +45,10 @@ OURS = (
     | set(declared(AdoraGRPOConfig)) - set(declared(GRPOConfig))
 )
 
-METHOD_OPTIONS = {
-    f"adora_method.{name}.{option}": hint
+METHOD_OPTIONS: dict[str, Any] = {
+    f"adora_method.{name}.{option.name}": get_type_hints(method)[option.name]
     for name, method in METHODS.items()
-    for option, hint in declared(method).items()
+    for option in fields(method)
 }
 
 # Of numbers of each kind: what is refused, what is taken, and the range as a person reads it.
