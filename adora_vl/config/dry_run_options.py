@@ -73,7 +73,7 @@ def planned_sharding(options: DryRunOptions) -> Sharding:
     """The sharding that a dry run plans for: that of its options, or of this launch."""
     if options.accelerate_config is not None:
         return from_file(options.accelerate_config, options.processes, options.machines)
-    if os.environ.get("ACCELERATE_USEFSDP_IS_UNKNOWN", "false").lower() == "true":
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise UserError(f"--dry-run: accelerate's config asks for FSDP; {FSDP_IS_UNKNOWN}")
     launched = from_environment()
     machines = options.machines or launched.machines
