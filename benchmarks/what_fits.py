@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from adora_vl.config.command import read
-from adora_vl.config.run_context import DryRunOptions
+from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.planning.dry_run import make_plan
 from adora_vl.planning.memory import Prediction, Setup, predict, proposed_utilization
 from adora_vl.utils.files import GIB

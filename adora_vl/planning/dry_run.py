@@ -18,7 +18,8 @@ from trl import ModelConfig
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.config.batch_plan import regroup_obstacle
 from adora_vl.config.command import CliArgs
-from adora_vl.config.run_context import DryRunOptions, Sharding
+from adora_vl.config.dry_run_options import DryRunOptions
+from adora_vl.config.sharding import Sharding
 from adora_vl.data.dataset import example_row, row_count
 from adora_vl.data.prompt_lengths import ContextLimit, LengthCheck, Measured, sizes_in
 from adora_vl.data.prompts import Message, as_text, conversation_with_images, shown_lines, template

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import unit_size
-from adora_vl.config.run_context import Sharding
+from adora_vl.config.sharding import Sharding
 from adora_vl.models.families import LANGUAGE_MODEL
 from adora_vl.models.shape import PATCHES_A_PASS, ModelShape
 from adora_vl.packing.shared_prompt import sharing_pays

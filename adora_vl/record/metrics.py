@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 
 from adora_vl.advantage import Adora, AdoraWeighting
 from adora_vl.advantage.grpo import deviation
-from adora_vl.record.figures import ACCURACY, FIGURES, MISSING, PASS
+from adora_vl.record.figures import ACCURACY, FIGURES, MISSING, PASS, PROGRESS
 from adora_vl.training.advantages import Advantages
 from adora_vl.training.scoring import Scores
 from adora_vl.utils.files import replace_file
@@ -334,16 +334,16 @@ def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float 
         left_s: seconds that remain, None where nothing is known.
     """
     parts = [f"step {step:>{len(str(total))}}/{total}"]
-    for figure in FIGURES:
-        value = logs.get(figure.key)
-        if not figure.line_title or value is None:
+    for key in PROGRESS:
+        value = logs.get(key)
+        if value is None:
             continue
-        if figure.key == ACCURACY and not differs_from_pass(logs):
+        if key == ACCURACY and not differs_from_pass(logs):
             continue
         # Most runs have a reward for every rollout, so that a share of 0 says nothing.
-        if figure.key == MISSING and not value:
+        if key == MISSING and not value:
             continue
-        parts.append(f"{figure.line_title} {figure.line_format.format(value)}")
+        parts.append(FIGURES[key].in_line(value))
     seconds = {phase: logs.get(f"seconds/{phase}") for phase in PHASES}
     logged = {phase: value for phase, value in seconds.items() if value is not None}
     line = "  ".join(parts)

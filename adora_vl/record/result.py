@@ -224,9 +224,14 @@ def _plain_arrow(change: Difference) -> str:
     return text if change.low is None else f"{text}: {interval_of(change)}"
 
 
-def interval_of(change: Difference) -> str:
-    """Return a change with its interval: `-0.146, 95 % [-0.346, +0.054], within noise`."""
+def interval_of(change: Difference, *, of_share: bool = False) -> str:
+    """Return a change with its interval: `-0.146, 95 % [-0.346, +0.054], within noise`.
+
+    `of_share`: in points, since the share itself is a percentage.
+    """
     assert change.low is not None and change.high is not None
+    if of_share:
+        return f"{change.points}{_noise(change)}"
     interval = f"95 % [{change.low:+.3f}, {change.high:+.3f}]"
     return f"{change.value:+.3f}, {interval}{_noise(change)}"
 

@@ -26,8 +26,8 @@ from trl.kernels import chunked_logprob
 from trl.trainer import grpo_trainer
 
 from adora_vl import trainer as our_trainer
-from adora_vl.config.run_context import Sharding
 from adora_vl.config.schema import parse
+from adora_vl.config.sharding import Sharding
 from adora_vl.data.dataset import schema
 from adora_vl.data.prompt_lengths import Measured
 from adora_vl.data.prompts import conversation

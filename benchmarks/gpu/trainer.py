@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoProcessor, PretrainedConfig, TrainerCal
 from trl import GRPOConfig, GRPOTrainer, ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.run_context import Sharding
+from adora_vl.config.sharding import Sharding
 from adora_vl.data.prompt_lengths import Measured
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import describe

@@ -15,7 +15,7 @@ from trl.data_utils import prepare_multimodal_messages
 
 from adora_vl.checkpoint.fingerprint import differences, fingerprint
 from adora_vl.config.command import read
-from adora_vl.config.run_context import DryRunOptions
+from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.schema import parse
 from adora_vl.data import prompt_lengths
 from adora_vl.data.dataset import schema, write_manifest, write_split

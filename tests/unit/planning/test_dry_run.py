@@ -14,7 +14,7 @@ from adora_vl.builtin.small_model import build_start
 from adora_vl.builtin.tiny_text import TextStart, begin_text
 from adora_vl.builtin.tiny_vl import build_config
 from adora_vl.config.command import read
-from adora_vl.config.run_context import DryRunOptions, take_options
+from adora_vl.config.dry_run_options import DryRunOptions, take_options
 from adora_vl.config.schema import parse
 from adora_vl.data.dataset import load_split
 from adora_vl.data.prompt_lengths import Measured, OverlongPrompts, limits_of
