@@ -165,10 +165,14 @@ class _Reader:
         if self._taken("e"):
             self._expect("^")
             return _exp(self._exponent())
-        if self._taken(r"\frac", r"\binom"):
-            above = self._group("{")
-            below = self._group("{")
-            return above / below if word == r"\frac" else _binomial(above, below)
+        if self._taken(r"\frac"):
+            numerator = self._group("{")
+            denominator = self._group("{")
+            return numerator / denominator
+        if self._taken(r"\binom"):
+            n = self._group("{")
+            k = self._group("{")
+            return _binomial(n, k)
         return self._function(word) if self._taken(*_FUNCTIONS) else self._atom()
 
     def _function(self, name: str) -> Number:

@@ -143,7 +143,7 @@ def _write_notes(output_dir: Path, **notes: Any) -> None:
 
 def _model_files(output_dir: Path) -> dict[str, tuple[int, ...]]:
     """Return the files of a final model, each with what changes when it is written."""
-    states = {}
+    states: dict[str, tuple[int, ...]] = {}
     for top in model_of_a_run(output_dir):
         if top.name == WRITTEN:
             continue

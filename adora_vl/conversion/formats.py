@@ -198,19 +198,21 @@ def _csv(path: Path, columns: Columns) -> Table:
     the header has the most of the columns that are to be read.
     """
     encoding = _encoding(path)
+    stated_delimiter = ""
     with path.open(encoding=encoding, newline="") as file:
-        first = file.readline()
+        header_line = file.readline()
         # Excel may name the delimiter in a line of its own, `sep=;`, before the header.
-        marked = ""
-        if first.lower().startswith("sep=") and first[4:5] in _DELIMITERS:
-            marked = first[4:5]
-        start = (file.readline() if marked else first) + "".join(islice(file, _FIRST))
+        if header_line.lower().startswith("sep=") and header_line[4:5] in _DELIMITERS:
+            stated_delimiter = header_line[4:5]
+            header_line = file.readline()
+        start = header_line + "".join(islice(file, _FIRST))
     usual = "\t" if path.suffix.lower() == ".tsv" else ","
-    headers = {
-        sign: _header(start, sign) for sign in ([marked] if marked else [usual, *_DELIMITERS])
-    }
-    scores = {sign: (len(columns.to_read(names)), len(names)) for sign, names in headers.items()}
-    delimiter = max(scores, key=lambda sign: scores[sign])
+    delimiters = [stated_delimiter] if stated_delimiter else [usual, *_DELIMITERS]
+    headers = {sign: _header(start, sign) for sign in delimiters}
+    # The most columns that are wanted, then the most columns at all; of equals the first.
+    delimiter = max(
+        headers, key=lambda sign: (len(columns.to_read(headers[sign])), len(headers[sign]))
+    )
     guesses = []
     if delimiter != usual:
         guesses.append(f"with {_DELIMITERS[delimiter]} between the cells")
@@ -219,8 +221,8 @@ def _csv(path: Path, columns: Columns) -> Table:
     elif encoding == "utf-16":
         guesses.append("in UTF-16")
     format_note = f"{path.name}, {' '.join(guesses)}" if guesses else ""
-    begin = partial(_csv_rows, path, encoding, delimiter, bool(marked), columns)
-    return headers[delimiter], format_note, begin
+    read_rows = partial(_csv_rows, path, encoding, delimiter, bool(stated_delimiter), columns)
+    return headers[delimiter], format_note, read_rows
 
 
 def _header(start: str, delimiter: str) -> list[str]:

@@ -258,13 +258,15 @@ def prompt_lines(plan: Plan) -> list[str]:
     if not plan.rows:
         return []
     script = plan.script
-    folders = [Path(folder) for folder in plan.run.data]
-    rows = [row for folder in folders if (row := example_row(folder, [script.dataset_train_split]))]
+    rows = []
+    for folder in plan.run.data:
+        example = example_row(Path(folder), [script.dataset_train_split])
+        if example:
+            rows.append(example)
     row = next((row for row in rows if row.get("choices")), rows[0])
     problem = template(script.adora_prompt)(row) if script.adora_prompt else row["problem"]
-    text = _rendered(
-        plan, conversation_with_images(problem, len(row["images"] or []), plan.run.system_prompt)
-    )
+    image_count = len(row["images"] or [])
+    text = _rendered(plan, conversation_with_images(problem, image_count, plan.run.system_prompt))
     return section(f"One whole prompt, of {row['id']}", shown_lines(text))
 
 

@@ -77,15 +77,16 @@ def figure_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, st
     for figure in FIGURES:
         if not figure.title:
             continue
+        # The accuracy is a row of its own only if it is not the pass rate.
         if figure.key == ACCURACY and not any(map(differs_from_pass, entries)):
             continue
         values = [entry[figure.key] for entry in entries if entry.get(figure.key) is not None]
         if not values:
             continue
         fifth = max(1, len(values) // 5)
-        before = figure.format.format(fmean(values[:fifth]))
-        after = figure.format.format(fmean(values[-fifth:]))
-        rows.append((figure.title, before, after))
+        first_mean = figure.format.format(fmean(values[:fifth]))
+        last_mean = figure.format.format(fmean(values[-fifth:]))
+        rows.append((figure.title, first_mean, last_mean))
     return rows
 
 

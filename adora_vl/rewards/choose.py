@@ -273,16 +273,18 @@ def try_rewards(
             function.try_once()
     if not rows:
         return
-    columns = {
-        key: [row[key] for row in rows] for key in rows[0] if key not in ("prompt", "completion")
-    }
-    words = [rf"The answer is \boxed{{{row.get('answer', '')}}}." for row in rows]
+    completions: list[Any] = []
+    for row in rows:
+        text = rf"The answer is \boxed{{{row.get('answer', '')}}}."
+        is_text = isinstance(row["prompt"], str)
+        completions.append(text if is_text else [{"role": "assistant", "content": text}])
+    columns = {}
+    for name in rows[0]:
+        if name not in ("prompt", "completion"):
+            columns[name] = [row[name] for row in rows]
     arguments: dict[str, Any] = {
         "prompts": [row["prompt"] for row in rows],
-        "completions": [
-            text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
-            for row, text in zip(rows, words, strict=True)
-        ],
+        "completions": completions,
         "completion_ids": [[0]] * len(rows),
         "thinking_opened": [False] * len(rows),
         **columns,

@@ -130,20 +130,30 @@ class Conversations:
 
     def _reply(self, rollout: Rollout, prompt: Sequence[int]) -> Reply:
         """Return the answer of a rollout, whose last turn is what is graded, as in a training."""
-        by_calls = rollout.finish_reason is FinishReason.STOP or bool(
-            rollout.calls and rollout.has_ended
-        )
-        names = ("name", "arguments", "text", "failed")
-        calls = [{name: getattr(call, name) for name in names} for call in rollout.calls]
-        turn = rollout.last_turn_tokens
-        before = rollout.tokens[: len(rollout.tokens) - len(turn)]
+        finish_reason = rollout.finish_reason
+        ended_by_tools = bool(rollout.calls and rollout.has_ended)
+        # Without a call an answer that did not stop by itself was cut off, whatever cut it off.
+        if finish_reason is not FinishReason.STOP and not ended_by_tools:
+            finish_reason = FinishReason.LENGTH
+        calls = []
+        for call in rollout.calls:
+            calls.append(
+                {
+                    "name": call.name,
+                    "arguments": call.arguments,
+                    "text": call.text,
+                    "failed": call.failed,
+                }
+            )
+        last_turn = rollout.last_turn_tokens
+        earlier_turns = rollout.tokens[: len(rollout.tokens) - len(last_turn)]
         return Reply(
-            self.chat.decode(turn),
+            self.chat.decode(last_turn),
             n_tokens=len(rollout.policy_tokens),
-            finish_reason=str(rollout.finish_reason if by_calls else FinishReason.LENGTH),
+            finish_reason=str(finish_reason),
             n_prompt_tokens=len(prompt),
             calls=tuple(calls) if self.turns else None,
-            thinking_opened=opens_thinking([*prompt, *before], self.chat.decode),
+            thinking_opened=opens_thinking([*prompt, *earlier_turns], self.chat.decode),
         )
 
 
