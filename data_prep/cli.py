@@ -25,7 +25,17 @@ from adora_vl.synthetic.generated import (
     synthetic,
 )
 from adora_vl.synthetic.knights import PEOPLE, QUESTIONS
-from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, number, optional, path, text, whole
+from adora_vl.utils.cli import (
+    MAX_SEED,
+    Commands,
+    Parser,
+    exit_code_of,
+    number,
+    optional,
+    path,
+    text,
+    whole,
+)
 from adora_vl.utils.errors import UserError
 from data_prep.geometry3k import DIAGRAMS, PRESET, SOURCES, Options, prepare_geometry3k
 from data_prep.solve import add_solve
@@ -36,7 +46,7 @@ MAX_ROWS = 10_000_000
 SIZES = (28, 1024)  # below, a label is not readable; above, the oversampled canvas takes gigabytes
 
 
-def add_synthetic(commands: Any) -> None:
+def add_synthetic(commands: Commands) -> None:
     command = commands.add_parser(
         "synthetic", help="drawn geometry problems; equal arguments give equal problems"
     )
@@ -68,7 +78,7 @@ def add_synthetic(commands: Any) -> None:
     )
 
 
-def add_knights(commands: Any) -> None:
+def add_knights(commands: Commands) -> None:
     command = commands.add_parser(
         "knights", help="knights-and-knaves puzzles, texts without images, with one solution"
     )
@@ -176,7 +186,7 @@ def _synthetic(arguments: argparse.Namespace) -> None:
 MAX_SAMPLES = 1024
 
 
-def add_filter(commands: Any) -> None:
+def add_filter(commands: Commands) -> None:
     command = commands.add_parser(
         "filter", help="keep the problems that a model solves sometimes, by sampling answers"
     )
@@ -371,7 +381,7 @@ def _add_family(command: argparse.ArgumentParser) -> None:
     command.add_argument("--family", choices=tuple(VISIONS), default=DEFAULT_FAMILY, help=help_text)
 
 
-def _add_geometry3k(commands: Any) -> None:
+def _add_geometry3k(commands: Commands) -> None:
     command = commands.add_parser(
         "geometry3k", help="Geometry3K from the hub, Parquet, its own folders or redrawn"
     )
@@ -442,7 +452,7 @@ def _add_cleaning(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_convert(commands: Any) -> None:
+def _add_convert(commands: Commands) -> None:
     command = commands.add_parser(
         "convert", help="your own data: JSON, CSV, Excel, Parquet, a folder, a hub id"
     )

@@ -168,7 +168,7 @@ def edit_distance(first: str, second: str) -> int:
     return previous[-1]
 
 
-def _normalised(row: dict[str, Any], extraction: Any, *, strict_int: bool) -> str | None:
+def _normalised(row: dict[str, Any], extraction: object, *, strict_int: bool) -> str | None:
     """Return an extraction in the form of the reference answer, as text; None if it cannot be.
 
     `strict_int`: `5.0` is no integer. `extraction` may be any value of JSON.
@@ -184,7 +184,7 @@ def _normalised(row: dict[str, Any], extraction: Any, *, strict_int: bool) -> st
     return None if extraction is None else str(extraction)
 
 
-def _vlmevalkit(row: dict[str, Any], extraction: Any, *, lists: bool) -> Hit:
+def _vlmevalkit(row: dict[str, Any], extraction: object, *, lists: bool) -> Hit:
     """Compare an extraction with the reference answer by the rules of VLMEvalKit.
 
     `lists`: a list is right if it is the same text. Before pull request 1680 it never was, whatever

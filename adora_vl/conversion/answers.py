@@ -162,7 +162,7 @@ _LARGEST_SINGLE = 3e38
 _LONGEST_LIST = 100_000  # characters of a list in Python's spelling
 
 
-def listed(value: Any, texts_only: bool) -> Any:
+def listed(value: object, texts_only: bool) -> Any:
     """Return the list that a cell of a text table spells, else the cell as it is.
 
     A list may be written in JSON, or in Python's spelling, as pandas writes one. Only if

@@ -336,7 +336,7 @@ def _cells(sheet: ReadOnlyWorksheet) -> Iterator[tuple[int, list[Any]]]:
             yield number, values
 
 
-def _cell(cell: Any) -> Any:
+def _cell(cell: object) -> Any:
     """Return the value as Excel shows it: `50%` for 0.5 in per cent, 15 digits of a number."""
     value = cell.value
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -121,7 +121,7 @@ def _stored(row: Row, features: Features) -> Row:
     return {**row, "images": [_stored_image(image) for image in row["images"]]}
 
 
-def _stored_image(image: Any) -> Any:
+def _stored_image(image: object) -> Any:
     if isinstance(image, Image.Image):
         image = png_bytes(image)
     return {"bytes": image, "path": None} if isinstance(image, bytes) else image

@@ -9,13 +9,16 @@ import zlib
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from adora_vl.models.families import seeing_families
 from adora_vl.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers.image_utils import ImageInput
 
 VISIONS = seeing_families()
 DEFAULT_FAMILY = "qwen2_5_vl"
@@ -436,7 +439,7 @@ def content_digest(image: Image.Image) -> str:
     return digest.hexdigest()
 
 
-def kept(image: Any) -> Any:
+def kept(image: "ImageInput") -> Any:
     """Return `image` itself, loaded, as a `KeptImage`; what is no PIL image stays."""
     if isinstance(image, Image.Image):
         image.load()

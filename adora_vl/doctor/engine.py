@@ -5,7 +5,7 @@ after sleep.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from adora_vl.rollout.agreement import (
 )
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.utils.checks import Check, Status, failed, passed, skipped
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LEAST_MOVE = 0.1  # nats: a change that moves the policy by less proves nothing
 
@@ -59,7 +62,7 @@ BANS = (
 SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)  # of the tensor's own size, tried until the policy has moved
 
 
-def choose_parameter(model: Any, *, vision: bool) -> tuple[str, Any] | None:
+def choose_parameter(model: "PreTrainedModel", *, vision: bool) -> tuple[str, Any] | None:
     """Choose the last trained matrix of the language model's layers, or of tower and projector.
 
     The last one has the most direct effect on the output. With `vision` it is the last one before

@@ -552,7 +552,7 @@ def resolved(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
     }
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     try:
         yaml.safe_dump(value)
     except yaml.YAMLError:

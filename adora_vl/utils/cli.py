@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.secrets import masked_text
@@ -142,6 +142,9 @@ class Parser(argparse.ArgumentParser):
             message = f"{message[: _LONGEST // 2]}...{message[-_LONGEST // 2 :]}"
         raise UserError(f"{message}; see `{self.prog} --help`")
 
+
+# What `add_subparsers` returns: a command adds its own parser to it.
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 # Converters for argparse, which puts the name of the option before their message.
 
@@ -344,7 +347,7 @@ def yaml_value(text: str) -> Any:
         return text
 
 
-def yaml_line(value: Any) -> str:
+def yaml_line(value: object) -> str:
     """Return a value as one writes it behind `key:` in a file."""
     import yaml
 

@@ -369,7 +369,7 @@ def _text_of(choice: Mapping[str, Any]) -> str:
     raise EndpointError(f"the reply has no text (its finish_reason is {reason!r})")
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     """Return a number of tokens as a server says it; 0 for what is none."""
     return int(value) if isinstance(value, int | float) and 0 < value < 2**53 else 0
 

@@ -118,7 +118,7 @@ def from_file(
     loaded = getattr(module, name, None)
     if loaded is None:
 
-        def came(value: Any) -> bool:  # by an import
+        def came(value: object) -> bool:  # by an import
             return (
                 inspect.isroutine(value) or inspect.isclass(value)
             ) and value.__module__ != module.__name__
