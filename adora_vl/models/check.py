@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from adora_vl.models.families import (
     misplaced_by_vllm,
     sees_images,
 )
-from adora_vl.models.shape import describe, is_dtype
+from adora_vl.models.shape import describe, is_dtype, language_layers, layers_pattern
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.secrets import masked
 
@@ -68,7 +69,7 @@ def check_family(model: ModelConfig, run: "GRPOConfig", config: PretrainedConfig
             f"{name}: model_type {kind} is not among the families that can share a prompt "
             f"({KNOWN}): every rollout computes its prompt again, everything else works"
         ]
-    if not any(run.own(part) for part in NEEDS_FAMILY) and not run.adora_freeze:
+    if not any(run.uses(part) for part in NEEDS_FAMILY) and not run.adora_freeze:
         return [
             f"{name}: model_type {kind} is not among the known families; its images go the way of "
             "stock TRL"
@@ -206,18 +207,52 @@ def dropout_notes(peft_config: "PeftConfig", config: "GRPOConfig", *, one_step: 
 def lora_of(model: ModelConfig) -> Any:
     """Return PEFT's config for a command's keys; None without LoRA.
 
-    Raises `UserError` where they name no layers.
+    Where they name no layers it has none until `choose_layers` writes them. Raises `UserError`
+    where PEFT is not installed.
     """
-    if (
-        model.use_peft
-        and model.lora_target_modules is None
-        and model.lora_target_parameters is None
-    ):
-        raise UserError(
-            "lora_target_modules: null with use_peft: true; name the layers, such as q_proj,v_proj"
-        )
     if model.use_peft and find_spec("peft") is None:
         raise UserError(
             "use_peft: true, but peft is not installed; install the extra adora-vl[lora]"
         )
     return get_peft_config(model)
+
+
+def with_own_layers(peft_config: Any) -> Any:
+    """Return a copy of a LoRA config that names no layers, which is completed; else the config.
+
+    A user's object stays as it is, since it may be used for another model too.
+    """
+    return deepcopy(peft_config) if _lacks_layers(peft_config) else peft_config
+
+
+def choose_layers(peft_config: Any, keys: ModelConfig, config: PretrainedConfig) -> list[str]:
+    """Put LoRA on every linear layer of the language model where no layer is named.
+
+    The vision tower and the projector stay frozen, as in the recipes. `keys` get the choice too,
+    so that manifest, fingerprint and checkpoint have it. Returns a note of one line, or none.
+    """
+    if not _lacks_layers(peft_config):
+        return []
+    names = language_layers(config)
+    if not names:
+        raise UserError(
+            "lora_target_modules: null, and this model has no linear layer in its language model; "
+            "name layers"
+        )
+    layers = layers_pattern(names)
+    peft_config.target_modules = layers
+    keys.lora_target_modules = layers  # PEFT takes a pattern too
+    return [
+        f"lora_target_modules: none named, so every linear layer of the language model: "
+        f"{', '.join(names)}; vision tower and projector are frozen"
+    ]
+
+
+def _lacks_layers(peft_config: Any) -> bool:
+    """Whether this is a LoRA config that names neither layers nor parameters."""
+    kind = getattr(peft_config, "peft_type", None)
+    return (
+        str(getattr(kind, "value", kind)) == "LORA"
+        and not peft_config.target_modules
+        and not getattr(peft_config, "target_parameters", None)
+    )

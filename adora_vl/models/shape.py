@@ -1,5 +1,6 @@
 """The sizes of a model that memory depends on, from its config; no weight is loaded."""
 
+import re
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -11,7 +12,15 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.integrations import deepspeed
 
-from adora_vl.models.families import COMPONENTS, Family, component_of, family_of, freeze
+from adora_vl.models.families import (
+    COMPONENTS,
+    LANGUAGE_MODEL,
+    Family,
+    component_of,
+    family_of,
+    freeze,
+    seeing_families,
+)
 from adora_vl.models.four_bit import in_four_bit
 from adora_vl.models.load import auto_class, load_config
 from adora_vl.utils import compat
@@ -168,6 +177,33 @@ def describe(
         adapted=sum(module.in_features for module in first_layer if hasattr(module, "lora_A")),
         **({} if family is None or vision is None else _vision_fields(vision, family)),
     )
+
+
+def language_layers(config: PretrainedConfig) -> list[str]:
+    """Return the names of the language model's linear layers, without the output embedding.
+
+    Each name once, as `q_proj`, in the order of the alphabet. The modules are built without memory.
+    """
+    with compat.SHARDED_BUILD.replaced_by(None, on=deepspeed), torch.device("meta"):
+        model = auto_class(config).from_config(config)
+    head = model.get_output_embeddings()
+    names = [
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module is not head
+        and component_of(f"{name}.weight") == LANGUAGE_MODEL
+    ]
+    return sorted(set(names))
+
+
+def layers_pattern(names: Sequence[str]) -> str:
+    """Return the regular expression for layers of these names outside of a vision tower.
+
+    Some of the names also occur in the tower's MLP. PEFT matches it against whole names.
+    """
+    towers = "|".join(sorted({re.escape(vision.tower) for vision in seeing_families().values()}))
+    return rf"(?!.*({towers})).*\.({'|'.join(names)})"
 
 
 def _check_names(model: "PreTrainedModel", peft_config: "PeftConfig") -> None:

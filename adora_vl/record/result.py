@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from math import hypot, isfinite
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeGuard
 
 import pyarrow as pa
 
@@ -84,7 +84,7 @@ def training_change(folder: Path, log: Log, key: str) -> Difference | None:
     )
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and isfinite(value)
 
 
@@ -166,10 +166,14 @@ def _between(first: Mapping[str, Any], last: Mapping[str, Any], key: str) -> Dif
     the log does not say which of them were right (Newcombe 1998, method 10).
     """
     change = Difference(first[key], last[key], over="no interval")
-    bounds: list[Any] = []
+    bounds: list[float] = []
     for line in (first, last):
-        bounds += [line.get(f"{key}_low"), line.get(f"{key}_high")]
-    if first is last or not all(_is_number(bound) for bound in bounds):
+        for name in (f"{key}_low", f"{key}_high"):
+            bound = line.get(name)
+            if not _is_number(bound):
+                return change
+            bounds.append(bound)
+    if first is last:
         return change
     first_low, first_high, last_low, last_high = bounds
     below = hypot(change.second - last_low, first_high - change.first)

@@ -125,7 +125,7 @@ def summary_lines(
         )
     lines += ["", f"Model         {model}  ({adapter_note}README.md: how to load it)"]
     lines.append(f"Metrics       {folder / METRICS}")
-    if config.adora_record_every:
+    if config.adora_record_gb:
         lines.append(f"Rollouts      {folder / ROLLOUTS}  (Parquet)")
     evaluate = None
     # The evaluators answer no calls of tools.

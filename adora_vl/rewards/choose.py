@@ -130,7 +130,7 @@ NAMES = (*PRESETS, *OTHERS, judge.NAME)
 
 
 @dataclass(frozen=True)
-class ChosenRewards:
+class RewardSet:
     """The reward functions of a run in the order of `adora_reward`.
 
     `entries` and `functions` are parallel. `hashes` has a hash of each file that functions come
@@ -198,7 +198,7 @@ def _named_options(entries: Sequence[Entry]) -> list[tuple[str, dict[str, Any]]]
 
 def choose_rewards(
     entries: Sequence[Entry], *, answer_tags: bool = False, output_dir: Path | None = None
-) -> ChosenRewards:
+) -> RewardSet:
     """Return the reward functions of the entries: presets, `judge`, and `FILE.py:FUNCTION`.
 
     Args:
@@ -244,11 +244,11 @@ def choose_rewards(
     _check_names(
         names, [own_name(name) if is_own(name) else built[name].__name__ for name in names]
     )
-    return ChosenRewards(tuple(names), tuple(chosen), hashes)
+    return RewardSet(tuple(names), tuple(chosen), hashes)
 
 
 def try_rewards(
-    chosen: ChosenRewards,
+    chosen: RewardSet,
     rows: Sequence[Mapping[str, Any]],
     timeout: float | None,
     state: "TrainerState | None",

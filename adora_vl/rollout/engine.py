@@ -13,7 +13,6 @@ from torch import Tensor, distributed
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
-from adora_vl.config.checks import engine_scores_raw
 from adora_vl.models.families import component_of, trainable_components
 from adora_vl.models.four_bit import FrozenBase
 from adora_vl.models.load import pixel_limits
@@ -22,6 +21,7 @@ from adora_vl.packing.image_store import ImageCache
 from adora_vl.rollout.engine_settings import (
     EngineSettings,
     engine_runs_on_cpu,
+    engine_scores_raw,
     machine_options,
     refuse_on_cpu,
 )
