@@ -97,7 +97,7 @@ class Hit(NamedTuple):
 
 
 def judge_extraction(row: dict[str, Any], extraction: object, rules: RuleSet) -> Hit:
-    """Return normalise the extraction of a row and compare it with the reference answer.
+    """Normalise the extraction of a row, and compare it with the reference answer.
 
     `rules` is one of `RULE_SETS`.
     """

@@ -64,7 +64,7 @@ _OWN: dict[
 
 
 def language_settings(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Of the language model in a config: three layers, untied embeddings.
+    """Return the language model's part of a config: three layers, untied embeddings.
 
     Untied, because the CPU engine refreshes only one use of a tied embedding when weights are
     synced.

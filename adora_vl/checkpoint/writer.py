@@ -339,7 +339,10 @@ class CheckpointWriter:
     """
 
     def __init__(self, output_dir: Path, keep: int | None, accelerator: Accelerator) -> None:
-        """`keep`: TRL's `save_total_limit`."""
+        """Create the writer; nothing is written yet.
+
+        `keep`: TRL's `save_total_limit`.
+        """
         self.output_dir = output_dir
         self.keep = keep
         self.accelerator = accelerator

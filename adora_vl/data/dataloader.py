@@ -64,9 +64,10 @@ class DistinctRows(Dataset[dict[str, Any]]):
     """
 
     def __init__(self, rows: Any, *, numbered: bool = False, share: bool = True) -> None:
-        """`numbered`: each row says its number, in the column `ROW_NUMBER`.
+        """Wrap rows; none is read yet.
 
-        `share`: copies of a row are read once; else each is read, as stock TRL does.
+        `numbered`: each row says its number, in the column `ROW_NUMBER`. `share`: copies of a row
+        are read once; else each is read, as stock TRL does.
         """
         self._rows = rows
         self._numbered = numbered
@@ -139,13 +140,13 @@ Process = Callable[[dict[str, Any]], int]
 
 
 class NoPrefetch:
-    """Where nothing is read ahead."""
+    """The interface of a prefetch, which reads nothing ahead."""
 
     def start(self) -> None:
-        """Called when a generation is complete, and the policy is about to learn from it."""
+        """Begin when a generation is complete, and the policy is about to learn from it."""
 
     def finish(self) -> None:
-        """Called before a generation, which has the cache for itself, and at the end."""
+        """Finish before a generation, which has the cache for itself, and at the end."""
 
 
 class ImagePrefetch(NoPrefetch):
@@ -231,7 +232,7 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by `transformers.Trainer` before each epoch."""
+        """Set the epoch, as `transformers.Trainer` does before each epoch."""
         self.epoch = epoch
 
     def following(self, rows: Sequence[int], epoch: int, generations: int = 1) -> list[int]:

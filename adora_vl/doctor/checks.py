@@ -370,7 +370,10 @@ def check_builds(
 
 
 def check_torchvision() -> Check:
-    """Its operators load beside this torch; Qwen2.5-VL's processor needs it."""
+    """Check that torchvision's operators load beside this torch.
+
+    Qwen2.5-VL's processor needs it.
+    """
     title = "torchvision loads"
     try:
         import_module("torchvision.transforms")

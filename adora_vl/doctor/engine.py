@@ -178,7 +178,7 @@ class Examination(EngineProbe):
     """The probe, and what changes weights or sampling for a while; on all ranks together."""
 
     def after_change(self, *, vision: bool) -> Check:
-        """Return a weight is changed and synced: the engine has to follow.
+        """Check that the engine follows a weight that is changed and synced.
 
         The weight is put back, and synced.
         """
@@ -229,9 +229,10 @@ class Examination(EngineProbe):
         return moved
 
     def after_sleep(self) -> Check:
-        """Return TRL puts the engine to sleep after each generation, which discards its weights.
+        """Check that the engine agrees after it has slept.
 
-        The next wakes it.
+        TRL puts it to sleep after each generation, which discards its weights; the next generation
+        wakes it.
         """
         generation = self.trainer.vllm_generation
         if not generation.enable_sleep_mode:
@@ -275,9 +276,9 @@ class Examination(EngineProbe):
 
 
 def examine(examination: Examination, merge: int) -> list[Check]:
-    """Return every check in order.
+    """Run every check in order, and return their results.
 
-    One that raises fails, and the rest is skipped, since the engine may be broken. Without a
+    A check that raises fails, and the rest is skipped, since the engine may be broken. Without a
     colocated engine only those of the trainer are made.
     """
     trainer = examination.trainer

@@ -323,7 +323,7 @@ def config_lines(plan: Plan, set_keys: Collection[str]) -> list[str]:
 
 
 def steps_of(plan: Plan) -> tuple[int | None, int | None]:
-    """Return optimizer steps of an epoch and of the whole run; None where they are not known."""
+    """Return the optimizer steps of an epoch and of the whole run, None where not known."""
     batches = plan.run.layout
     config = plan.run.config
     fixed = config.max_steps if config.max_steps > 0 else None

@@ -381,7 +381,7 @@ def frozen_tower(setup: Setup) -> tuple[int, int]:
 
 
 def _learning(setup: Setup, gradients: int) -> dict[str, int]:
-    """Return gradients and activations of a micro-batch at their peak, in bytes by component.
+    """Return the gradients and activations of a micro-batch at their peak, in bytes by component.
 
     The peak is in the LM head or in the costliest layer, whichever holds more.
     """

@@ -49,10 +49,7 @@ def launch_command(arguments: Sequence[str] | None, parent: Path | None = None) 
 
 
 def interpreter() -> str:
-    """This Python, as one calls it from the current folder.
-
-    It is `python` where `python` and `python3` are the same program.
-    """
+    """Return the path of this Python, as one calls it from the current folder."""
     program = Path(sys.executable)
     plain = program.with_name("python")
     return as_called(str(plain if plain.is_file() and plain.samefile(program) else program))

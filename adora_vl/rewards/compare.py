@@ -452,10 +452,7 @@ def _same_vector(answer: Answer, reference: Answer) -> Compared:
 
 
 def _letters(answer: Answer, reference: Answer) -> Answer:
-    """Return `AC` as the two letters of a list of letters, such as `A, C`.
-
-    Else the answer itself.
-    """
+    """Return `AC` as the two letters of a list such as `A, C`, or the answer itself."""
     letters = answer.text.replace(" ", "")
     alone = all(re.fullmatch("[A-Z]", part.text) and not part.label for part in reference.parts)
     if not alone or not re.fullmatch("[A-Z]{2,}", letters) or len(set(letters)) < len(letters):

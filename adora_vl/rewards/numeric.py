@@ -386,7 +386,7 @@ def _same_product(a: Ball, b: Ball, c: Ball, d: Ball) -> bool:
 
 
 def _points(names: Iterable[str]) -> Iterator[dict[str, Fraction]]:
-    """Six points at which functions are compared: at each the values of the unknowns."""
+    """Yield six points at which functions are compared: at each the values of the unknowns."""
     ordered = sorted(names)
     for index in range(len(_POINTS)):
         yield {name: _POINTS[(index + k) % len(_POINTS)] + k for k, name in enumerate(ordered)}

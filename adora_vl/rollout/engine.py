@@ -72,7 +72,13 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     def __init__(
         self, *args: Any, settings: EngineSettings, timed: Timed = nullcontext, **kwargs: Any
     ) -> None:
-        """`timed`: makes the context that counts the seconds of a `sync`, `wake` or `sleep`.
+        """Build the engine, or connect to the servers, with TRL's arguments and ours.
+
+        Args:
+            args: those of stock TRL.
+            settings: the settings that TRL has no field for.
+            timed: makes the context that counts the seconds of a `sync`, `wake` or `sleep`.
+            kwargs: those of stock TRL.
 
         Raises `UserError` for a `repetition_detection` or a `logit_bias` that vLLM does not take.
         """
@@ -367,10 +373,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
     @contextmanager
     def staying_awake(self) -> Iterator[None]:
-        """Inside the block a colocated engine does not sleep between generations of one policy.
+        """Keep a colocated engine awake between generations of one policy inside the block.
 
-        So the weights are synced once for all of them. It sleeps at the end. All ranks enter
-        together.
+        So the weights are synced once for all of them. It sleeps at the end. Collective: all ranks
+        enter together.
         """
         if self.mode != "colocate" or not self.enable_sleep_mode or self.llm.stays_awake:
             yield

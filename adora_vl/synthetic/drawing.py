@@ -78,7 +78,7 @@ class Canvas:
         self._draw.ellipse((x - r, y - r, x + r, y + r), fill=self._style.ink)
 
     def label(self, text: str, centre: Point) -> None:
-        """Text with an outline of paper, so that a line behind it does not hide a digit."""
+        """Write a text with an outline of paper, so that a line behind it does not hide a digit."""
         place = self._scaled([centre])[0]
         style = self._style
         stroke = self._stroke

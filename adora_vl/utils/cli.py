@@ -120,7 +120,7 @@ def section(title: str, lines: Sequence[str]) -> list[str]:
 
 @contextmanager
 def imports() -> Iterator[None]:
-    """For the imports of a command, which take seconds: Ctrl-C ends them with a line too."""
+    """End the imports of a command, which take seconds, with a line after Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:
@@ -211,7 +211,7 @@ def is_no_value(word: str) -> bool:
 
 
 def optional(convert: Callable[[str], Any]) -> Callable[[str], Any]:
-    """None for `none` and `null`, else what `convert` makes of the word."""
+    """Return a converter that gives None for `none` and `null`, else what `convert` does."""
     return lambda word: None if is_no_value(word) else convert(word)
 
 
@@ -274,11 +274,10 @@ def _load_yaml(text: str) -> Any:
 
 @cache
 def _loader() -> Any:
-    """Return pyYAML takes the last of two equal keys without a word.
+    """Return a YAML loader that refuses equal keys and endless aliases.
 
-    A key that is merged with `<<` may be given again.
-
-    It also takes aliases of aliases, of which a few lines hold more than any memory.
+    PyYAML takes the last of two equal keys without a word. A key that is merged with `<<` may be
+    given again. It also takes aliases of aliases, of which a few lines hold more than any memory.
     """
     import yaml
 

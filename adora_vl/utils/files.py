@@ -54,7 +54,7 @@ def leads_out(folder: Path, path: Path) -> bool:
 
 
 def refuse_links_out(key: str, folder: Path, *paths: Path) -> None:
-    """Raises `UserError` for the first path that leads out of `folder`."""
+    """Raise `UserError` for the first path that leads out of `folder`."""
     for path in paths:
         if leads_out(folder, path):
             raise UserError(
@@ -103,7 +103,7 @@ class KeptAnswers:
     """
 
     def __init__(self, file: Path) -> None:
-        """Raises `OSError`, as `put` does."""
+        """Read the answers of `file`. Raises `OSError`, as `put` does."""
         self._file = file
         self._answers = dict[str, str]()
         content = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
@@ -210,10 +210,7 @@ def recover_folder(folder: Path) -> None:
 
 
 def abandoned(folders: Iterable[Path]) -> Iterator[Path]:
-    """Those of `locked_folder` whose process is gone.
-
-    Each is this one's until the next is asked for.
-    """
+    """Yield those folders of `locked_folder` whose process is gone."""
     for folder in folders:
         try:
             lock = _lock(folder, os.O_RDWR)

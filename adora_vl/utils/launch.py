@@ -337,7 +337,7 @@ class StartupLog:
     """
 
     def __init__(self, path: Path, *, first: bool = False) -> None:
-        """`first`: whether the file begins anew here; the others add to it."""
+        """Create the log. `first`: whether the file begins anew here; the others add to it."""
         self.path = path
         self.first = first
         self._screen: list[int] = []

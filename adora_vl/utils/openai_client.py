@@ -136,9 +136,14 @@ class ChatClient:
     def __init__(
         self, endpoint: Endpoint, *, cache: Path | None = None, budget: int | None = None
     ) -> None:
-        """`cache`: a file of earlier answers, by the request.
+        """Create the client, and read the answers of before.
 
-        `budget`: of calls, each attempt one; None: any.
+        Args:
+            endpoint: where calls go, and with which model.
+            cache: a file of earlier answers, by the request; None for no cache.
+            budget: the largest number of calls, each attempt one; None for any.
+
+        Raises `UserError` for a cache that cannot be read.
         """
         self._fields = {"model": endpoint.model, **endpoint.body}
         self.endpoint = endpoint

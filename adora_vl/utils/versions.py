@@ -19,7 +19,7 @@ VLLM_DISTRIBUTIONS = (
 
 
 def installed(distribution: str) -> str | None:
-    """Its version, None where it is not installed."""
+    """Return the version of a package, None where it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -336,7 +336,7 @@ def _has_value(text: str) -> bool:
 def _without_unit(key: str) -> str:
     """Return a value's key without a unit behind it or a name before it.
 
-    Empty where it has no digit.
+    It is empty where the value has no digit.
     """
     bare = re.sub(r"^[a-z∠ ]+= *", "", key)
     bare = re.sub(r"(?<=[\d)}π]) *[a-z%]+[23²³]?$", "", bare)

@@ -412,10 +412,7 @@ def counted(correct: int, total: int, answers: int = 1) -> Cell | None:
 
 
 def by_problem(items: Iterable[Graded]) -> dict[str, list[bool]]:
-    """For each problem, whether each of its answers is right.
-
-    Problems are in the order of their first answers.
-    """
+    """Return for each problem whether each of its answers is right."""
     verdicts: dict[str, list[bool]] = {}
     for item in items:
         verdicts.setdefault(item.pid, []).append(item.correct)
