@@ -16,7 +16,6 @@ from adora_vl.synthetic.families import SyntheticProblem, inset, jitter
 
 USUAL_DIGITS = (7, 3)
 USUAL_SHARE = 0.75  # of the problems
-KINDS = ("usual", "any")
 # Workings differ in length by wording alone, so that their length does not count digits.
 _OPENINGS = ("sides {} and {}. ", "sides {}, {}. ", "{} and {}. ")
 _STEPS = ("{} + {} = {}. ", "{}+{}={}. ")
