@@ -168,7 +168,7 @@ def edit_distance(first: str, second: str) -> int:
     return previous[-1]
 
 
-def _normalised(row: dict[str, Any], extraction: object, *, strict_int: bool) -> str | None:
+def _normalised(row: dict[str, Any], extraction: Any, *, strict_int: bool) -> str | None:
     """Return an extraction in the form of the reference answer, as text; None if it cannot be.
 
     `strict_int`: `5.0` is no integer. `extraction` may be any value of JSON.
@@ -184,7 +184,7 @@ def _normalised(row: dict[str, Any], extraction: object, *, strict_int: bool) ->
     return None if extraction is None else str(extraction)
 
 
-def _vlmevalkit(row: dict[str, Any], extraction: object, *, lists: bool) -> Hit:
+def _vlmevalkit(row: dict[str, Any], extraction: Any, *, lists: bool) -> Hit:
     """Compare an extraction with the reference answer by the rules of VLMEvalKit.
 
     `lists`: a list is right if it is the same text. Before pull request 1680 it never was, whatever
@@ -282,20 +282,22 @@ def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: MathVistaScoreOptions
 ) -> OwnFigures:
     """Return ID and OOD as ADORA's table has them (docs/evaluation.md)."""
-    groups = [item.grade.groups for item in graded]
-    # How often an item counts in ID: not at all, once or twice.
-    times = [
-        g.get("task", []).count(_GEOMETRY_TASK) + g.get("skills", []).count(_GEOMETRY_SKILL)
-        for g in groups
-    ]
-    correct = sum(n * item.correct for n, item in zip(times, graded, strict=True))
-    total = sum(times)
+    id_total = 0
+    id_correct = 0
+    for item in graded:
+        groups = item.grade.groups
+        # An item counts in ID not at all, once or twice: by its task and by its skills.
+        count = groups.get("task", []).count(_GEOMETRY_TASK)
+        count += groups.get("skills", []).count(_GEOMETRY_SKILL)
+        id_total += count
+        if item.correct:
+            id_correct += count
     answers_each = max(map(len, by_problem(graded).values()))
-    id_cell = counted(correct, total, answers_each)
+    id_cell = counted(id_correct, id_total, answers_each)
     # By the double count, ID of a small set can have more answers than there are; then OOD has no
     # figure.
     all_correct = sum(item.correct for item in graded)
-    ood_cell = counted(all_correct - correct, len(graded) - total, answers_each)
+    ood_cell = counted(all_correct - id_correct, len(graded) - id_total, answers_each)
     return OwnFigures(figures={"id_ood": {"definition": ID_OOD, "ID": id_cell, "OOD": ood_cell}})
 
 

@@ -32,6 +32,7 @@ from adora_vl.utils.cli import GivenTwiceError, each_once, read_json
 from adora_vl.utils.errors import UserError, in_one_line
 
 if TYPE_CHECKING:
+    from openpyxl.cell.read_only import ReadOnlyCell
     from openpyxl.worksheet._read_only import ReadOnlyWorksheet
 
 Records = Iterator[tuple[str, dict[str, Any] | BadRecord]]
@@ -336,7 +337,7 @@ def _cells(sheet: ReadOnlyWorksheet) -> Iterator[tuple[int, list[Any]]]:
             yield number, values
 
 
-def _cell(cell: object) -> Any:
+def _cell(cell: ReadOnlyCell) -> Any:
     """Return the value as Excel shows it: `50%` for 0.5 in per cent, 15 digits of a number."""
     value = cell.value
     if isinstance(value, bool) or not isinstance(value, int | float):

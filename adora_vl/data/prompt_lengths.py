@@ -509,7 +509,7 @@ def sizes_in(table: pa.Table) -> Iterator[list[Size | None]]:
             yield [_size(stored) for stored in islice(values, count or 0)]
 
 
-def _size(stored: object) -> Size | None:
+def _size(stored: pa.StructScalar) -> Size | None:
     try:
         content = stored["bytes"]
         with open_picture(

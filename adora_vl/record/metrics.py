@@ -676,11 +676,11 @@ def tool_figures(rewards_PG: Tensor, use: ToolUse) -> dict[str, float]:
         use: how the same rollouts, P x G of them, used tools.
     """
     called_PG = use.calls_N.view_as(rewards_PG) > 0
-    both_P = called_PG.any(1) & ~called_PG.all(1)
-    nothing = torch.tensor(torch.nan)
-    with_P = torch.where(called_PG, rewards_PG, nothing).nanmean(1)
-    without_P = torch.where(~called_PG, rewards_PG, nothing).nanmean(1)
-    gain = (with_P - without_P)[both_P].nanmean().item()
+    has_both_P = called_PG.any(1) & ~called_PG.all(1)
+    nan = torch.tensor(torch.nan)
+    mean_with_call_P = torch.where(called_PG, rewards_PG, nan).nanmean(1)
+    mean_without_call_P = torch.where(~called_PG, rewards_PG, nan).nanmean(1)
+    gain = (mean_with_call_P - mean_without_call_P)[has_both_P].nanmean().item()
     failure_frequency = use.failed_calls_N.sum() / use.calls_N.sum().clamp(min=1)
     figures = {
         "tools/call_frequency": use.calls_N.mean().item(),

@@ -98,29 +98,38 @@ def score(
             hands it to the benchmark.
     """
     options = replace(options, answer_tags=answer_tags)
-    answered = rows
-    rows, graded = graded_rows(benchmark, answered, options)
-    summary = (
-        OwnFigures() if benchmark.summary is None else benchmark.summary(rows, graded, options)
-    )
-    mix = Counter(
+    predictions = rows
+    rows, graded = graded_rows(benchmark, predictions, options)
+    summary = OwnFigures()
+    if benchmark.summary is not None:
+        summary = benchmark.summary(rows, graded, options)
+    own_figures: dict[str, dict[str, Any]] = {}
+    for key, figures in summary.figures.items():
+        cells = {}
+        for name, figure in figures.items():
+            is_number = isinstance(figure, int | float)
+            cells[name] = {"accuracy": figure} if is_number else figure
+        own_figures[key] = cells
+    rules = benchmark.rules(options)
+    if benchmark.file:
+        rules = rules | {"file": benchmark.file}
+    methods = Counter(
         item.grade.extraction.method for item in graded if item.grade.extraction is not None
     )
-    extracted = {"extraction_mix": dict(mix.most_common()), "extraction_failed": mix[JUDGE_FAILED]}
+    extraction = {}
+    if methods:
+        extraction = {
+            "extraction_mix": dict(methods.most_common()),
+            "extraction_failed": methods[JUDGE_FAILED],
+        }
     result = {
         "benchmark": benchmark.name,
         **aggregate(graded),
-        **{
-            key: {
-                name: {"accuracy": figure} if isinstance(figure, int | float) else figure
-                for name, figure in named.items()
-            }
-            for key, named in summary.figures.items()
-        },
-        **answers(answered, graded),
+        **own_figures,
+        **answers(predictions, graded),
         **summary.notes,
-        "rules": benchmark.rules(options) | ({"file": benchmark.file} if benchmark.file else {}),
-        **(extracted if mix else {}),
+        "rules": rules,
+        **extraction,
         "items": [_item(benchmark, row, item) for row, item in zip(rows, graded, strict=True)],
     }
     return Scored(result, summary)
