@@ -264,11 +264,13 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         return self._orders[epoch]
 
     def __iter__(self) -> Iterator[int]:
+        """Return the rows of the present epoch, each as often as TRL's sampler repeats it."""
         if self.shuffle:
             self.generator = torch.Generator()
             self.generator.manual_seed((self.seed or 0) + 1_000_003 * self.epoch)
             return iter(super().__iter__())
         rows = self.num_samples
-        rows_per_epoch = rows // self.batch_size * self.batch_size
-        first = self.epoch * rows_per_epoch
+        # Rows at the end that fill no generation are left to the next epoch.
+        generations_per_epoch = rows // self.batch_size
+        first = self.epoch * generations_per_epoch * self.batch_size
         return ((first + index) % rows for index in super().__iter__())

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Status(StrEnum):
-    """In the order of how bad it is."""
+    """The status of a check, in the order of how bad it is."""
 
     PASSED = "passed"
     SKIPPED = "skipped"
