@@ -157,11 +157,13 @@ def _figures(folder: Path, history: Sequence[Mapping[str, Any]]) -> list[str]:
     rows = figure_rows(history)
     if not rows:
         return []
+    lines = []
     result = result_of(folder, history)
-    lines = ["", result] if result else []
+    if result:
+        lines += ["", result]
     lines += ["", f"{'':20}{'first fifth':>12}{'last fifth':>12}   change"]
-    for title, first, last in rows:
-        line = f"{title:20}{first:>12}{last:>12}"
+    for title, first_mean, last_mean in rows:
+        line = f"{title:20}{first_mean:>12}{last_mean:>12}"
         key = _BY_GROUP.get(title)
         change = training_change(folder, history, key) if key else None
         if change is not None and change.low is not None:

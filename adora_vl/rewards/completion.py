@@ -311,7 +311,12 @@ def reflective_words(text: str) -> dict[str, int]:
     """Count the occurrences of each reflective word that occurs at all."""
     lowered = text.lower()
     words = list(_PATTERNS)
+    # A quick look for the stems spares most searches; characters of odd case may hide a stem.
     if not _ODD_CASED.search(text):
         words = [word for word in words if _STEMS[word] in lowered]
-    counts = {word: len(_PATTERNS[word].findall(text)) for word in words}
-    return {word: count for word, count in counts.items() if count}
+    counts = {}
+    for word in words:
+        count = len(_PATTERNS[word].findall(text))
+        if count:
+            counts[word] = count
+    return counts
