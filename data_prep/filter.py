@@ -67,6 +67,7 @@ class Tally(NamedTuple):
 
     @property
     def rate(self) -> float:
+        """The share of right answers."""
         return self.right / self.answers
 
 

@@ -62,6 +62,10 @@ def plots(overview: Survey) -> dict[str, str]:
 
 
 def _svg(draw: Callable[[Axes], None]) -> str:
+    """Return a small diagram as SVG; `draw` draws into its axes.
+
+    The file has no date, so that the same data give the same page.
+    """
     figure = Figure(figsize=(4.6, 3.0), layout="constrained")
     axes = figure.add_subplot()
     draw(axes)
@@ -240,6 +244,7 @@ def _card(row: Row, split: str) -> str:
 
 
 def _text(value: str) -> str:
+    """Return a text for HTML, cut where it is too long for a card."""
     return escape(value if len(value) <= _SHOWN_CHARACTERS else value[:_SHOWN_CHARACTERS] + "…")
 
 
@@ -258,4 +263,5 @@ def _picture(encoded: bytes) -> str:
 
 
 def _data_uri(content: bytes, kind: str) -> str:
+    """Return a picture as a data URI of the page itself."""
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"

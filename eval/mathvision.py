@@ -324,6 +324,7 @@ def _summary(
 
 
 def _rules(options: MathVisionScoreOptions) -> dict[str, Any]:
+    """Return the rules of a score; the official ones extract no answer."""
     if options.rules == "official":
         return {"rules": options.rules}
     return {"rules": options.rules, **extraction_rules(options)}

@@ -28,6 +28,7 @@ class _NoValueError(Exception):
 
 
 def _exp(exponent: Number) -> Number:
+    """Return a power of e. Raises `_NoValueError` for e itself."""
     if exponent == 1:  # printed as `E`, which `math` does not know
         raise _NoValueError
     return math.exp(exponent)
@@ -98,6 +99,7 @@ class _Reader:
     """Evaluates an expression while it reads its tokens, one method for each rule of the grammar."""
 
     def __init__(self, text: str) -> None:
+        """Begin before the first token."""
         text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
         text = _SIDES.sub("", _ASSIGNS.sub("", text, count=1) if _ASSIGNS.match(text) else text)
         self.tokens = deque([*filter(None, _TOKEN.findall(text)), ""])

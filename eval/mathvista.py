@@ -272,6 +272,7 @@ def grade(row: Prediction, options: MathVistaScoreOptions) -> RowGrade:
 
 
 def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
+    """Return the entry of an answer in the score file."""
     grade = graded.grade
     fields = {"correct": graded.correct, "answer": row["answer"]}
     read = {"extraction": row["read"].text, "prediction": grade.extracted}
@@ -302,6 +303,7 @@ def _summary(
 
 
 def _rules(options: MathVistaScoreOptions) -> dict[str, Any]:
+    """Return the rules of a score, and how answers were extracted."""
     empty = options.ignore_empty_extractions
     return {"rules": options.rules, "ignore_empty_extractions": empty, **extraction_rules(options)}
 

@@ -44,6 +44,7 @@ def shown_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def _shown(image: Image.Image) -> Any:
+    """Return an image as the model sees it, or what marks it as unreadable."""
     try:
         return kept(as_shown(image))
     except UnreadableImageError as error:
@@ -128,10 +129,12 @@ class DistinctRows(Dataset[dict[str, Any]]):
         self._ahead = {index: row for index, row in self._ahead.items() if index in but}
 
     def _read(self, index: int) -> dict[str, Any]:
+        """Read one row."""
         [row] = shown_rows([self._rows[index]])
         return self._with_number(row, index)
 
     def _with_number(self, row: dict[str, Any], index: int) -> dict[str, Any]:
+        """Return a row with its number in the data set."""
         return {**row, ROW_NUMBER: index} if self._numbered else row
 
 
@@ -195,6 +198,7 @@ class ImagePrefetch(NoPrefetch):
             self._thread = None
 
     def _work(self, coming: list[int]) -> None:
+        """Read and process the images, on the thread."""
         processed_bytes = 0
         for index in coming:
             interpreter_ends = not threading.main_thread().is_alive()  # it waits for this thread

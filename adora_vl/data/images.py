@@ -469,6 +469,7 @@ class _Lent(Image.Image):
 
 
 def _becomes_plain(image: Image.Image) -> None:
+    """Make an image a plain one again, of Pillow's own class."""
     image.__class__ = Image.Image
 
 
@@ -512,6 +513,7 @@ def _unreadable(error: Exception) -> UnreadableImageError:
 
 
 def _refuse_degenerate(image: Image.Image) -> None:
+    """Raise `UnreadableImageError` for a picture that is too small or narrow, or of one colour."""
     width, height = image.size
     if min(width, height) < MIN_SIDE:
         raise UnreadableImageError(
@@ -533,6 +535,7 @@ def _refuse_degenerate(image: Image.Image) -> None:
 
 
 def _of_one_colour(image: Image.Image) -> bool:
+    """Return whether all pixels of a picture are the same."""
     return all(
         low == high
         for low, high in (image.getchannel(band).getextrema() for band in image.getbands())

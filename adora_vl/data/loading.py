@@ -52,6 +52,7 @@ def decoded_rows(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def _decoded(stored: dict[str, Any]) -> Any:
+    """Return the picture of a stored image, or what marks it as unreadable."""
     try:
         encoded = stored["bytes"]
         if encoded is None and Path(stored["path"] or "").is_file():

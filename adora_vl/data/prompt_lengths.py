@@ -406,6 +406,7 @@ TemplateOptions = dict[str, Any] | None  # TRL's `chat_template_kwargs`
 
 
 def _chat_tokens(processor: ProcessorMixin, messages: Any, options: TemplateOptions) -> int:
+    """Return the number of tokens of messages, with the chat template around them."""
     text = processor.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=False, **(options or {})
     )
@@ -510,6 +511,7 @@ def sizes_in(table: pa.Table) -> Iterator[list[Size | None]]:
 
 
 def _size(stored: pa.StructScalar) -> Size | None:
+    """Return the size of a stored image, None where it cannot be read."""
     try:
         content = stored["bytes"]
         with open_picture(

@@ -31,10 +31,12 @@ SHOWN = ("torch", "torchvision", "transformers", "trl", "accelerate", "datasets"
 
 
 def _boxed(answer: str) -> str:
+    """Return an answer as a response that gives it in a box."""
     return rf"The answer is \boxed{{{answer}}}."
 
 
 def _options(row: Row) -> list[str] | None:
+    """Return the choices of a row, None for an open question."""
     return list(row["choices"]) if row.get("choices") else None
 
 

@@ -89,6 +89,7 @@ def choose_parameter(model: "PreTrainedModel", *, vision: bool) -> tuple[str, An
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:
+    """Return the shape of a parameter, also of one that ZeRO-3 has in parts."""
     # ZeRO-3 leaves a parameter empty between its uses
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
@@ -321,6 +322,7 @@ _RAISED = "stopped: "
 
 
 def _guarded(names: Sequence[str], remedy: str, step: Callable[[], list[Check]]) -> list[Check]:
+    """Run checks that together have these names; an error fails the first and skips the rest."""
     try:
         return step()
     except Exception as error:  # the table is for finding out what fails, whatever it is
@@ -338,6 +340,7 @@ class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transforme
     """Examines, keeps the lines in `checks`, and leaves `trainer.train()` by raising `Examined`."""
 
     def __init__(self, trainer: HasEngine, rows: int) -> None:
+        """Create the callback; the checks run when the training begins."""
         self.trainer = trainer
         self.rows = rows
         self.checks: list[Check] = []

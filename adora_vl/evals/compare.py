@@ -276,6 +276,7 @@ _OF_TOOLS = ("tools", "max_tool_calling_iterations", "tool_options", "tool_files
 
 
 def _tools(run: ScoreFile) -> str:
+    """Return the tools of a run in words; empty without any."""
     return ", ".join(_part(run.score, "fields").get("tools", ()))
 
 

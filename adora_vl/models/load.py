@@ -230,6 +230,11 @@ def restore_weights(model: PreTrainedModel, folder: Path) -> None:
 
 
 def restore_adapter(model: PeftModel, name: str, folder: Path) -> None:
+    """Put the weights of `folder` back into the adapter of this name.
+
+    Collective under ZeRO-3. Raises `RunError` where a tensor is missing, or has no place in the
+    model.
+    """
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
     where = f"the adapter {name} of {str(folder)!r}"

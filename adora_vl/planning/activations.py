@@ -39,19 +39,26 @@ class MicroBatch:
 
     @property
     def rows(self) -> int:
+        """The number of rows of the pass."""
         return self.sequences // self.unit if self.packed else self.sequences
 
     @property
     def length(self) -> int:
+        """The number of tokens of a row."""
         if self.packed:
             return self.prompt_tokens + self.unit * (self.completion_tokens - 1)
         return self.prompt_tokens + self.completion_tokens
 
     @property
     def tokens(self) -> int:
+        """The number of tokens of the pass."""
         return self.rows * self.length
 
     def patches(self, merge: int) -> int:
+        """Return the number of patches of the distinct images.
+
+        `merge`: the patches of one side of an image token.
+        """
         return self.sequences // self.unit * self.image_tokens * merge**2
 
 

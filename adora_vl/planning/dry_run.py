@@ -149,6 +149,11 @@ def _larger_pictures(run: ResolvedRun) -> list[str]:
 
 
 def _card(options: DryRunOptions, config: AdoraGRPOConfig, processes: int) -> tuple[int, str]:
+    """Return the memory of a card in bytes, and the card in words.
+
+    It is what the user says, else this machine's, else an assumed one. Without a GPU it is a
+    process's share of the machine's memory.
+    """
     if options.card_gib is not None:
         return int(options.card_gib * GIB), f"a card of {options.card_gib:g} GiB"
     import torch
@@ -389,6 +394,7 @@ def batch_lines(plan: Plan) -> list[str]:
 
 
 def _spread(name: str, values: Sequence[int]) -> str:
+    """Return a line of the table of lengths."""
     return f"{name:14}" + "".join(f"{figure:>9}" for figure in _spread_of(values).values())
 
 
@@ -517,6 +523,7 @@ def dry_run(command: CliArgs, options: DryRunOptions) -> int:
 
 
 def _check_outputs(options: DryRunOptions) -> None:
+    """Raise `UserError` where a file of the dry run cannot be written, before it is computed."""
     if options.json is not None:
         check_json(
             "--json",
@@ -534,6 +541,7 @@ def _check_outputs(options: DryRunOptions) -> None:
 
 
 def _write(option: str, path: Path, text: str) -> None:
+    """Write a file of the dry run. Raises `UserError` that names the option."""
     with written_to(option, path):
         replace_file(path, text)
 
@@ -557,6 +565,7 @@ def resolved(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
 
 
 def _is_plain(value: object) -> bool:
+    """Return whether YAML can write a value."""
     try:
         yaml.safe_dump(value)
     except yaml.YAMLError:
@@ -606,6 +615,7 @@ def figures(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
 
 
 def _spread_of(values: Sequence[int]) -> dict[str, int]:
+    """Return how at least one value spreads: smallest, median, 95 % quantile and largest."""
     return {
         "min": min(values),
         "median": quantile(values, 0.5),

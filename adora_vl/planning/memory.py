@@ -277,6 +277,7 @@ class Setup:
 
     @property
     def dtypes(self) -> Dtypes:
+        """The sizes of the dtypes in which a pass computes and keeps its residual stream."""
         # DeepSpeed casts the weights, and the residual stream with them; else they stay as they are
         cast = self.sharding.stage is not None and self.mixed
         return Dtypes(self.compute_bytes, 2 if cast else self.shape.weight_bytes)
@@ -292,10 +293,12 @@ class Prediction:
 
     @property
     def peak_phase(self) -> str:
+        """The phase that takes the most memory."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
     def peak(self) -> int:
+        """The memory of that phase, in bytes."""
         return sum(self.phases[self.peak_phase].values())
 
 
@@ -443,6 +446,7 @@ def _learning(setup: Setup, gradients: int) -> dict[str, int]:
 def _engine_parts(
     setup: Setup, engine: EngineMemory | None
 ) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the engine's memory while it is awake and while the policy learns, by component."""
     if engine is None or setup.engine is None:
         return {}, {}
     cache = max(engine.cache, 0)

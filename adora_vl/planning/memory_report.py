@@ -23,10 +23,12 @@ _ROOMY = 0.25  # of the card: below it the parts of the memory are not listed (-
 
 
 def _gib(size: int) -> str:
+    """Return a size in GiB, or in MiB where it is small."""
     return f"{size / GIB:.2f}" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
 
 
 def _number(count: int) -> str:
+    """Return a number of parameters in words."""
     return f"{count / 1e9:.3g} billion" if count >= 1e8 else f"{count / 1e6:.3g} million"
 
 

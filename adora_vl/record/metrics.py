@@ -56,6 +56,7 @@ def as_line(logs: Mapping[str, Any], step: int, now: str | None) -> Line:
 
 
 def _finite(value: object) -> object:
+    """Return a logged value in a type of JSON; None for a number that is not finite."""
     if isinstance(value, bool | int | str) or value is None:
         return value
     try:
@@ -113,6 +114,7 @@ class _LineKey(NamedTuple):
 
 
 def _line_key(line: Line) -> _LineKey:
+    """Return what tells a line from others: its step, its kind, and its evaluation."""
     return _LineKey(
         step=line["step"],
         kind=line["kind"],
@@ -158,6 +160,7 @@ class MetricsFile(TrainerCallback):  # type: ignore[misc]  # transformers is unt
 
 
 def _as_text(lines: Iterable[Line]) -> str:
+    """Return lines as the text of a JSONL file."""
     return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
 
 
@@ -354,6 +357,7 @@ def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float 
 
 
 def _short(seconds: float) -> str:
+    """Return seconds as text, with decimals where they are few."""
     return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.0f}"
 
 

@@ -85,6 +85,7 @@ def training_change(folder: Path, log: Log, key: str) -> Difference | None:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value of the log is a finite number."""
     return isinstance(value, int | float) and isfinite(value)
 
 
@@ -206,6 +207,7 @@ def _trained(folder: Path, log: Log) -> str | None:
 
 
 def _share(value: float) -> str:
+    """Return a share in per cent."""
     return f"{100 * value:.0f} %"
 
 
@@ -231,4 +233,5 @@ def interval_of(change: Difference) -> str:
 
 
 def _noise(change: Difference) -> str:
+    """Return words for a change that the data cannot tell from none; else an empty text."""
     return ", within noise" if is_noise(change) else ""

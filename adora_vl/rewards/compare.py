@@ -301,6 +301,7 @@ def _same_text(answer: str, reference: str) -> bool:
 
 
 def _in_one_spelling(text: str) -> str:
+    """Return a text in the spelling in which texts are compared."""
     text = in_one_spelling(text)
     if "angled" in text:
         text = _RIGHT_ANGLED.sub("right", text)

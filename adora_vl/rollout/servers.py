@@ -350,6 +350,7 @@ class Server:
         return response
 
     def _json(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
+        """Return the body of a response with status 200."""
         reply: dict[str, Any] = self._ask(method, path, **kwargs).json()
         return reply
 

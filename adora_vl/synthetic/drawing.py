@@ -41,13 +41,16 @@ def font_pixels(size: int) -> float:
 
 
 class Canvas:
-    """A square picture of `size` x `size` pixels; `font_scale` makes its labels smaller or larger;
-    or `font`.
+    """A square picture of `size` x `size` pixels, whose points are shares of its sides.
+
+    It is drawn larger, and made smaller at the end. `font_scale` makes its labels smaller or
+    larger, or `font` is theirs.
     """
 
     def __init__(
         self, size: int, style: Style = PLAIN, font_scale: float = 1.0, font: Any = None
     ) -> None:
+        """Create an empty canvas."""
         self.size = size
         self._pixels = size * OVERSAMPLING
         self._image = Image.new("RGB", (self._pixels, self._pixels), style.paper)
@@ -59,13 +62,16 @@ class Canvas:
         self._stroke = max(1, round(OVERSAMPLING * style.stroke * max(1.0, size / 160)))
 
     def _scaled(self, points: list[Point]) -> list[Point]:
+        """Return points in pixels of the large picture."""
         return [(x * self._pixels, y * self._pixels) for x, y in points]
 
     def line(self, *points: Point, closed: bool = False) -> None:
+        """Draw a line through points, which is `closed` where it comes back to the first one."""
         path = self._scaled([*points, points[0]] if closed else list(points))
         self._draw.line(path, fill=self._style.ink, width=self._stroke, joint="curve")
 
     def circle(self, centre: Point, radius: float) -> None:
+        """Draw a circle."""
         (x, y) = self._scaled([centre])[0]
         r = radius * self._pixels
         self._draw.ellipse(
@@ -73,6 +79,7 @@ class Canvas:
         )
 
     def dot(self, centre: Point) -> None:
+        """Draw a dot."""
         (x, y) = self._scaled([centre])[0]
         r = 2.0 * self._stroke
         self._draw.ellipse((x - r, y - r, x + r, y + r), fill=self._style.ink)
@@ -93,6 +100,7 @@ class Canvas:
         )
 
     def picture(self) -> Image.Image:
+        """Return the picture in its final size."""
         return self._image.resize((self.size, self.size), Image.Resampling.BOX)
 
 
@@ -215,10 +223,12 @@ class Sketch:
 
 
 def _pair(point: complex) -> Point:
+    """Return x and y of a point."""
     return point.real, point.imag
 
 
 def _unit(direction: complex) -> complex:
+    """Return the direction with the length 1."""
     return direction / abs(direction)
 
 

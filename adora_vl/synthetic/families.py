@@ -28,6 +28,8 @@ from adora_vl.synthetic.drawing import (
 
 @dataclass(frozen=True)
 class SyntheticProblem:
+    """A drawn problem with its right working, and one with a slip."""
+
     family: str
     image: Image.Image  # RGB
     question: str
@@ -45,6 +47,7 @@ Family = Callable[[random.Random, int, int, Style], SyntheticProblem]
 
 
 def jitter(rng: random.Random, point: Point, reach: float = 0.035) -> Point:
+    """Move a point by chance, by at most `reach` in x and y."""
     return (point[0] + rng.uniform(-reach, reach), point[1] + rng.uniform(-reach, reach))
 
 
@@ -526,6 +529,7 @@ LETTERED: dict[str, Family] = {family.__name__: clear(family) for family in _LET
 
 
 def _box(answer: object) -> str:
+    """Return an answer in a box."""
     return f"\\boxed{{{answer}}}"
 
 
@@ -538,6 +542,7 @@ def _problem(
     slip: str,
     shapes: tuple[str, ...] = ("Triangle",),
 ) -> SyntheticProblem:
+    """Return a problem of a lettered family; both workings are the same but for their answers."""
     return SyntheticProblem(
         family="",
         image=picture,

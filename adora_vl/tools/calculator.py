@@ -96,6 +96,10 @@ class _Reader:
         return self._tokens[self._position] if self._position < len(self._tokens) else ""
 
     def _take(self, expected: str = "") -> str:
+        """Return the next token, and go past it.
+
+        Raises `NotReadError` where it is not `expected`.
+        """
         token = self.next
         if not token or (expected and token != expected):
             raise NotReadError

@@ -138,6 +138,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*arguments, **{"allow_abbrev": False, **keywords})
 
     def error(self, message: str) -> NoReturn:
+        """Raise a `UserError` of one line for what argparse found wrong."""
         if len(message) > _LONGEST:  # what was given stands in it
             message = f"{message[: _LONGEST // 2]}...{message[-_LONGEST // 2 :]}"
         raise UserError(f"{message}; see `{self.prog} --help`")

@@ -114,9 +114,11 @@ class KeptAnswers:
                     self._answers[entry["key"]] = entry["answer"]
 
     def get(self, key: str) -> str | None:
+        """Return the answer of a key, None without one."""
         return self._answers.get(key)
 
     def put(self, key: str, answer: str) -> None:
+        """Store an answer, also for other processes. Raises `OSError`."""
         self._answers[key] = answer
         line = json.dumps({"key": key, "answer": answer}).encode() + b"\n"
         self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -263,6 +265,7 @@ def _settle(beside: Path, folder: Path) -> None:
 
 
 def _neighbour(path: Path) -> Path:
+    """Return a hidden name beside `path` that no other process has."""
     # not named after the process: two machines that share a disk may have processes of equal number
     return path.with_name(f".{path.name}{_PARTIAL}{token_hex(8)}")
 

@@ -27,6 +27,7 @@ def installed(distribution: str) -> str | None:
 
 
 def _check(name: str, present_version: str | None, supported: SpecifierSet) -> None:
+    """Raise `UserError` for a package that is missing, or has a version that was not tested."""
     if present_version is None:
         raise UserError(f"{name} is not installed; run `make setup` or install {name}{supported}")
     if not supported.contains(present_version.split("+")[0], prereleases=True):

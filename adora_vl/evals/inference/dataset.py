@@ -188,6 +188,7 @@ def pictured(
 
 
 def _converted(convert: Callable[[bytes], Any], stored: Callable[[], list[bytes]]) -> list[Any]:
+    """Return the images of a row, which are read and converted when they are asked for."""
     return [convert(content) for content in stored()]
 
 

@@ -168,6 +168,8 @@ class Conversations:
 
 
 class _Local(Conversations):
+    """What both engines of this machine have in common: a model, its processor and its limits."""
+
     def __init__(
         self,
         settings: AnswerEngineSettings,

@@ -292,6 +292,7 @@ def extraction_item(row: Prediction, graded: Graded) -> dict[str, Any]:
 
 
 def _item(benchmark: Benchmark, row: Prediction, graded: Graded) -> dict[str, Any]:
+    """Return the entry of an answer in the score file: the benchmark's, or the usual one."""
     verdict, extracted, reason, *_ = graded.grade
     usual = {"verdict": verdict, "extracted": extracted, "reason": reason}
     fields = benchmark.item(row, graded) if benchmark.item else usual
