@@ -486,7 +486,8 @@ def sizes_in(table: pa.Table) -> Iterator[list[Size | None]]:
             yield [_size(stored) for stored in islice(values, count or 0)]
 
 
-def _size(stored: Any) -> Size | None:
+def _size(stored: pa.StructScalar) -> Size | None:
+    """Return the size of a stored image, None where it cannot be read."""
     try:
         content = stored["bytes"]
         with open_picture(

@@ -75,6 +75,7 @@ def figure_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, st
     entries = [entry for entry in history if kind_of(entry) != "eval"]
     rows = []
     for key in SUMMARY:
+        # The accuracy is a row of its own only if it is not the pass rate.
         if key == ACCURACY and not any(map(differs_from_pass, entries)):
             continue
         values = [entry[key] for entry in entries if entry.get(key) is not None]
@@ -155,11 +156,13 @@ def _figures(folder: Path, history: Sequence[Mapping[str, Any]]) -> list[str]:
     rows = figure_rows(history)
     if not rows:
         return []
+    lines = []
     result = result_of(folder, history)
-    lines = ["", result] if result else []
+    if result:
+        lines += ["", result]
     lines += ["", f"{'':20}{'first fifth':>12}{'last fifth':>12}   change"]
-    for title, first, last in rows:
-        line = f"{title:20}{first:>12}{last:>12}"
+    for title, first_mean, last_mean in rows:
+        line = f"{title:20}{first_mean:>12}{last_mean:>12}"
         key = _BY_GROUP.get(title)
         change = training_change(folder, history, key) if key else None
         if change is not None and change.low is not None:
