@@ -38,7 +38,8 @@ def prepare_on_paper(cli_args: CliArgs, options: DryRunOptions) -> ResolvedRun:
     from adora_vl.config.run_context import RunContext
     from adora_vl.preflight.run_checks import resolve_run
 
-    parsed, local = _build_for_any_machine(cli_args)
+    processes = RunContext.of_dry_run(options, local=False).sharding.processes
+    parsed, local = _build_for_any_machine(cli_args, processes)
     request = _request_of(cli_args, parsed, max_rows=options.rows)
     return resolve_run(request, RunContext.of_dry_run(options, local=local))
 
@@ -58,20 +59,44 @@ def _request_of(cli_args: CliArgs, parsed: Parsed, max_rows: int | None = None) 
     )
 
 
-def _build_for_any_machine(cli_args: CliArgs) -> tuple[Parsed, bool]:
+def _build_for_any_machine(cli_args: CliArgs, processes: int) -> tuple[Parsed, bool]:
     """Build the three dataclasses, and tell whether this machine could run them.
 
     A dry run on a laptop reads the config of a run on GPUs, which Transformers refuses there: the
     keys that it refuses are switched off while the dataclasses are built, and restored.
+    `processes`: of the run that is planned.
     """
-    from adora_vl.config.schema import NoGPUError, build
+    from adora_vl.config.schema import NoGPUError
 
     try:
-        return build(cli_args), True
+        return _build_for(cli_args, processes), True
     except NoGPUError as error:
         key = error.key
-    parsed = build(cli_args.but(use_cpu=True, bf16=False, fp16=False))
+    parsed = _build_for(cli_args.but(use_cpu=True, bf16=False, fp16=False), processes)
     _, config, _ = parsed
     config.use_cpu = False
     setattr(config, key, True)
     return parsed, False
+
+
+def _build_for(cli_args: CliArgs, processes: int) -> Parsed:
+    """Build the three dataclasses of a run of so many processes, of which this is one.
+
+    TRL divides a generation of this process alone into groups. Where one of all processes divides,
+    it is built with as many passes as all of them make, and gets its own number back.
+    """
+    from adora_vl.config.schema import UndividedError, build
+
+    try:
+        return build(cli_args)
+    except UndividedError:
+        if processes == 1:
+            raise
+    key = "steps_per_generation"
+    source = key if cli_args.values.get(key) is not None else "gradient_accumulation_steps"
+    passes = cli_args.read(source, int) if source in cli_args.values else 1
+    parsed = build(cli_args.but(steps_per_generation=passes * processes))
+    _, config, _ = parsed
+    config.steps_per_generation = passes
+    config.generation_batch_size = config.per_device_train_batch_size * passes
+    return parsed

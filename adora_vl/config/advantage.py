@@ -16,7 +16,15 @@ from adora_vl.config.values import convert
 from adora_vl.utils import own_files
 from adora_vl.utils.cli import plain
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
-from adora_vl.utils.own_files import FromFile, from_file, is_function, is_own, own_name
+from adora_vl.utils.own_files import (
+    FromFile,
+    from_file,
+    function_name,
+    is_function,
+    is_own,
+    own_name,
+    source_hash,
+)
 
 if TYPE_CHECKING:
     from adora_vl.config.schema import AdoraGRPOConfig
@@ -46,6 +54,39 @@ class OwnFunction(Method):
         return self.function(groups, advantages_PG)
 
 
+# Functions and classes that Python code passed in place of a method's name, by that name.
+_from_python: dict[str, Any] = {}
+
+
+def name_functions(value: Any) -> Any:
+    """Return the value of `adora_method` with names in place of functions.
+
+    Python code may pass a function `(groups, advantages) -> advantages` or a subclass of `Method`,
+    alone or as a key of the mapping. Raises `UserError` for one that has the name of a method here.
+    """
+    if callable(value):
+        return {_registered(value): {}}
+    if isinstance(value, Mapping):
+        return {
+            _registered(name) if callable(name) else name: options
+            for name, options in value.items()
+        }
+    return value
+
+
+def _registered(method: Any) -> str:
+    """Keep a function or class of Python code under its name, which is returned."""
+    name = function_name(method)
+    if name in METHODS:
+        raise UserError(
+            f"adora_method: the function {name!r} has the name of a method that is here; rename it"
+        )
+    if inspect.isclass(method) and not issubclass(method, Method):
+        raise UserError(f"adora_method: the class {name!r} is no subclass of adora_vl.Method")
+    _from_python[name] = method
+    return name
+
+
 def requested_methods(value: str | Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The methods in the value of `adora_method`, in order, with the options that are set.
 
@@ -57,7 +98,7 @@ def requested_methods(value: str | Mapping[str, Any]) -> dict[str, dict[str, Any
             raise UserError(f"adora_method: {value} names a method twice")
         value = dict.fromkeys(names)
     for name, options in value.items():
-        unknown = name not in METHODS and not is_own(str(name))
+        unknown = not (name in METHODS or name in _from_python or is_own(str(name)))
         keys = KEYS_OF_TRL.get(str(name).lower())
         remedy = f"use one of {', '.join(METHODS)}{did_you_mean(str(name), METHODS)}"
         if unknown and keys:
@@ -85,10 +126,11 @@ def _from_file(name: str) -> FromFile:
 
 
 def method_hashes(config: AdoraGRPOConfig) -> dict[str, str]:
-    """A hash of each file that a method comes from, with its neighbours."""
-    names = [name for name in requested_methods(config.adora_method) if is_own(name)]
-    loaded = [_from_file(name) for name in names]
-    return {method.file: method.hash for method in loaded}
+    """A hash of each file that a method comes from, with its neighbours, and of Python's functions."""
+    names = [*requested_methods(config.adora_method)]
+    loaded = [_from_file(name) for name in names if is_own(name)]
+    passed = {name: source_hash(_from_python[name]) for name in names if name in _from_python}
+    return {**{method.file: method.hash for method in loaded}, **passed}
 
 
 def settle_methods(config: AdoraGRPOConfig) -> list[str]:
@@ -126,7 +168,7 @@ def settle_methods(config: AdoraGRPOConfig) -> list[str]:
 def _build_method(name: str, options: dict[str, Any]) -> Method:
     """Build a method from its options. Raises `UserError` for one that it does not have."""
     key = f"adora_method.{own_name(name)}"
-    kind = _from_file(name).value if is_own(name) else METHODS[name]
+    kind = _kind_of(name)
     if isinstance(kind, type):
         method: Method = convert(key, options, kind)
         return method
@@ -139,6 +181,13 @@ def _build_method(name: str, options: dict[str, Any]) -> Method:
                 f"{did_you_mean(str(option), parameters)}"
             )
     return OwnFunction(partial(kind, **options) if options else kind)
+
+
+def _kind_of(name: str) -> Any:
+    """The class of a method, or the user's function."""
+    if is_own(name):
+        return _from_file(name).value
+    return METHODS[name] if name in METHODS else _from_python[name]
 
 
 def chosen_methods(config: AdoraGRPOConfig) -> dict[str, Method]:

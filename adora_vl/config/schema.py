@@ -13,7 +13,7 @@ from transformers.utils import (
 )
 from trl import GRPOConfig, ModelConfig
 
-from adora_vl.config.advantage import settle_methods
+from adora_vl.config.advantage import name_functions, settle_methods
 from adora_vl.config.checks import check_sampling_keys
 from adora_vl.config.command import CliArgs, read
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
@@ -25,12 +25,17 @@ from adora_vl.utils.secrets import HIDDEN, masked
 _CPU_RECIPE = "configs/train/smoke_cpu.yaml is a recipe for a CPU (use_cpu: true, bf16: false)"
 
 
+class UndividedError(UserError):
+    """A generation of this launch does not divide into groups; one of more processes may."""
+
+
 @dataclass
 class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is untyped to mypy
     """TRL's `GRPOConfig` with our keys; every value is checked when it is constructed."""
 
     def __post_init__(self) -> None:
         """Check the keys. Raises `UserError` for our checks, `ValueError` for those of TRL."""
+        self.adora_method = name_functions(self.adora_method)
         check_fields(self, GRPOConfig)
         check_device(self)
         # The best of many evaluations on one set is overfitted to that set, and Transformers would
@@ -91,7 +96,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         key = "steps_per_generation" if steps else "gradient_accumulation_steps"
         processes = rollouts // (rows * self.steps_per_generation)
         plural = "" if processes == 1 else "es"
-        raise UserError(
+        raise UndividedError(
             f"per_device_train_batch_size: {rows} x "
             f"{key}: {steps or self.gradient_accumulation_steps} x {processes} process{plural} = "
             f"{rollouts} rollouts, which do not divide into groups of num_generations: "

@@ -95,6 +95,8 @@ class ResolvedRun:
     notes: list[str] = field(default_factory=list)
     # lines about what could not be checked; only a dry run has any
     unknown: list[str] = field(default_factory=list)
+    # what a run would stop with, of a dry run that goes on to predict memory; else empty
+    refusal: str = ""
     # by the name of their entry in `adora_extensions`
     extensions: dict[str, Extension] = field(init=False)
     plan: BatchLayout = field(init=False)

@@ -18,7 +18,13 @@ from datasets import Dataset, IterableDataset
 from PIL import Image
 from transformers import TrainerState
 
-from adora_vl.builtin.builtin_data import data_folders, resolve_model
+from adora_vl.builtin.builtin_data import (
+    KNIGHTS_DATA,
+    STARTS,
+    SYNTHETIC_DATA,
+    data_folders,
+    resolve_model,
+)
 from adora_vl.checkpoint.fingerprint import Fingerprint, fingerprint, sharding_of
 from adora_vl.checkpoint.resume import StartPoint
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments, checks
@@ -28,6 +34,7 @@ from adora_vl.config.run_context import RunContext
 from adora_vl.config.unused_keys import RunSettings, refuse_unused, unused_keys
 from adora_vl.data import prompt_lengths as lengths
 from adora_vl.data.dataloader import shown_rows
+from adora_vl.data.dataset import read_manifest
 from adora_vl.data.loading import as_asked, load_rows
 from adora_vl.data.prompts import asks_for_answer_tags, control_token_in, control_tokens
 from adora_vl.data.rows import has_images, images_of
@@ -389,10 +396,18 @@ def rows(run: ResolvedRun) -> None:
             _assume_lengths(run)
             return
         _load_rows_of_keys(run, request)
+        run.notes += _note_of_foreign_rows(run)
     run.lengths = run.overlong.lengths
     count = count_of(run.dataset)
-    if count is not None:
+    if count is None:
+        return
+    try:
         check_rows(run.plan, count)
+    except UserError as error:
+        # a dry run shows the memory all the same, and ends with this line
+        if not run.context.dry_run:
+            raise
+        run.refusal = str(error)
 
 
 def _take_datasets(run: ResolvedRun, datasets: python_inputs.Datasets) -> None:
@@ -429,6 +444,22 @@ def _load_rows_of_keys(run: ResolvedRun, script: AdoraScriptArguments) -> None:
         script, folders=run.data, seed=run.config.seed_of_rows, fitting=partial(_fitting, run)
     )
     python_inputs.refuse_unusable_prompts("dataset", run.dataset, control_tokens(run.processor))
+
+
+def _note_of_foreign_rows(run: ResolvedRun) -> list[str]:
+    """Say that a built-in tiny model cannot learn from problems that are not drawn here."""
+    cli_args = run.request.cli_args
+    name = cli_args.values.get("model_name_or_path") if cli_args else None
+    manifests = [read_manifest(Path(folder)) for folder in run.data]
+    drawn_here = (SYNTHETIC_DATA, KNIGHTS_DATA)
+    drawn = all(manifest is None or manifest.get("source") in drawn_here for manifest in manifests)
+    if drawn or str(name) not in STARTS:
+        return []
+    return [
+        f"{name} knows the drawn problems alone: on yours expect no right answer. `python -m eval "
+        "problems run --engine openai --base-url URL` shows what a served model does with them, "
+        "and docs/hardware.md which recipe fits your GPU"
+    ]
 
 
 def _check_stream(config: AdoraGRPOConfig, dataset: Dataset | IterableDataset) -> None:

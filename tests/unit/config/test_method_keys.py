@@ -2,6 +2,7 @@
 fit.
 """
 
+import json
 import re
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -9,9 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from adora_vl.advantage import METHODS, Groups, Schedule, group_advantages
+from adora_vl.advantage import METHODS, Groups, Method, Schedule, group_advantages
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.advantage import check_method, method_hashes, method_needs, method_run
+from adora_vl.config.advantage import (
+    check_method,
+    chosen_methods,
+    method_hashes,
+    method_needs,
+    method_run,
+)
 from adora_vl.config.schema import parse
 from adora_vl.utils.errors import UserError
 from tests.support.examples import entry
@@ -261,3 +268,40 @@ def test_the_documentation_lists_every_method_with_its_options():
             missing += [] if f"`{option}: {shown}`" in row else [(name, option)]
         missing += [] if row else [(name, "")]
     assert missing == []
+
+
+def halved(groups, advantages_PG):
+    """Return half of every advantage."""
+    return advantages_PG / 2
+
+
+class Doubled(Method):
+    """Twice every advantage."""
+
+    def apply(self, groups, advantages_PG, run):
+        """Return twice the advantages."""
+        return advantages_PG * 2
+
+
+def test_python_passes_a_function_or_a_class_in_place_of_a_name():
+    keys = {"use_cpu": True, "bf16": False}
+    rewards_PG = torch.tensor([[0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
+    expected_PG = group_advantages(rewards_PG)
+    for method, factor in ((halved, 0.5), (Doubled, 2.0), ({"grpo": {}, halved: {}}, 0.5)):
+        ours = AdoraGRPOConfig("x", adora_method=method, **keys)
+        check_method(ours)
+        name, applied = list(chosen_methods(ours).items())[-1]
+        advantages_PG = applied.apply(None, expected_PG, method_run(ours))
+        assert torch.equal(advantages_PG, expected_PG * factor)
+        assert name in method_hashes(ours), "another text of it is another run"
+        assert name in json.dumps(ours.to_dict()["adora_method"])
+    with pytest.raises(UserError, match="no subclass of adora_vl.Method"):
+        AdoraGRPOConfig("x", adora_method=int, **keys)
+
+    def adora(groups, advantages_PG):
+        return advantages_PG
+
+    with pytest.raises(UserError, match="has the name of a method that is here; rename it"):
+        AdoraGRPOConfig("x", adora_method=adora, **keys)
+    with pytest.raises(UserError, match="unknown method 'haved'"):
+        AdoraGRPOConfig("x", adora_method="haved", **keys)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from datasets import Dataset
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from adora_vl.config.command import read
 from adora_vl.migrate import main
@@ -139,7 +139,9 @@ ON_CPU = {
 def table_of(trainer: str, folder: Path, rows: int) -> Path:
     """A table in the trainer's form, with a picture in each row."""
     stream = io.BytesIO()
-    Image.new("RGB", (56, 56), "gray").save(stream, "PNG")
+    image = Image.new("RGB", (56, 56), "white")
+    ImageDraw.Draw(image).rectangle((14, 14, 40, 40), fill="black")
+    image.save(stream, "PNG")
     picture = {"bytes": stream.getvalue(), "path": None}
     problems = [f"<image>How much is {number} + 1?" for number in range(rows)]
     answers = [str(number + 1) for number in range(rows)]
