@@ -742,4 +742,4 @@ class AdoraGRPOTrainer(TrainerParts):
         if isinstance(self.sampler, AsyncServerSampler):
             self.sampler.close()
         if self.use_vllm and self.vllm_mode == "colocate":
-            self.vllm_generation.llm.llm_engine.engine_core.shutdown()
+            self.vllm_generation.shut_down()

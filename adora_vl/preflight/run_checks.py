@@ -52,7 +52,7 @@ from adora_vl.preflight.run_folder import RunFolder
 from adora_vl.record.trackers import check_trackers
 from adora_vl.rewards import try_rewards
 from adora_vl.rewards.choose import check_sums, choose_rewards
-from adora_vl.rollout.engine_settings import refuse_on_cpu
+from adora_vl.rollout.engine_settings import refuse_on_cpu, refuse_taken_card
 from adora_vl.rollout.prompt_tokens import refuse_prefill
 from adora_vl.rollout.rollouts import RolloutGroup, StepKey, groups_of, row_for_rewards
 from adora_vl.tools.environments import Environments, environments_of
@@ -608,10 +608,12 @@ def evaluations(run: ResolvedRun) -> None:
 
 
 def weights(run: ResolvedRun) -> None:
-    """Check that the files of the model's folder, and of its adapters, are complete."""
+    """Check that the files of the model, and of its adapters, are complete, and the card is free."""
     if run.request.model.loaded is None:
         for model_folder in _model_folders(run):
             check_weights("model_name_or_path", model_folder)
+    if run.context.local and not run.context.dry_run:
+        refuse_taken_card(run.config)
 
 
 def _model_folders(run: ResolvedRun) -> list[str]:
