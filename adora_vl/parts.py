@@ -11,15 +11,15 @@ from trl import GRPOTrainer
 from adora_vl.checkpoint.trl_state import Losses, MovingReference
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.advantage import method_run
 from adora_vl.config.batch_plan import BatchLayout
+from adora_vl.config.methods import build_pipeline
 from adora_vl.data.dataloader import NoPrefetch
 from adora_vl.data.prompts import control_tokens
 from adora_vl.evaluation import EvaluateOnTheWay
 from adora_vl.models.precision import RefuseWrongBuffers
 from adora_vl.packing.images import DistinctImages
 from adora_vl.packing.policy_pass import PolicyPass, bound_of, computing_dtype, has_dropout
-from adora_vl.preflight.resolved_run import ResolvedRun
+from adora_vl.preflight.facts import ResolvedRun
 from adora_vl.record import metrics, trackers
 from adora_vl.record.recorder import MetricsLogger, Recorder
 from adora_vl.rollout.agreement import SelfCheck, begin_drift_check
@@ -95,7 +95,12 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             extension.start(context, self.images)
         self.sampler = self._sampler(context)
         self.ratio = ImportanceRatio(context)
-        self.recorder = Recorder(context, decode if self.toolbox else None)
+        toolbox = self.run.prompts.toolbox
+        self.recorder = Recorder(
+            context=context,
+            decode=decode if self.toolbox else None,
+            view=toolbox.view if toolbox is not None else None,
+        )
         logger = self._metrics_logger(context)
         builder = BatchBuilder(
             context=context,
@@ -137,7 +142,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             dataset=self.train_dataset,
             draws=has_tools,
         )
-        self.methods = method_run(args)
+        self.methods = build_pipeline(args)
         self.advantages = AdvantageComputer(
             context=context,
             methods=self.methods,
@@ -291,7 +296,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
                     trainer=self,
                     plan=run.evaluations,
                     system_prompt=run.system_prompt,
-                    revision=run.revision,
+                    revision=run.model.revision,
                 )
             )
         for callback in callbacks:

@@ -114,14 +114,19 @@ def _summary(
     """
     variants: dict[tuple[str, int], list[bool]] = defaultdict(list)
     for item in graded:
-        variants[item.pid.rpartition("/")[2], item.sample].append(item.correct)
+        problem = item.pid.rpartition("/")[2]
+        variants[problem, item.sample].append(item.correct)
+    all_right = sum(map(all, variants.values()))
     answers_each = max(map(len, by_problem(graded).values()))
-    worst = counted(sum(map(all, variants.values())), len(variants), answers_each)
-    mean = sum(item.correct for item in graded) / len(graded)
-    robustness = worst["accuracy"] / mean if worst and mean else None
+    worst = counted(all_right, len(variants), answers_each)
+    accuracy = sum(item.correct for item in graded) / len(graded)
+    robustness = worst["accuracy"] / accuracy if worst and accuracy else None
     n_variants = max(map(len, variants.values()))
-    part = f"the worst case is over {n_variants} of the {len(SPLITS)} variants; --split all"
-    warnings = [part] if n_variants < len(SPLITS) else []
+    warnings = []
+    if n_variants < len(SPLITS):
+        warnings.append(
+            f"the worst case is over {n_variants} of the {len(SPLITS)} variants; --split all"
+        )
     return OwnFigures(
         {"variants": {"worst_case": worst, "robustness": robustness}}, warnings=warnings
     )

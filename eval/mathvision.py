@@ -57,8 +57,16 @@ def build_query(row: dict[str, Any]) -> str:
     `<image>` is where its picture stands. Every row has one picture, whose parts the question
     numbers. It stands at the place of the first number, and the others become the words `image 2`.
     """
-    places = iter([PLACEHOLDER])
-    question = _PLACE.sub(lambda match: next(places, f"image {match[1]}".strip()), row["question"])
+    is_first = True
+
+    def place_image(match: re.Match[str]) -> str:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            return PLACEHOLDER
+        return f"image {match[1]}".strip()
+
+    question = _PLACE.sub(place_image, row["question"])
     options = [] if "".join(row["options"]) == _LETTERS else lettered(row["options"])
     return "\n".join([_INSTRUCTION, question, *options]) + "\n"
 
@@ -210,12 +218,15 @@ def _tuple_of_numbers(answer: str) -> str:
     parts = answer[1:-1].split(",")
     if len(parts) < 2 or answer[0] + answer[-1] not in ("()", "[]"):
         return answer
-    values = [
-        part if "infty" in part or part in ("a", "-a") else latex_value(part) for part in parts
-    ]
-    if None in values:
-        return answer
-    texts = (value if isinstance(value, str) else str(round(value or 0, 2)) for value in values)
+    texts = []
+    for part in parts:
+        if "infty" in part or part in ("a", "-a"):
+            texts.append(part)
+            continue
+        value = latex_value(part)
+        if value is None:
+            return answer
+        texts.append(str(round(value or 0, 2)))
     return answer[0] + ",".join(texts) + answer[-1]
 
 

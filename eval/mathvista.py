@@ -137,10 +137,10 @@ def inferred(extraction: object, choices: Sequence[str]) -> int | None:
         return None
     words = re.sub(r"[.()\[\],:;!*#{}]", " ", text).split()
     letters = [chr(ord("A") + index) for index in range(len(choices))]
-    named = [letter for letter in letters if letter in words]
-    if len(named) == 1 and words.index(named[0]) > len(words) - 5:
-        return letters.index(named[0])
-    if not named and "Z" in words:  # its word for none of them
+    letters_in_text = [letter for letter in letters if letter in words]
+    if len(letters_in_text) == 1 and words.index(letters_in_text[0]) > len(words) - 5:
+        return letters.index(letters_in_text[0])
+    if not letters_in_text and "Z" in words:  # its word for none of them
         return None
     stated = _STATED_LETTER.search(text)
     if stated and stated[1].upper() in letters:

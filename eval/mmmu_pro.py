@@ -77,22 +77,24 @@ def official_letter(response: str, options: Sequence[str]) -> str | None:
     """
     letters = ascii_uppercase[: len(options)]
     _, mark, tail = response.rpartition("Answer:")
-    named = [letter for letter in letters if mark and letter in tail]
-    if len(named) == 1:
-        return named[0]
+    if mark:
+        in_tail = [letter for letter in letters if letter in tail]
+        if len(in_tail) == 1:
+            return in_tail[0]
     for sign in ",.!?;:'":
         response = response.strip(sign)
     response = f" {response} "
+    # The official code looks for one form, and takes the position of another.
     for form, position in (("({})", "({})"), ("{} ", " {} "), ("{}.", " {} ")):
-        named = [letter for letter in letters if form.format(letter) in response]
-        if named:
-            return max(named, key=lambda letter: response.rfind(position.format(letter)))
-    lowered = response.lower()
-    texts = dict(zip(letters, map(str.lower, options), strict=True))
+        in_form = [letter for letter in letters if form.format(letter) in response]
+        if in_form:
+            return max(in_form, key=lambda letter: response.rfind(position.format(letter)))
     if len(response.split()) <= 5:
         return None
-    named = [letter for letter in letters if texts[letter] in lowered]
-    return max(named, key=lambda letter: lowered.rfind(texts[letter]), default=None)
+    lowered = response.lower()
+    texts = dict(zip(letters, map(str.lower, options), strict=True))
+    by_text = [letter for letter in letters if texts[letter] in lowered]
+    return max(by_text, key=lambda letter: lowered.rfind(texts[letter]), default=None)
 
 
 def check(row: Prediction) -> str | None:

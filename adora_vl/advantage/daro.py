@@ -23,7 +23,7 @@ every rank has the same weights.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -144,12 +144,10 @@ class Daro(Method):
     source = "arXiv 2510.09001"
 
     learning_rate: float = option(0.05, "Of the weights, which Adam updates once per generation.")
-    bin_loss: str = option(
+    bin_loss: Literal["magnitude", "surrogate"] = option(
         "magnitude",
         "A bin's loss: the magnitude of its terms, or surrogate, the absolute value of their "
         "signed sum.",
-        "magnitude",
-        "surrogate",
     )
     by_bin_tokens: bool = option(True, "Divide by the tokens of the bin instead of by all tokens.")
     drop_outside: bool = option(

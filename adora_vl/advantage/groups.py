@@ -51,11 +51,11 @@ class Schedule:
         """Return the value in a step, counted from 0."""
         if self.shape == "constant" or self.end is None:
             return self.start
-        first, last = self.steps
-        done = min(max((step - first) / (last - first), 0.0), 1.0)
+        first_step, last_step = self.steps
+        progress = min(max((step - first_step) / (last_step - first_step), 0.0), 1.0)
         if self.shape == "cosine":
-            done = (1 - math.cos(math.pi * done)) / 2
-        return self.start + (self.end - self.start) * done
+            progress = (1 - math.cos(math.pi * progress)) / 2
+        return self.start + (self.end - self.start) * progress
 
     @property
     def values(self) -> tuple[float, float]:

@@ -63,15 +63,16 @@ _SHOWN = 5
 
 
 def of_a_run(folder: Path) -> list[Path]:
-    """Return the entries of the folder whose names a run uses.
+    """Return the entries of the folder whose names a run uses: checkpoints first, in order.
 
     Anything else there is the user's, and stays.
     """
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
-    steps = sorted((path for path in entries if CHECKPOINT.fullmatch(path.name)), key=step_of)
-    patterns = (*_MODEL, *_RECORD, WRITTEN)
-    named = [path for pattern in patterns for path in entries if fnmatchcase(path.name, pattern)]
-    return list(dict.fromkeys([*steps, *named]))
+    checkpoints = [path for path in entries if CHECKPOINT.fullmatch(path.name)]
+    paths = sorted(checkpoints, key=step_of)
+    for pattern in (*_MODEL, *_RECORD, WRITTEN):
+        paths += [path for path in entries if fnmatchcase(path.name, pattern)]
+    return list(dict.fromkeys(paths))
 
 
 def model_of_a_run(folder: Path) -> list[Path]:
@@ -142,12 +143,16 @@ def _write_notes(output_dir: Path, **notes: Any) -> None:
 
 def _model_files(output_dir: Path) -> dict[str, tuple[int, ...]]:
     """Return the files of a final model, each with what changes when it is written."""
-    tops = [path for path in model_of_a_run(output_dir) if path.name != WRITTEN]
-    files = [path for top in tops for path in _below(top) if not path.is_symlink()]
-    states = {path.relative_to(output_dir).as_posix(): path.lstat() for path in files}
-    return {
-        name: (state.st_ino, state.st_mtime_ns, state.st_size) for name, state in states.items()
-    }
+    states: dict[str, tuple[int, ...]] = {}
+    for top in model_of_a_run(output_dir):
+        if top.name == WRITTEN:
+            continue
+        for path in _below(top):
+            if not path.is_symlink():
+                state = path.lstat()
+                name = path.relative_to(output_dir).as_posix()
+                states[name] = (state.st_ino, state.st_mtime_ns, state.st_size)
+    return states
 
 
 def _below(path: Path) -> Iterator[Path]:
@@ -218,22 +223,24 @@ def _is_record(path: Path, top: str, inside: str) -> bool:
 
     `inside` is its name in the folder `top`, empty for a file.
     """
-    # a part has the run's settings in its metadata; a diagram is named by its hash
     if top == "rollouts":
         if re.fullmatch(r"rollouts-\d+-\d+\.parquet", inside):
+            # a part has the run's settings in its metadata
             return b"adora_vl" in (pq.read_schema(path).metadata or {})
+        # a diagram is named by its hash
         return is_partial(path) or re.fullmatch(r"_images/[0-9a-f]{16}\.png", inside) is not None
-    if top == "completions":  # TRL's tables have these columns
-        named = re.fullmatch(r"completions_\d{5,}\.parquet", inside) is not None
-        return named and {"step", "prompt", "completion", "advantage"} <= set(
-            pq.read_schema(path).names
-        )
+    if top == "completions":
+        if not re.fullmatch(r"completions_\d{5,}\.parquet", inside):
+            return False
+        # TRL's tables have these columns
+        return {"step", "prompt", "completion", "advantage"} <= set(pq.read_schema(path).names)
     if inside:
         return False
-    if top == "metrics.jsonl":  # a crash may have cut off a last line after others
-        *lines, rest = path.read_bytes().split(b"\n")
-        ours = all(json.loads(line).keys() >= {"step", "kind", "time"} for line in lines)
-        return ours and (bool(lines) or not rest)
+    if top == "metrics.jsonl":
+        # a crash may have cut off a last line after others
+        *lines, cut_line = path.read_bytes().split(b"\n")
+        has_keys = all(json.loads(line).keys() >= {"step", "kind", "time"} for line in lines)
+        return has_keys and (bool(lines) or not cut_line)
     return is_manifest(path) if top == "manifest.json" else read_object(path).keys() == _STOPPED
 
 

@@ -211,19 +211,19 @@ def example_row(folder: Path, splits: Iterable[str]) -> Row | None:
 
     Its images are as they are stored, and no image of another row is read. Raises `UserError`.
     """
-    first: tuple[Path, int, int] | None = None
-    for path in (path for split in splits for path in _files_of(folder, split)):
-        with _parquet(path) as file:
-            has_column = "choices" in file.schema_arrow.names
-            for group in range(file.num_row_groups):
-                first = first or (path, group, 0)
-                choices: list[Any] = []
-                if has_column:
+    first: tuple[Path, int, int] | None = None  # file, row group, and index in it
+    for split in splits:
+        for path in _files_of(folder, split):
+            with _parquet(path) as file:
+                has_column = "choices" in file.schema_arrow.names
+                for group in range(file.num_row_groups):
+                    first = first or (path, group, 0)
+                    if not has_column:
+                        continue
                     table = file.read_row_group(group, columns=["choices"])
-                    choices = table["choices"].to_pylist()
-                if any(choices):
-                    index = next(number for number, texts in enumerate(choices) if texts)
-                    return _row_at(path, group, index)
+                    for index, choices in enumerate(table["choices"].to_pylist()):
+                        if choices:
+                            return _row_at(path, group, index)
     return None if first is None else _row_at(*first)
 
 

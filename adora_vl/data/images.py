@@ -179,36 +179,64 @@ def stored_bytes(encoded: bytes, image: Image.Image) -> bytes:
     orientation tag.
     """
     with open_picture(io.BytesIO(encoded)) as original:
-        if original.mode == "RGB" and original.format == "PNG" and original.size == image.size:
-            chunks = list(_chunks(encoded))
-            if not any(chunk[4:8] in (b"tRNS", b"eXIf") for chunk in chunks):
-                return encoded[:8] + b"".join(
-                    chunk for chunk in chunks if chunk[4:8] in _PLAIN_CHUNKS
-                )
+        plain = None
+        if original.mode == "RGB" and original.format == "PNG":
+            plain = _plain_png(encoded, original, image)
         elif original.mode == "RGB" and original.format in _JPEGS:
-            turn = original.getexif().get(ExifTags.Base.Orientation)
-            tags = Image.Exif()
-            if image.size == (original.size[::-1] if turn in _LYING else original.size):
-                tags[ExifTags.Base.Orientation] = turn
-                exif = tags.tobytes() if turn in _TURNS else b""
-                segment = b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif if exif else b""
-                return b"\xff\xd8" + segment + b"".join(_plain_segments(encoded)) + b"\xff\xd9"
+            plain = _plain_jpeg(encoded, original, image)
+        if plain is not None:
+            return plain
     # in a fifth of the time
     return png_bytes(_rgb(image), compress_level=1, compress_type=zlib.Z_RLE)
 
 
+def _plain_png(encoded: bytes, original: Image.Image, image: Image.Image) -> bytes | None:
+    """Return a PNG without what is not of its pixels; None where `image` has other pixels."""
+    if original.size != image.size:
+        return None
+    chunks = list(_chunks(encoded))
+    if any(chunk[4:8] in (b"tRNS", b"eXIf") for chunk in chunks):  # transparent, or turned
+        return None
+    signature = encoded[:8]
+    return signature + b"".join(chunk for chunk in chunks if chunk[4:8] in _PLAIN_CHUNKS)
+
+
+def _plain_jpeg(encoded: bytes, original: Image.Image, image: Image.Image) -> bytes | None:
+    """Return a JPEG without what is not of its pixels; None where `image` has another size.
+
+    The tag that says how it is turned stays.
+    """
+    orientation = original.getexif().get(ExifTags.Base.Orientation)
+    width, height = original.size
+    upright_size = (height, width) if orientation in _LYING else (width, height)
+    if image.size != upright_size:
+        return None
+    segment = b""
+    if orientation in _TURNS:
+        tags = Image.Exif()
+        tags[ExifTags.Base.Orientation] = orientation
+        exif = tags.tobytes()
+        segment = b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif
+    return b"\xff\xd8" + segment + b"".join(_plain_segments(encoded)) + b"\xff\xd9"
+
+
 def _plain_segments(encoded: bytes) -> Iterator[bytes]:
     """Yield the segments of a JPEG between its start and end markers, without a camera's data."""
-    at = 2
-    while (marker := _MARKER.search(encoded, at)) and marker[1] != b"\xd9":
-        end = marker.end() + int.from_bytes(encoded[marker.end() : marker.end() + 2], "big")
+    position = 2  # behind the start marker
+    while True:
+        marker = _MARKER.search(encoded, position)
+        if marker is None or marker[1] == b"\xd9":  # the end of the picture
+            return
+        length = int.from_bytes(encoded[marker.end() : marker.end() + 2], "big")
+        end = marker.end() + length
         kind = marker[1][0]
         if kind == 0xDA:  # a scan: its data follow, up to the next marker
-            scan = _MARKER.search(encoded, end)
-            end = scan.start() if scan else len(encoded)
-        if not (0xE0 <= kind <= 0xEF or kind == 0xFE) or kind in _PLAIN_SEGMENTS:
+            next_marker = _MARKER.search(encoded, end)
+            end = next_marker.start() if next_marker else len(encoded)
+        is_of_application = 0xE0 <= kind <= 0xEF or kind == 0xFE  # or a comment
+        if not is_of_application or kind in _PLAIN_SEGMENTS:
             yield encoded[marker.start() : end]
-        at = end
+        position = end
 
 
 _MARKER = re.compile(rb"\xff+([^\x00\xd0-\xd7\xff])", re.DOTALL)
@@ -512,20 +540,22 @@ def _scaled(image: Image.Image) -> Image.Image:
     """Return a grey picture of more than 8 bits, or of floats, in 8 bits.
 
     The file does not say what is white: it is the largest number of 8, 10, 12, 14 or 16 bits, or 1
-    for floats, that the picture comes near.
+    for floats, that the picture comes near. Raises `UnreadableImageError` where it comes near none.
     """
     values = np.asarray(image)
-    floats = image.mode == "F"
-    low = float(values.min())
-    high = float(values.max())
-    whites = (1, 255, 65535) if floats else (255, 1023, 4095, 16383, 65535)
-    white = next((white for white in whites if high <= white), 0)
-    if not (low >= 0 and white / 4 <= high <= white):
+    has_floats = image.mode == "F"
+    smallest = float(values.min())
+    largest = float(values.max())
+    whites = (1, 255, 65535) if has_floats else (255, 1023, 4095, 16383, 65535)
+    white = next((white for white in whites if largest <= white), 0)
+    if not (smallest >= 0 and white / 4 <= largest <= white):
         raise UnreadableImageError(
-            "image_range", f"of its values from {low:g} to {high:g} {_NO_WHITE}"
+            "image_range", f"of its values from {smallest:g} to {largest:g} {_NO_WHITE}"
         )
     scaled = values.astype(np.float32) * 255 / white
-    return Image.fromarray((np.rint(scaled) if floats else scaled).astype(np.uint8))
+    if has_floats:
+        scaled = np.rint(scaled)
+    return Image.fromarray(scaled.astype(np.uint8))
 
 
 _NO_WHITE = (

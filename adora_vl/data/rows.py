@@ -147,10 +147,11 @@ def _image_marks(chunk: pa.ListArray) -> Iterator[list[bool | None] | None]:
     """Yield for each row of a chunk of image lists one mark per image, or None for a null list."""
     lengths = pc.list_value_length(chunk).to_pylist()
     values = chunk.flatten()
-    present = values.is_valid()
+    is_present = values.is_valid()
     if pa.types.is_struct(values.type):
-        parts = [values.field(name).is_valid() for name in ("bytes", "path")]
-        present = pc.and_(present, pc.or_(*parts))
-    marks = iter([True if mark else None for mark in present.to_pylist()])
+        has_bytes = values.field("bytes").is_valid()
+        has_path = values.field("path").is_valid()
+        is_present = pc.and_(is_present, pc.or_(has_bytes, has_path))
+    marks = iter([True if mark else None for mark in is_present.to_pylist()])
     for length in lengths:
         yield None if length is None else [next(marks) for _ in range(length)]

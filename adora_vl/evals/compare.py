@@ -168,9 +168,10 @@ def between_problems(first: Sequence[ScoreFile], second: Sequence[ScoreFile]) ->
     common = common_problems([*first, *second])
     if not common:
         return None
-    before = [fmean(run.shares[pid] for run in first) for pid in common]
-    after = [fmean(run.shares[pid] for run in second) for pid in common]
-    return replace(_gain(before, after), over=amount(len(common), "problem"))
+    first_shares = [fmean(run.shares[pid] for run in first) for pid in common]
+    second_shares = [fmean(run.shares[pid] for run in second) for pid in common]
+    difference = _gain(first_shares, second_shares)
+    return replace(difference, over=amount(len(common), "problem"))
 
 
 def cautions(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> list[str]:
@@ -180,34 +181,31 @@ def cautions(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> list[str
     whose `resolved` are as used, and whose `versions` are of the software. `subject` names further
     fields that may differ, because the comparison is about them.
     """
-    lines = [line for run in runs for line in _partial(run)]
+    lines = []
+    for run in runs:
+        lines += _partial(run)
     without = [run.name for run in runs if not _part(run.score, "fields")]
+    with_fingerprint = [run for run in runs if run.name not in without]
     if without:
         unknown = "it is not known whether the prompt, the sampling and the data were the same"
         lines.append(f"warning: {', '.join(without)}: no fingerprint, so {unknown}")
-    with_fingerprint = [run for run in runs if run.name not in without]
-    free = (*_FREE, *subject)
+    may_differ = (*_FREE, *subject)
     if views_of(runs):
-        free = (*free, *_OF_A_VIEW)
-    fields = _differing(with_fingerprint, "fields", free)
+        may_differ = (*may_differ, *_OF_A_VIEW)
+    fields = _differing(with_fingerprint, "fields", may_differ)
     # `auto` and a limit that is not given are the model's own, which only the engine knows.
-    resolved = _differing(
-        [run for run in with_fingerprint if _part(run.score, "resolved")], "resolved", tuple(fields)
-    )
-    lines += [
-        f"warning: the runs differ in {key}: {values}"
-        for key, values in (fields | resolved).items()
-    ]
+    with_resolved = [run for run in with_fingerprint if _part(run.score, "resolved")]
+    resolved = _differing(with_resolved, "resolved", tuple(fields))
+    for key, values in (fields | resolved).items():
+        lines.append(f"warning: the runs differ in {key}: {values}")
     rules = {json.dumps(run.score.get("rules") or {}, sort_keys=True) for run in runs}
     if len(rules) > 1:
         lines.append(
             "warning: the runs were scored by different rules: " + " | ".join(sorted(rules))
         )
-    versions = _differing(with_fingerprint, "versions", ())
-    return lines + [
-        f"note: the runs differ in the version of {key}: {values}"
-        for key, values in versions.items()
-    ]
+    for key, values in _differing(with_fingerprint, "versions", ()).items():
+        lines.append(f"note: the runs differ in the version of {key}: {values}")
+    return lines
 
 
 def _partial(run: ScoreFile) -> list[str]:
@@ -224,14 +222,16 @@ def views_of(runs: Sequence[ScoreFile]) -> list[dict[str, ScoreFile]]:
     """
     runs_by_setting: dict[str, dict[str, ScoreFile]] = {}
     for run in runs:
-        if fields := _part(run.score, "fields"):
-            same = json.dumps({**fields, **dict.fromkeys(_OF_A_VIEW)}, sort_keys=True)
-            runs_by_setting.setdefault(same, {}).setdefault(fields.get("view", "image"), run)
-    return [
-        {view: run_of_view[view] for view in VIEWS if view in run_of_view}
-        for run_of_view in runs_by_setting.values()
-        if len(run_of_view) > 1
-    ]
+        fields = _part(run.score, "fields")
+        if fields:
+            without_view = {**fields, **dict.fromkeys(_OF_A_VIEW)}
+            run_of_view = runs_by_setting.setdefault(json.dumps(without_view, sort_keys=True), {})
+            run_of_view.setdefault(fields.get("view", "image"), run)
+    groups = []
+    for run_of_view in runs_by_setting.values():
+        if len(run_of_view) > 1:
+            groups.append({view: run_of_view[view] for view in VIEWS if view in run_of_view})
+    return groups
 
 
 _OF_A_VIEW = ("view", "left_out", "seed")
@@ -246,23 +246,30 @@ def sees_or_reasons(run_of_view: Mapping[str, ScoreFile]) -> list[str]:
     common = common_problems(list(run_of_view.values()))
     if not common:
         return []
-    right = {view: [run.shares[pid] for pid in common] for view, run in run_of_view.items()}
-    means = {view: mean_with_interval(values) for view, values in right.items()}
+    # The share of right answers to each problem, by view.
+    shares = {view: [run.shares[pid] for pid in common] for view, run in run_of_view.items()}
     lines = ["", f"what it was shown, {amount(len(common), 'common problem')}:"]
-    for view, mean in means.items():
-        lines.append(f"  {view:<6} {percent(mean['value'], mean['interval_95'])}  {VIEWS[view]}")
-    if {"text", "image"} <= right.keys():
-        from_words = [t * i for t, i in zip(right["text"], right["image"], strict=True)]
+    for view, values in shares.items():
+        figure = mean_with_interval(values)
+        accuracy = percent(figure["value"], figure["interval_95"])
+        lines.append(f"  {view:<6} {accuracy}  {VIEWS[view]}")
+    if {"text", "image"} <= shares.keys():
+        in_both = [
+            text * image for text, image in zip(shares["text"], shares["image"], strict=True)
+        ]
         lines.append(
-            f"of what it solves from words, it solves {_share(from_words, right['text'])} from "
-            "the picture"
+            f"of what it solves from words, it solves {_share(in_both, shares['text'])} from the "
+            "picture"
         )
-    if {"text", "both"} <= right.keys():
-        lines.append(f"the picture adds {_gain(right['text'], right['both']).points} to the words")
-    if {"image", "blank"} <= right.keys():
-        remains = _share(right["blank"], right["image"])
-        lines.append(f"without looking {remains} of the accuracy with the picture remains")
-    return [*lines, _verdict(right)] if {"text", "image", "blank"} <= right.keys() else lines
+    if {"text", "both"} <= shares.keys():
+        gain = _gain(shares["text"], shares["both"]).points
+        lines.append(f"the picture adds {gain} to the words")
+    if {"image", "blank"} <= shares.keys():
+        blank_share = _share(shares["blank"], shares["image"])
+        lines.append(f"without looking {blank_share} of the accuracy with the picture remains")
+    if {"text", "image", "blank"} <= shares.keys():
+        lines.append(_verdict(shares))
+    return lines
 
 
 _OF_TOOLS = ("tools", "max_tool_calling_iterations", "tool_options", "tool_files")
@@ -437,31 +444,34 @@ def comparison(runs: Sequence[ScoreFile], by: Sequence[str], *, published: bool)
     Raises `UserError` if the runs are of different benchmarks.
     """
     check_one_benchmark(runs)
-    benchmark = runs[0].score["benchmark"]
     quoted = _published(runs) if published else None
-    rows = quoted.rows if quoted else {}
-    width = max(map(len, [*(run.name for run in runs), *(f"{name} (quoted)" for name in rows)]))
+    quoted_rows = quoted.rows if quoted else {}
+    row_names = [run.name for run in runs] + [f"{name} (quoted)" for name in quoted_rows]
+    width = max(map(len, row_names))
     columns = list(dict.fromkeys(name for run in runs for name in run.cells))
     lines = [
         f"{name_of_data(runs[0].score)}: accuracy in %, [95 % interval], problems",
         _line("", width, columns),
     ]
-    lines += [
-        _line(run.name, width, [_cell(run.cells.get(name)) for name in columns]) for run in runs
-    ]
-    for name, figures in rows.items():
+    for run in runs:
+        lines.append(_line(run.name, width, [_cell(run.cells.get(name)) for name in columns]))
+    for name, figures in quoted_rows.items():
         cells = [f"{figures[column]:5.1f}" if column in figures else "-" for column in columns]
         lines.append(_line(f"{name} (quoted)", width, cells))
-    lines += [f"quoted: {quoted.source}; not measured here"] if quoted else []
+    if quoted:
+        lines.append(f"quoted: {quoted.source}; not measured here")
     view_groups = views_of(runs)
     # MathVerse has its versions of each problem beside our views.
-    if not by and view_groups and benchmark == "mathverse":
+    if not by and view_groups and runs[0].score["benchmark"] == "mathverse":
         by = ["version"]
     for key in by:
         lines += ["", *_by_group(runs, key, width)]
     if len(runs) > 1:
-        lines += ["", *(line for run in runs[1:] for line in _test(runs[0], run))]
-        lines += [line for views in view_groups for line in sees_or_reasons(views)]
+        lines.append("")
+        for run in runs[1:]:
+            lines += _test(runs[0], run)
+        for views in view_groups:
+            lines += sees_or_reasons(views)
     return lines + _notes(runs, quoted)
 
 

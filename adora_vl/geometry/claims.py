@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise, product
 from typing import Literal
 
 from adora_vl.geometry.forms import Form, Term
@@ -21,6 +21,7 @@ from adora_vl.geometry.quantities import (
     Constant,
     Distance,
     Equal,
+    LineDistance,
     Parallel,
     Perpendicular,
     Quantity,
@@ -31,7 +32,7 @@ from adora_vl.geometry.quantities import (
     plus,
     points_in,
 )
-from adora_vl.geometry.shapes import UnreadError, sides_of
+from adora_vl.geometry.shapes import Circle, UnreadError, sides_of
 from adora_vl.geometry.sides import NoSideError, Side, SideReader, equation, number_of_quantity
 from adora_vl.geometry.signs import signs_of
 from adora_vl.geometry.stance import is_stood_by
@@ -44,7 +45,8 @@ _CONTINUES = {"+", "-", "*", "/", "^", "±", "?", "_", "|", "<", "≠", "~", "\\
 _JOINS = {"sin", "cos", "tan", "sqrt", "frac", "arc", "angle", "angles", "pi", "times", "half"}
 _IS = re.compile(
     r"(?:which |that |it |also |must |will |then |thus |therefore |now |just |simply |and )*"
-    r"(?:is|are|be|equals?|measures?|becomes|measuring|(?:has|have|had|with|having) (?:an? )?"
+    r"(?:is (?:already |also )?(?:known|given|found|said) (?:to be|as)"
+    r"|is|are|be|equals?|measures?|becomes|measuring|(?:has|have|had|with|having) (?:an? )?"
     r"(?:equal |total )?(?:length|measure|value|area|perimeter|radius|diameter)(?: of)?"
     r"|comes (?:out )?to|works out to|turns out to be|evaluates to|simplifies to)"
     r"(?: (?:a |an )?(?:length|measure|value)(?: of)?)?"
@@ -59,6 +61,8 @@ _COMPARES = {
     *("or", "times", "bigger", "higher", "lower", "parts", "equal", "sides", "angles", "right"),
     *("congruent", "similar", "different", "points", "triangles", "pairs", "choices"),
 }
+_PLACES = {"opposite", "adjacent", "intercepts", "intercepted", "subtends", "subtended", "between"}
+_BRACKETS = {"(": 1, "{": 1, ")": -1, "}": -1}
 _EQUALS = ("=", "≈", "≅")
 
 
@@ -164,6 +168,8 @@ class _ClaimReader:
             return self.sides.is_ratio(number - 1)
         if before.text == "," and before.end == sign.start and sign.kind == "number":
             return self.sides.at(number - 2).kind == "number"
+        if self._is_position(number) or self._is_spelt_out(number):
+            return True
         is_near = not sign.is_apart
         if is_near and before.kind in ("number", "points"):
             return True
@@ -173,15 +179,27 @@ class _ClaimReader:
             return sign.kind in ("number", "points", "word")
         return False
 
+    def _is_spelt_out(self, number: int) -> bool:
+        """Whether a letter goes on with points that are spelt with spaces between: `Q L M`."""
+        before = self.signs[number - 1]
+        sign = self.signs[number]
+        return before.kind == sign.kind == "points" and len(before.text) == len(sign.text) == 1
+
+    def _is_position(self, number: int) -> bool:
+        """Whether what stands here only says where something lies: "the side opposite angle A"."""
+        before = [self.sides.word(number - step) for step in range(1, 8)]
+        if before[0] == "to" and "distance" in before:
+            return True  # "the distance from O to AB"
+        for word in before[:3]:
+            if word in _PLACES:
+                return True
+            if word not in ("the", "to", "angle", "side", "of", "arc"):
+                return False
+        return False
+
     def _is_alternative(self, number: int, behind: int) -> bool:
         """Whether `or` stands before or behind: one of several values is no claim."""
-        before = self.sides.word(number - 1)
-        if self.sides.at(number - 1).text == ",":
-            before = self.sides.word(number - 2)
-        ahead = self.sides.word(behind)
-        if self.sides.at(behind).text == ",":
-            ahead = self.sides.word(behind + 1)
-        return before == "or" or ahead == "or"
+        return self.sides.word(number - 1) == "or" or self.sides.word(behind) == "or"
 
     # Chains
 
@@ -225,7 +243,7 @@ class _ClaimReader:
                 left = head
                 place = head_place
             claims.append(self._equation(place, following_end, left, following))
-            if not following.is_number:
+            if head is None and not following.is_number:
                 head = following
                 head_place = relation_end
             last = following
@@ -241,6 +259,8 @@ class _ClaimReader:
         if word in _COMPARES and side.is_number:
             raise NoSideError(f"{word} stands behind it")
         is_worded = self.signs[relation].text not in _EQUALS
+        if self.sides.word(relation) == "are" and side.is_number:
+            raise NoSideError("it says something of several things")
         if is_worded and word and side.is_number and self._is_noun_of_several(word):
             raise NoSideError(f"{word} stands behind it")
         if self.sides.at(behind).text in ("±", "∥", "⊥", "<"):
@@ -249,7 +269,7 @@ class _ClaimReader:
 
     def _is_noun_of_several(self, word: str) -> bool:
         """Whether a number before this word counts things: "the ratio is 3 to 4"."""
-        return word in ("to", "and", "out", "of", "by")
+        return word in ("to", "out", "of", "by")
 
     def _is_equal(self, number: int) -> int | None:
         """The place behind `=`, `is`, `measures` and the like; None where none stands here."""
@@ -262,6 +282,8 @@ class _ClaimReader:
             return None
         if self.sides.at(place).text == "," and self.sides.word(place + 1) == "which":
             place += 1
+        if self.sides.word(place) == "in" and self.sides.word(place + 1) in ("the", "this"):
+            place += 3  # "x in the figure is 5"
         words: list[str] = []
         while self.sides.at(place + len(words)).kind == "word" and len(words) < 9:
             words.append(self.sides.word(place + len(words)))
@@ -276,13 +298,16 @@ class _ClaimReader:
 
     def _next_equal(self, number: int) -> int | None:
         """The next `=` of the same clause, behind a side that was not read."""
+        depth = 0
         for place in range(number, min(number + 60, len(self.signs))):
             sign = self.signs[place]
+            depth += _BRACKETS.get(sign.text, 0)
             if sign.text in ("=", "≈"):
                 return place
             if sign.kind == "line" or sign.text in (".", ",", ";", "?", ":", "<", "≠"):
                 return None
-            if sign.kind == "word" and len(sign.text) > 1 and sign.text not in _JOINS:
+            is_plain_word = sign.kind == "word" and len(sign.text) > 1
+            if is_plain_word and sign.text not in _JOINS and depth < 1:
                 return None
         return None
 
@@ -404,7 +429,7 @@ _NOUNS = {
 }
 _ADVERBS = {
     *("also", "both", "therefore", "thus", "then", "a", "an", "the", "all", "each", "always", "so"),
-    *("must", "be", "now", "indeed", "hence", "exactly", "clearly"),
+    *("must", "be", "now", "indeed", "hence", "exactly", "clearly", "respectively"),
 }
 _POSITIONS = {
     *("vertical", "corresponding", "alternate", "interior", "exterior", "opposite", "adjacent"),
@@ -560,9 +585,11 @@ class _RelationReader:
             return self._with_object(subjects, self._behind_to(number + 1), word.capitalize())
         if head == "Triangle" and word in ("isosceles", "equilateral", "right", "equiangular"):
             behind = number + 1 if following not in ("triangle", "triangles") else number + 2
-            if self.sides.at(number + 1).text == "-":
+            is_other_noun = self.sides.word(behind) in ("trapezoid", "angle", "angles")
+            if self.sides.at(number + 1).text == "-" or is_other_noun or len(subjects) > 3:
                 return None
-            return tuple(self._triangle(subjects, word)), behind
+            ways = [tuple(self._triangle(subject, word)) for subject in subjects]
+            return tuple(tuple(chain(*choice)) for choice in product(*ways)), behind
         if head == "Point" and word == "midpoint" and following == "of":
             line = self._object(self._past_the(number + 2))
             if line is None or line[0].head != "Line":
@@ -582,7 +609,7 @@ class _RelationReader:
             return self._with_object(subjects, self._behind_to(number + 1), word.capitalize())
         if word in ("bisector", "angle"):
             return self._bisector(subjects[0], number if word == "bisector" else number + 1)
-        if word in ("diameter", "radius", "tangent", "diameters", "radii"):
+        if word in ("diameter", "radius", "tangent", "tangents", "diameters", "radii"):
             return self._round(subjects, word, number + 1)
         if word in ("equal", "congruent") and len(subjects) > 1:
             return (self._all_same(subjects),), self._behind_equal(number)
@@ -634,9 +661,9 @@ class _RelationReader:
                 number += 1
         return self._noun(head, number)
 
-    def _triangle(self, subjects: list[Term], word: str) -> Iterator[tuple[Relation, ...]]:
+    def _triangle(self, subject: Term, word: str) -> Iterator[tuple[Relation, ...]]:
         """The ways in which a triangle can be isosceles, equilateral or right."""
-        names = subjects[0].names
+        names = subject.names
         lengths = [self.reading.measures.distance(*side) for side in sides_of(names)]
         if word in ("equilateral", "equiangular"):
             yield (
@@ -686,21 +713,29 @@ class _RelationReader:
             number = place
         if len(circles) != 1:
             return None
-        circle = circles[0]
+        ways = [self._round_line(line, word, circles[0]) for line in subjects]
+        if any(not way for way in ways):
+            return None
+        return (tuple(chain(*ways)),), number
+
+    def _round_line(self, line: Term, word: str, circle: Circle) -> tuple[Relation, ...]:
+        """A segment is a radius, a diameter or a tangent of a circle; nothing where unclear."""
         target = Term(head="Circle", arguments=(Term(circle.centre),))
-        relations: list[Relation] = []
-        for line in subjects:
-            ends = set(line.names)
-            on_circle = ends & set(circle.points)
-            if word in ("radius", "radii") and (circle.centre not in ends or not on_circle):
-                return None
-            if word.startswith("diameter") and len(on_circle) != 2:
-                return None
-            if word == "tangent" and len(on_circle) != 1:
-                return None
-            fact = {"radi": "IsRadiusOf", "diam": "IsDiameterOf", "tang": "Tangent"}[word[:4]]
-            relations += self._relations(fact, line, target)
-        return (tuple(relations),), number
+        start, end = line.names
+        on_circle = [name for name in (start, end) if name in circle.points]
+        if word.startswith("radi"):
+            if circle.centre not in (start, end) and len(on_circle) == 2:
+                # A chord is none: neither end is the centre.
+                distance = self.reading.measures.distance(start, circle.centre)
+                return (Equal(left=distance, right=Constant(0.0), unit="length"),)
+            return self._relations("IsRadiusOf", line, target) if on_circle else ()
+        if word.startswith("diam"):
+            return self._relations("IsDiameterOf", line, target) if len(on_circle) == 2 else ()
+        if len(on_circle) == 2:
+            reach = LineDistance(point=circle.centre, start=start, end=end)
+            radius = self.reading.measures.radius(circle)
+            return (Equal(left=reach, right=radius, unit="length"),)
+        return self._relations("Tangent", line, target) if on_circle else ()
 
     def _angles(self, subjects: list[Term], number: int) -> tuple[Ways, int] | None:
         """Angles are right, equal, supplementary or complementary."""

@@ -185,7 +185,7 @@ class SideReader:
                     if sign.is_apart:
                         return quantity, place
                     raise
-                if sign.is_apart and self._is_relation_sign(behind):
+                if sign.is_apart and not sign.is_math and self._is_relation_sign(behind):
                     return quantity, place  # a new equation begins here: `AB = 5 CD = 3`
                 quantity = times(quantity, factor)
                 place = behind
@@ -240,17 +240,18 @@ class SideReader:
             sign = self.at(number)
             if sign.text == "°":
                 number += 1
-            elif self.word(number) in _UNITS and not self._is_letter_here(number):
+            elif self.word(number) in _UNITS and not self._is_no_unit(number):
                 number += 1
                 if self.at(number).text == "^" and self.at(number + 1).kind == "number":
                     number += 2
             else:
                 return number
 
-    def _is_letter_here(self, number: int) -> bool:
-        """Whether a unit's letter is a letter of the problem here: `5m` with an unknown m."""
+    def _is_no_unit(self, number: int) -> bool:
+        """Whether a unit's word is none here: a letter of the problem, or "in the figure"."""
         sign = self.at(number)
-        return sign.text in self.unknowns and len(sign.text) == 1
+        is_letter = sign.text in self.unknowns and len(sign.text) == 1
+        return is_letter or (sign.text == "in" and self.word(number + 1) in ("the", "this", "a"))
 
     def group(self, number: int) -> tuple[Quantity, int]:
         """What stands in brackets, or one atom, as behind a root."""
@@ -342,28 +343,33 @@ class SideReader:
         if word in ("minor", "major") and self.word(number + 1) == "arc":
             quantity, place = self._arc(number + 2)
             return (minus(Constant(360.0), quantity) if word == "major" else quantity), place
+        if word in ("sqrt", "frac", "pi") or word in _INVERSES:
+            return self._function(number)
         if word in ("area", "perimeter"):
             return self._extent(number)
         if word in _KINDS and self.at(number + 1).kind == "points":
             return self._length(number + 1)
         if word in ("radius", "diameter"):
             return self._of_circle(number)
-        if word == "sqrt":
-            return self._root(number + 1)
-        if word == "frac":
-            numerator, place = self.group(number + 1)
-            denominator, place = self.group(place)
-            return over(numerator, denominator), place
-        if word in _INVERSES:
-            return self._trigonometric(number)
-        if word == "pi":
-            return Constant(math.pi), number + 1
         if re.fullmatch("[a-z]", sign.text):
             return self._letter(number)
         if self._is_product_of_letters(number):
             letters = [Unknown(letter) for letter in sign.text]
             return times(*letters), number + 1
         raise NoSideError(f"{sign.text} is no side")
+
+    def _function(self, number: int) -> tuple[Quantity, int]:
+        """A root, a fraction, a sine or the like, or pi."""
+        word = self.word(number)
+        if word == "pi":
+            return Constant(math.pi), number + 1
+        if word == "sqrt":
+            return self._root(number + 1)
+        if word == "frac":
+            numerator, place = self.group(number + 1)
+            denominator, place = self.group(place)
+            return over(numerator, denominator), place
+        return self._trigonometric(number)
 
     def _is_product_of_letters(self, number: int) -> bool:
         """Whether a word is letters of the problem side by side: `2ab`, `$xy$`."""
@@ -402,10 +408,15 @@ class SideReader:
         if len(names) not in (1, 3):
             raise NoSideError(f"{''.join(names)} is no angle")
         term = Term(head="Angle", arguments=tuple(Term(name) for name in names))
-        return self.reading.measures.corner(*self.reading.drawing.angle(term)), place
+        corners = self.reading.drawing.angle(term)
+        if len(names) == 1 and self.reading.drawing.are_on_one_row(corners):
+            raise NoSideError(f"{names[0]} is no corner")
+        return self.reading.measures.corner(*corners), place
 
     def _arc(self, number: int) -> tuple[Quantity, int]:
         names, place = self.names_at(number)
+        if not any(set(names) <= set(circle.points) for circle in self.reading.drawing.circles):
+            raise NoSideError(f"{''.join(names)} is no arc")
         term = Term(head="Arc", arguments=tuple(Term(name) for name in names))
         return self.reading.measures.arc(term), place
 
@@ -422,7 +433,7 @@ class SideReader:
 
     def _of_circle(self, number: int) -> tuple[Quantity, int]:
         """The radius or diameter of the only circle, or of the one that is named."""
-        place = self._past(number + 1, {"of", "the"})
+        place = self._past(number + 1, {"of", "the", "this", "that"})
         circles = self.reading.drawing.circles
         if self.word(place) == "circle":
             place += 1

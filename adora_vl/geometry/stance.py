@@ -32,6 +32,7 @@ _ENDS_CLAUSE = {
     *("which", "giving", "gives", "then", "where"),
 }
 _ENDS_SUPPOSITION = {"but", "however", "actually", "instead"}
+_FACTS = {"fact", "information", "given", "know", "known", "property"}
 _DOES = {"we", "i", "can", "you", "and"}
 
 
@@ -72,6 +73,8 @@ class _Sentence:
                 clause_start = number
             if word in _ENDS_SUPPOSITION:
                 self.is_supposed = False
+            if word == "that" and number and self.words[number - 1] in _FACTS:
+                is_blocked = False  # "we need to use the fact that"
             if self._supposes(number):
                 self.is_supposed = True
             if word in _HEDGES or word in _DENIES or self._aims(number):

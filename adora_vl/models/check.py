@@ -69,7 +69,7 @@ def check_family(model: ModelConfig, run: "GRPOConfig", config: PretrainedConfig
             f"{name}: model_type {kind} is not among the families that can share a prompt "
             f"({KNOWN}): every rollout computes its prompt again, everything else works"
         ]
-    if not any(run.own(part) for part in NEEDS_FAMILY) and not run.adora_freeze:
+    if not any(run.uses(part) for part in NEEDS_FAMILY) and not run.adora_freeze:
         return [
             f"{name}: model_type {kind} is not among the known families; its images go the way of "
             "stock TRL"
@@ -241,7 +241,7 @@ def choose_layers(peft_config: Any, keys: ModelConfig, config: PretrainedConfig)
         )
     layers = layers_pattern(names)
     peft_config.target_modules = layers
-    keys.lora_target_modules = layers  # type: ignore[assignment]  # PEFT takes a pattern too
+    keys.lora_target_modules = layers  # PEFT takes a pattern too
     return [
         f"lora_target_modules: none named, so every linear layer of the language model: "
         f"{', '.join(names)}; vision tower and projector are frozen"

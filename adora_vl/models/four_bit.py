@@ -62,9 +62,7 @@ def check_four_bit(
         return False
     key = "load_in_4bit: true" if model.load_in_4bit else "model_name_or_path: a base in 4 bits"
     if peft_config is None:
-        raise UserError(
-            f"{key} trains an adapter alone; set use_peft: true"
-        )
+        raise UserError(f"{key} trains an adapter alone; set use_peft: true")
     tuned = {
         name: getattr(peft_config, name, None)
         for name in ("use_dora", "modules_to_save", "target_parameters")

@@ -547,7 +547,7 @@ class PolicyPass:
             )
 
         result: Result | None = None
-        if self._config.own("share_prompt") and not compute_aux_loss and not self.packed.refused:
+        if self._config.uses("share_prompt") and not compute_aux_loss and not self.packed.refused:
             result = self.packed(
                 model=model,
                 input_ids=input_ids,

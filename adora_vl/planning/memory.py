@@ -169,18 +169,21 @@ def checkpoint_bytes(
     """Return the size of one `checkpoint-N` folder of all ranks.
 
     It has weights (with LoRA the adapter alone), optimizer, and with `reference` a reference model
-    that moves (`sync_ref_model`).
+    that moves (`sync_ref_model`). DeepSpeed writes, beside the model for `from_pretrained`, its own
+    float32 master weights, the moments and, for ZeRO-2 and below, the module's weights once more.
     """
-    moved = shape.total * shape.weight_bytes if reference else 0
+    saved_parameters = shape.trained if shape.adapters else shape.total
+    reference_bytes = shape.total * shape.weight_bytes if reference else 0
     if sharding.stage is None:
         byte = FLOAT if shape.adapters else shape.weight_bytes
-        model = shape.trained * byte if shape.adapters else shape.total * byte
-        return model + _ADAM * shape.trained * byte + moved + _SMALL
+        model = saved_parameters * byte
+        return model + _ADAM * shape.trained * byte + reference_bytes + _SMALL
     byte = 2 if mixed else shape.weight_bytes
-    model = (shape.trained if shape.adapters else shape.total) * byte
+    model = saved_parameters * byte
     optimizer = shape.trained * (_ADAM + 1) * FLOAT
+    # Under ZeRO-3 the module's file has only the weights that are not trained.
     module = shape.total * byte if sharding.stage < 3 else (shape.total - shape.trained) * byte
-    return model + optimizer + module + moved + _SMALL
+    return model + optimizer + module + reference_bytes + _SMALL
 
 
 def checkpoint_of(config: AdoraGRPOConfig, shape: ModelShape, sharding: Sharding) -> int:
@@ -455,15 +458,18 @@ def _engine_parts(
     return awake, {"engine asleep": ASLEEP} if setup.engine.sleep else awake
 
 
-def _with_overhead(parts: dict[str, int], setup: Setup) -> dict[str, int]:
-    if not setup.accelerator:
-        return {name: size for name, size in parts.items() if size}
-    lost = int(FRAGMENTS * sum(size for name, size in parts.items() if name not in _ENGINE))
-    return {
-        name: size
-        for name, size in {**parts, "CUDA context": CONTEXT, "fragmentation": lost}.items()
-        if size
-    }
+def _with_overhead(sizes: dict[str, int], setup: Setup) -> dict[str, int]:
+    """Return the parts of a phase that take memory, with what a GPU takes on top.
+
+    A part of what torch allocates is lost in gaps between its blocks; the engine has a pool of its
+    own.
+    """
+    sizes = dict(sizes)
+    if setup.accelerator:
+        allocated = sum(size for name, size in sizes.items() if name not in _ENGINE)
+        sizes["CUDA context"] = CONTEXT
+        sizes["fragmentation"] = int(FRAGMENTS * allocated)
+    return {name: size for name, size in sizes.items() if size}
 
 
 def fits(setup: Setup, card: int) -> bool:

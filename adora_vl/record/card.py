@@ -171,12 +171,16 @@ def _data(data: Mapping[str, Any]) -> str:
     if "folder" in data:
         name = data_name(data) if data.get("sets") else _without_path(data["folder"])
         rows.append(("dataset", name))
-    rows += [(key, value) for key, value in data.items() if key not in ("folder", "sets")]
+    for key, value in data.items():
+        if key not in ("folder", "sets"):
+            rows.append((key, value))
     for source in data.get("sets") or ():
-        facts = [f"share {source['share']:g}"] if "share" in source else []
-        facts += [
-            _without_path(source[key]) for key in ("source", "input", "revision") if source.get(key)
-        ]
+        facts = []
+        if "share" in source:
+            facts.append(f"share {source['share']:g}")
+        for key in ("source", "input", "revision"):
+            if source.get(key):
+                facts.append(_without_path(source[key]))
         rows.append((Path(source["folder"]).name, ", ".join(facts)))
     return _table([(key, _without_path(value)) for key, value in rows])
 

@@ -412,7 +412,7 @@ def facts_of_run(manifest: Manifest) -> dict[str, str]:
     facts: dict[str, object] = {
         "recipe": recipe_of(config),
         "model": short_name(str(manifest["model"]["name"])),
-        "data": f"{data_name(data)}, {rows} ({data['fingerprint']})",
+        "data": f"{data_name(data)}, {rows}",
         "batches": manifest["batches"],
         "learning rate": config.get("learning_rate"),
         "seed": config.get("seed"),

@@ -644,12 +644,13 @@ class ToolUse(NamedTuple):
         def column(values: Iterable[float]) -> Tensor:
             return torch.tensor([*values], dtype=torch.float32)
 
+        calls_of_rollouts = [rollout.calls for rollout in rollouts]
         return cls(
-            calls_N=column(len(rollout.calls) for rollout in rollouts),
+            calls_N=column(len(calls) for calls in calls_of_rollouts),
             failed_calls_N=column(
-                sum(call.failed for call in rollout.calls) for rollout in rollouts
+                sum(call.failed for call in calls) for calls in calls_of_rollouts
             ),
-            seconds_N=column(sum(call.seconds for call in rollout.calls) for rollout in rollouts),
+            seconds_N=column(sum(call.seconds for call in calls) for calls in calls_of_rollouts),
             unanswered_N=column(rollout.finish_reason.is_unanswered for rollout in rollouts),
         )
 

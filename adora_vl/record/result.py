@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from math import hypot, isfinite
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeGuard
 
 import pyarrow as pa
 
@@ -62,28 +62,29 @@ def training_change(folder: Path, log: Log, key: str) -> Difference | None:
     lines = [line for line in log if kind_of(line) != "eval" and _is_number(line.get(key))]
     if len(lines) < 2:
         return None
-    size = max(1, len(lines) // 5)
-    ends = (lines[:size], lines[-size:])
-    first = [float(line[key]) for line in ends[0]]
-    second = [float(line[key]) for line in ends[1]]
-    grouped = _groups_at_the_ends(folder, first=ends[0], last=ends[1], key=key)
-    unit = "group" if grouped else "logged step"
-    samples = grouped or (first, second)
-    difference = Difference(fmean(first), fmean(second), over="no interval")
-    if min(map(len, samples)) < 2:
-        return difference
-    low, high = welch(*samples)
+    fifth = max(1, len(lines) // 5)
+    first_lines = lines[:fifth]
+    last_lines = lines[-fifth:]
+    first_values = [float(line[key]) for line in first_lines]
+    last_values = [float(line[key]) for line in last_lines]
+    change = Difference(fmean(first_values), fmean(last_values), over="no interval")
+    groups = _groups_at_the_ends(folder, first=first_lines, last=last_lines, key=key)
+    first_sample, last_sample = groups or (first_values, last_values)
+    if min(len(first_sample), len(last_sample)) < 2:
+        return change
+    low, high = welch(first_sample, last_sample)
     half = (high - low) / 2
+    unit = "group" if groups else "logged step"
     return Difference(
-        first=difference.first,
-        second=difference.second,
-        low=difference.value - half,
-        high=difference.value + half,
-        over=f"{len(samples[0])} and {amount(len(samples[1]), unit)}",
+        first=change.first,
+        second=change.second,
+        low=change.value - half,
+        high=change.value + half,
+        over=f"{len(first_sample)} and {amount(len(last_sample), unit)}",
     )
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and isfinite(value)
 
 
@@ -166,11 +167,18 @@ def _between(first: Mapping[str, Any], last: Mapping[str, Any], key: str) -> Dif
     the log does not say which of them were right (Newcombe 1998, method 10).
     """
     change = Difference(first[key], last[key], over="no interval")
-    ends = [line.get(f"{key}_{end}") for line in (first, last) for end in ("low", "high")]
-    if not all(_is_number(end) for end in ends) or first is last:
+    bounds: list[float] = []
+    for line in (first, last):
+        for name in (f"{key}_low", f"{key}_high"):
+            bound = line.get(name)
+            if not _is_number(bound):
+                return change
+            bounds.append(bound)
+    if first is last:
         return change
-    below = hypot(change.second - last[f"{key}_low"], first[f"{key}_high"] - change.first)
-    above = hypot(last[f"{key}_high"] - change.second, change.first - first[f"{key}_low"])
+    first_low, first_high, last_low, last_high = bounds
+    below = hypot(change.second - last_low, first_high - change.first)
+    above = hypot(last_high - change.second, change.first - first_low)
     return Difference(
         first=change.first,
         second=change.second,

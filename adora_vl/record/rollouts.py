@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from adora_vl.advantage.groups import Groups
 from adora_vl.rollout.rollouts import Rollout
@@ -46,12 +47,11 @@ def parts(folder: Path) -> list[Part]:
     """
     candidates = [_part(path) for path in folder.glob("*")]
     all_parts = [part for part in candidates if part is not None]
-    merged = {
-        inner
-        for outer in all_parts
-        for inner in all_parts
-        if outer != inner and outer.first <= inner.first and inner.last <= outer.last
-    }
+    merged = set()
+    for outer in all_parts:
+        for inner in all_parts:
+            if outer != inner and outer.first <= inner.first and inner.last <= outer.last:
+                merged.add(inner)
     return sorted(set(all_parts) - merged, key=lambda part: part.first)
 
 
@@ -148,6 +148,21 @@ def read_part(part: Part, columns: list[str] | None = None) -> pa.Table:
 
 # pixels; a diagram is legible at this size, and a data set of 100,000 stays at about a GB
 _SIDE = 512
+# The note in a stored diagram that says how large it was
+_SIZE = "original size"
+
+
+def picture_size(path: Path) -> tuple[int, int] | None:
+    """Width and height that a stored diagram had before it was made smaller; None if damaged."""
+    try:
+        with Image.open(path) as image:
+            note = image.info.get(_SIZE)
+            if note is None:  # stored before the note was written, or not by this module
+                return image.size
+            width, height = note.split()
+            return int(width), int(height)
+    except (OSError, ValueError, Image.DecompressionBombError):
+        return None
 
 
 class Diagrams:
@@ -191,8 +206,10 @@ class Diagrams:
             small = image.convert("RGB")
             small.thumbnail((_SIDE, _SIDE))
             before = self._used()
+            notes = PngInfo()
+            notes.add_text(_SIZE, f"{image.width} {image.height}")
             with replacing(path, durable=False) as stream:
-                small.save(stream, "PNG")
+                small.save(stream, "PNG", pnginfo=notes)
             self._bytes = before + path.stat().st_size
         return path.name
 

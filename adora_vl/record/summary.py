@@ -139,7 +139,7 @@ def summary_lines(
         )
     lines += ["", f"Model         {model}  ({adapter_note}README.md: how to load it)"]
     lines.append(f"Metrics       {folder / METRICS}")
-    if config.adora_record_every:
+    if config.adora_record_gb:
         lines.append(f"Rollouts      {folder / ROLLOUTS}  (Parquet)")
     evaluate = None
     # The evaluators know the tools of the key, and no environment.

@@ -153,17 +153,12 @@ def in_one_form(prompts: MutableSequence[Any]) -> None:
 
     TRL splits them into parts on a rank whose batch has an image, and on no other rank.
     """
-    conversations = [prompt for prompt in prompts if is_conversation(prompt)]
-    if not any(
-        isinstance(message.get("content"), list) for prompt in conversations for message in prompt
-    ):
+    messages = [message for prompt in prompts if is_conversation(prompt) for message in prompt]
+    if not any(isinstance(message.get("content"), list) for message in messages):
         return
-    alike = [
-        [_with_parts(message) for message in prompt] if is_conversation(prompt) else prompt
-        for prompt in prompts
-    ]
-    prompts.clear()
-    prompts.extend(alike)
+    for number, prompt in enumerate(list(prompts)):
+        if is_conversation(prompt):
+            prompts[number] = [_with_parts(message) for message in prompt]
 
 
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:

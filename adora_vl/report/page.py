@@ -193,6 +193,7 @@ def build_page(views: list[RunView], images: dict[str, str]) -> str:
         "GENERATOR": GENERATOR,
         "POLICY": policy,
         "TITLE": escape(", ".join(view.name for view in views)),
+        "HEADING": escape(views[0].name) if len(views) == 1 else f"{len(views)} runs",
         "STYLE": style,
         "DATA": _packed(
             {
@@ -224,6 +225,7 @@ def _run_data(view: RunView) -> dict[str, Any]:
     return {
         "name": view.name,
         "result": view.result,
+        "story": view.story,
         "facts": view.facts,
         "notes": view.notes,
         "metrics": view.metrics,

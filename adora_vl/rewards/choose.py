@@ -130,7 +130,7 @@ NAMES = (*PRESETS, *OTHERS, judge.NAME)
 
 
 @dataclass(frozen=True)
-class ChosenRewards:
+class RewardSet:
     """The reward functions of a run in the order of `adora_reward`.
 
     `entries` and `functions` are parallel. `hashes` has a hash of each file that functions come
@@ -198,7 +198,7 @@ def _named_options(entries: Sequence[Entry]) -> list[tuple[str, dict[str, Any]]]
 
 def choose_rewards(
     entries: Sequence[Entry], *, answer_tags: bool = False, output_dir: Path | None = None
-) -> ChosenRewards:
+) -> RewardSet:
     """Return the reward functions of the entries: presets, `judge`, and `FILE.py:FUNCTION`.
 
     Args:
@@ -244,11 +244,11 @@ def choose_rewards(
     _check_names(
         names, [own_name(name) if is_own(name) else built[name].__name__ for name in names]
     )
-    return ChosenRewards(tuple(names), tuple(chosen), hashes)
+    return RewardSet(tuple(names), tuple(chosen), hashes)
 
 
 def try_rewards(
-    chosen: ChosenRewards,
+    chosen: RewardSet,
     rows: Sequence[Mapping[str, Any]],
     timeout: float | None,
     state: "TrainerState | None",
@@ -353,15 +353,19 @@ def reachable(entries: Sequence[str], weights: Sequence[float]) -> tuple[float, 
 
     It is unknown as soon as one function with a weight other than 0 has no known range.
     """
-    counted = [
-        (_RANGES.get(entry), weight)
-        for entry, weight in zip(entries, weights, strict=True)
-        if weight
-    ]
-    ranges = [sorted(weight * value for value in ends) for ends, weight in counted if ends]
-    if len(ranges) < len(counted):
-        return None
-    return sum(low for low, _ in ranges), sum(high for _, high in ranges)
+    smallest = 0.0
+    largest = 0.0
+    for entry, weight in zip(entries, weights, strict=True):
+        if not weight:
+            continue
+        bounds = _RANGES.get(entry)
+        if not bounds:
+            return None
+        # A negative weight turns the bounds around.
+        low, high = sorted(weight * value for value in bounds)
+        smallest += low
+        largest += high
+    return smallest, largest
 
 
 def check_sums(

@@ -528,28 +528,20 @@ def _in_any_order(answer: Answer, reference: Answer, rounding: bool) -> Compared
     by_label = all(part.label for part in reference.parts)
     remaining = list(reference.parts)
     pairs: list[Pair] = []
-    for answer_part in answer.parts:
-        candidates = [
-            candidate
-            for candidate in remaining
-            if not by_label or bare(answer_part.label) == bare(candidate.label)
-        ]
-        partner = next(
-            (
-                candidate
-                for candidate in candidates
-                if _same_form(answer_part, candidate, rounding).verdict == "correct"
-            ),
-            None,
-        )
+    for part in answer.parts:
+        label = bare(part.label)
+        partner = None
+        for candidate in remaining:
+            if by_label and label != bare(candidate.label):
+                continue
+            if _same_form(part, candidate, rounding).verdict == "correct":
+                partner = candidate
+                break
         if partner is None:
-            return Compared(
-                "wrong",
-                "different_part",
-                (*pairs, Pair(_labelled_text(answer_part), "-", "different_part")),
-            )
+            pairs.append(Pair(_labelled_text(part), "-", "different_part"))
+            return Compared("wrong", "different_part", tuple(pairs))
         remaining.remove(partner)
-        pairs.append(Pair(_labelled_text(answer_part), _labelled_text(partner), "same_part"))
+        pairs.append(Pair(_labelled_text(part), _labelled_text(partner), "same_part"))
     return Compared("correct", "same_parts", tuple(pairs))
 
 

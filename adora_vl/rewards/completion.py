@@ -103,7 +103,7 @@ _NAME_OF_BOX = re.compile(
 )
 
 
-def boxes_in_a_row(response: str, answer_tags: bool, named: bool = False) -> list[str]:
+def boxes_in_a_row(response: str, answer_tags: bool, with_names: bool = False) -> list[str]:
     r"""Return the contents of the last complete boxes that stand in a row.
 
     Nothing but a comma, "and" or "or" separates them. `\boxed{1}, no: \boxed{2} and \boxed{3}`
@@ -112,24 +112,25 @@ def boxes_in_a_row(response: str, answer_tags: bool, named: bool = False) -> lis
     Args:
         response: the whole response, or its final part.
         answer_tags: whether boxes before the last `<answer>` block are ignored.
-        named: whether the names before the boxes are included if all have one, as `AB = 4` for `AB
-            is \boxed{4}`.
+        with_names: whether the names before the boxes are included if all have one, as `AB = 4` for
+            `AB is \boxed{4}`.
     """
     response = final_part(response)[-ROW_CHARS:]
     if answer_tags:
         response = response[max(0, response.rfind(ANSWER_TAGS[0])) :]
-    row: list[_Box] = []
+    row: list[_Box] = []  # from the last box back
     for box in reversed(_complete(response)):
         if row and box.end > row[-1].start:
             continue  # inside of that box
-        between = response[box.end + 1 : row[-1].start] if row else ""
-        if len(between) > MAX_JOINT or not _JOINT.fullmatch(between) or len(row) > MAX_ROW:
+        joint = response[box.end + 1 : row[-1].start] if row else ""
+        if len(joint) > MAX_JOINT or not _JOINT.fullmatch(joint) or len(row) > MAX_ROW:
             break
         row.append(box)
     row.reverse()
     contents = [response[box.content : box.end].strip(_SPACES) for box in row]
     names = [_NAME_OF_BOX.search(response, max(0, box.start - MAX_JOINT), box.start) for box in row]
-    if not named or any("=" in content for content in contents) or not all(names):
+    has_equation = any("=" in content for content in contents)
+    if not with_names or has_equation or not all(names):
         return contents
     pairs = zip(names, contents, strict=True)
     return [f"{name[1]} = {content}" for name, content in pairs if name]

@@ -329,21 +329,18 @@ def _matrix(text: str, inside: str) -> Answer:
     """
     lines = filter(str.strip, inside.split(r"\\"))
     rows = [[_leaf(entry.strip()) for entry in line.split("&")] for line in lines]
-    even = len({len(row) for row in rows}) == 1 and len(rows) * len(rows[0]) <= MAX_PARTS
-    if not even or any(not entry.tree for row in rows for entry in row):
+    has_equal_rows = len({len(row) for row in rows}) == 1
+    if not has_equal_rows or len(rows) * len(rows[0]) > MAX_PARTS:
+        raise NotReadError("matrix")
+    if any(not entry.tree for row in rows for entry in row):
         raise NotReadError("matrix")
     if len(rows[0]) == 1 < len(rows):
         return Answer(kind="ordered", text=text, parts=tuple(row[0] for row in rows), brackets="()")
-    parts = (
-        Answer(
-            kind="ordered",
-            text=", ".join(entry.text for entry in row),
-            parts=tuple(row),
-            brackets="row",
-        )
-        for row in rows
-    )
-    return Answer(kind="ordered", text=text, parts=tuple(parts), brackets="rows")
+    row_answers = []
+    for row in rows:
+        row_text = ", ".join(entry.text for entry in row)
+        row_answers.append(Answer(kind="ordered", text=row_text, parts=tuple(row), brackets="row"))
+    return Answer(kind="ordered", text=text, parts=tuple(row_answers), brackets="rows")
 
 
 def _both_signs(text: str) -> Answer | None:
@@ -410,8 +407,13 @@ def _related(text: str, sides: list[str], signs: list[str], depth: int) -> Answe
 
 
 def _chain(sides: Sequence[str]) -> Answer:
-    """Return a name and several numbers, which have to be equal; the last number is the value."""
-    values = [_leaf(side) for side in sides[1:]] if NAME_OF_VALUE.fullmatch(sides[0]) else []
+    """Return a name and several numbers, which have to be equal; the last number is the value.
+
+    Raises `NotReadError` for anything else.
+    """
+    if not NAME_OF_VALUE.fullmatch(sides[0]):
+        raise NotReadError("equation")
+    values = [_leaf(side) for side in sides[1:]]
     numbers = [number for number in map(_real, values) if number]
     if not values or len(numbers) < len(values):
         raise NotReadError("equation")
@@ -434,24 +436,25 @@ def working(text: str) -> list[tuple[str, Answer]]:
     if len(sides) < 2 or not all(sides) or {_SIGNS[sign] for sign in signs} - {"=", "~"}:
         return []
     values = [plain(side) for side in sides]
-    numbers = [
-        (_SIGNS[sign], value)
-        for sign, value in zip(["=", *signs], values, strict=True)
-        if value.kind == "number"
+    numbers = []
+    for sign, value in zip(["=", *signs], values, strict=True):
+        if value.kind == "number":
+            numbers.append((_SIGNS[sign], value))
+    # |x| is no name here, since it stands for two values.
+    is_name = [
+        bool(NAME_OF_VALUE.fullmatch(side)) and not re.fullmatch(r"\|[a-z]\|", side)
+        for side in sides
     ]
-    # |x| has two
-    names = [
-        NAME_OF_VALUE.fullmatch(side) and not re.fullmatch(r"\|[a-z]\|", side) for side in sides
-    ]
-    begins = values[0].kind == "number" or names[0]
-    for name, value in zip(names, values, strict=True):
+    for name, value in zip(is_name, values, strict=True):
         if not name and (value.kind == "unreadable" or _WORDED.search(value.text)):
             return []
-    worked = len(numbers) < len(sides) or not all(
+    begins_well = values[0].kind == "number" or is_name[0]
+    says_more = len(numbers) < len(sides) or not all(
         re.fullmatch(r"[+-]?[0-9.]+", value.text) for _, value in numbers
     )
-    ends = values[-1].real is not None and not values[-1].real.unevaluated
-    return numbers if begins and worked and ends and values[-1].kind == "number" else []
+    last = values[-1]
+    is_result = last.real is not None and not last.real.unevaluated
+    return numbers if begins_well and says_more and is_result and last.kind == "number" else []
 
 
 def _side(text: str) -> Tree:

@@ -190,18 +190,22 @@ class _Parser:
         return symbol
 
     def sum(self) -> Tree:
-        """Return a sum: `[sign] term (+|- term)*`, such as `-2x+6`.
+        """Read a sum: `[sign] term (+|- term)*`, such as `-2x+6`.
 
         A single term without a minus sign is returned itself.
         """
-        sign = -1 if self.peek() in {"+", "-"} and self._take() == "-" else 1
+        sign = self._sign() if self.peek() in {"+", "-"} else 1
         terms = [(sign, self._product())]
         while self.peek() in {"+", "-"}:
-            sign = -1 if self._take() == "-" else 1
+            sign = self._sign()
             if self.peek() == "-":  # 14 + -1
-                sign = -sign if self._take() else sign
+                sign *= self._sign()
             terms.append((sign, self._product()))
         return terms[0][1] if len(terms) == 1 and terms[0][0] == 1 else ("sum", *terms)
+
+    def _sign(self) -> int:
+        """Take a sign, and return 1 or -1."""
+        return -1 if self._take() == "-" else 1
 
     def _product(self) -> Tree:
         """Return a product: `factor (operator factor | factor)*`.

@@ -130,12 +130,15 @@ def number_of(tree: Tree) -> Ball:
     ball = _of(tree, None)
     if tree[0] == "num" and len(tree[1]) <= MIN_DIGITS:
         return ball  # as most numbers are
-    every = list(nodes(tree))
-    terms = [node for node in every if node[0] in {"sum", "product"}] if ball.exact else []
-    to_do = any(map(_is_arithmetic, terms))
-    decimals = [node for node in every if node[0] == "num" and "." in node[1]]
+    all_nodes = list(nodes(tree))
+    # An exact value that is still written as a sum or product is arithmetic that was not done.
+    unevaluated = False
+    if ball.exact:
+        terms = [node for node in all_nodes if node[0] in {"sum", "product"}]
+        unevaluated = any(map(_is_arithmetic, terms))
+    decimals = [node for node in all_nodes if node[0] == "num" and "." in node[1]]
     step = _step(tree, ball, None) if any(map(_is_long_decimal, decimals)) else None
-    return Ball(value=ball.value, error=ball.error, unevaluated=to_do, step=step)
+    return Ball(value=ball.value, error=ball.error, unevaluated=unevaluated, step=step)
 
 
 def _is_arithmetic(tree: Tree) -> bool:

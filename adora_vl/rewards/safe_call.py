@@ -294,14 +294,17 @@ def _location(function: Callable[..., Any], error: BaseException) -> str:
 def _alone(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the arguments of each completion alone, without the hooks that would log it again."""
     count = len(arguments["completions"])
-    columns = {
-        key: value
-        for key, value in arguments.items()
-        if isinstance(value, list | tuple) and len(value) == count
-    }
+    columns = {}
+    for name, value in arguments.items():
+        if isinstance(value, list | tuple) and len(value) == count:
+            columns[name] = value
     for row in range(count):
-        single = {**arguments, **{key: [value[row]] for key, value in columns.items()}}
-        single |= {hook: lambda *_: None for hook in ("log_extra", "log_metric") if hook in single}
+        single = dict(arguments)
+        for name, values in columns.items():
+            single[name] = [values[row]]
+        for hook in ("log_extra", "log_metric"):
+            if hook in single:
+                single[hook] = lambda *_: None
         yield _arguments_of(single)
 
 

@@ -106,8 +106,9 @@ def _truths(solution: Solution, ends: Sequence[Ball]) -> list[bool]:
     """
     if solution[0] == "is":
         _, sign, number = solution
-        position = 2 * next(index for index, end in enumerate(ends) if same_number(number, end)) + 1
-        return [_HOLDS[sign](at, position) for at in range(2 * len(ends) + 1)]
-    columns = zip(*(_truths(part, ends) for part in solution[1:]), strict=True)
+        end = next(index for index, end in enumerate(ends) if same_number(number, end))
+        end_position = 2 * end + 1
+        return [_HOLDS[sign](position, end_position) for position in range(2 * len(ends) + 1)]
+    truths_of_parts = [_truths(part, ends) for part in solution[1:]]
     combine = all if solution[0] == "and" else any
-    return [combine(column) for column in columns]
+    return [combine(truths) for truths in zip(*truths_of_parts, strict=True)]

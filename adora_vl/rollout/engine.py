@@ -14,7 +14,6 @@ from torch import Tensor, distributed
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
-from adora_vl.config.checks import engine_scores_raw
 from adora_vl.models.families import component_of, trainable_components
 from adora_vl.models.four_bit import FrozenBase
 from adora_vl.models.load import pixel_limits
@@ -24,6 +23,7 @@ from adora_vl.rollout.engine_settings import (
     EngineSettings,
     compute_products_exactly,
     engine_runs_on_cpu,
+    engine_scores_raw,
     machine_options,
     refuse_on_cpu,
 )

@@ -1,6 +1,7 @@
 """The settings that the engine is built with, and the limits of a CPU engine."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,15 @@ from transformers import PreTrainedConfig
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import GIB
+
+# Parameters that move probability between tokens, as a temperature does.
+_SHIFTS = {
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "thinking_token_budget",
+    "extra_args",
+}
 
 
 @dataclass(frozen=True)
@@ -56,12 +66,24 @@ def engine_settings(args: AdoraGRPOConfig, revision: str | None) -> EngineSettin
         revision=revision,
         enforce_eager=args.adora_vllm_enforce_eager,
         max_num_batched_tokens=args.adora_vllm_max_num_batched_tokens,
-        keeps_images=not args.own("cache_images"),
+        keeps_images=not args.uses("cache_images"),
         weight_folder=files.get(folder, folder),
         # The other half remains to ask another server, while the other ranks wait.
         answer_s=args.ddp_timeout / 2,
         output_dir=args.output_dir,
     )
+
+
+def engine_scores_raw(
+    temperature: float, repetition_penalty: float, generation_kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether the engine can return log-probabilities before filters, as the trainer computes them.
+
+    It cannot where a temperature or a penalty has changed the distribution that it samples from:
+    vLLM returns either raw log-probabilities, or those after every change and filter.
+    """
+    unchanged = (temperature, repetition_penalty) == (1.0, 1.0)
+    return unchanged and not _SHIFTS & {*generation_kwargs}
 
 
 def engine_runs_on_cpu() -> bool:

@@ -232,13 +232,13 @@ class Server:
             )
 
     def answer(
-        self, group_request: GroupRequest, place: PlaceFeatures, features_of: Features
+        self, group_request: GroupRequest, place_features: PlaceFeatures, features_of: Features
     ) -> Sampled:
         """Sample the rollouts of a request.
 
         Args:
             group_request: the prompt, and how its rollouts are sampled.
-            place: points image features at the image tokens of the prompt.
+            place_features: points image features at the image tokens of the prompt.
             features_of: the features that the server has computed for the present batch of requests.
                 Requests for the same images share them, such as those for rollouts that go on, each
                 of which is a request.
@@ -247,7 +247,7 @@ class Server:
         try:
             if group_request.images:
                 image_features = self._image_features(group_request.images, features_of)
-                features = [place(image_features, group_request.prompt_ids)]
+                features = [place_features(image_features, group_request.prompt_ids)]
             reply = self.client.generate(
                 [group_request.prompt_ids],
                 features,
@@ -464,7 +464,9 @@ class ServerPool:
         """Empty the caches that new weights make stale. Raises `NoServerError` where none does."""
         self._on_all_living(Server.forget)
 
-    def sample(self, group_requests: Sequence[GroupRequest], place: PlaceFeatures) -> list[Sampled]:
+    def sample(
+        self, group_requests: Sequence[GroupRequest], place_features: PlaceFeatures
+    ) -> list[Sampled]:
         """Sample the rollouts of each request.
 
         Requests go to another server where one does not answer, or turns out to have lost the
@@ -481,7 +483,7 @@ class ServerPool:
             server_of = {
                 number: servers[turn % len(servers)] for turn, number in enumerate(remaining)
             }
-            futures = _send_all(group_requests, server_of, place)
+            futures = _send_all(group_requests, server_of, place_features)
             sampled: dict[int, Sampled] = {}
             for number, future in futures.items():
                 error = future.exception()
@@ -527,7 +529,9 @@ class ServerPool:
 
 
 def _send_all(
-    group_requests: Sequence[GroupRequest], server_of: Mapping[int, Server], place: PlaceFeatures
+    group_requests: Sequence[GroupRequest],
+    server_of: Mapping[int, Server],
+    place_features: PlaceFeatures,
 ) -> dict[int, Future[Sampled]]:
     """Send requests at the same time, each to its server, and wait for the answers.
 
@@ -543,7 +547,7 @@ def _send_all(
                 _answer,
                 server=server,
                 group_request=group_requests[number],
-                place=place,
+                place_features=place_features,
                 features=features[server],
                 failed=failed,
             )
@@ -555,7 +559,7 @@ def _send_all(
 def _answer(
     server: Server,
     group_request: GroupRequest,
-    place: PlaceFeatures,
+    place_features: PlaceFeatures,
     features: Features,
     failed: set[Server],
 ) -> Sampled:
@@ -566,7 +570,7 @@ def _answer(
     if server in failed:
         raise UnusableServerError("it did not answer another request")
     try:
-        return server.answer(group_request, place, features)
+        return server.answer(group_request, place_features, features)
     except Exception:
         failed.add(server)
         raise

@@ -110,6 +110,11 @@ def calls_in(text: str) -> list[str]:
     return [match[1].strip() for match in _CALL.finditer(text)]
 
 
+def without_calls(text: str) -> str:
+    """Return the text of a turn without its calls."""
+    return _CALL.sub("", text).strip()
+
+
 def read_call(call_text: str) -> tuple[str, dict[str, Any]]:
     """Return the name and the arguments of a call. Raises `CallError`."""
     if len(call_text) > _MAX_CALL_CHARS:

@@ -32,7 +32,7 @@ class Environments:
     name: str
     """The name in messages, later that of the class."""
     hashes: Mapping[str, str]
-    """The hash of its file, as in `ChosenTools.hashes`."""
+    """The hash of its file, as in `ToolSet.hashes`."""
     seconds: float
     """The time limit for building or resetting one environment."""
     control_tokens: Sequence[str] = CONTROL_TOKENS

@@ -48,7 +48,11 @@ class View:
 
     def scale(self, image: Image.Image) -> tuple[float, float]:
         """Return the largest coordinates in x and y."""
-        width, height = self.size(image)
+        return self.scale_of(image.size)
+
+    def scale_of(self, size: tuple[int, int]) -> tuple[float, float]:
+        """Return the largest coordinates in x and y in a picture of this width and height in pixels."""
+        width, height = model_size(*size, self.unit, self.low, self.high)
         return (1000, 1000) if self.relative else (width, height)
 
     def shares(self, image: Image.Image, *points: tuple[float, float]) -> list[tuple[float, float]]:

@@ -53,12 +53,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 Part = str | Image.Image
+# The calls of one turn that are answered; a single line answers all beyond them.
+CALLS_PER_TURN = 4
 _MAX_PARTS = 10_000  # of an answer; empty texts count in no further limit
 _NEED_PICTURES = [tool for tool in OURS.values() if "view" in signature(tool).parameters]
 
 
 @dataclass(frozen=True)
-class ChosenTools:
+class ToolSet:
     """The tools of a run by name.
 
     `functions` includes the methods of the first environment, which stand for those of every
@@ -80,7 +82,7 @@ class ChosenTools:
 
 def choose_tools(
     entries: Sequence[str | Callable[..., Any]], environments: Environments | None = None
-) -> ChosenTools:
+) -> ToolSet:
     """Return the tools of a run, and the methods of its environments.
 
     Args:
@@ -124,7 +126,7 @@ def choose_tools(
             raise UserError(f"tools: two of them have the name {name!r}; rename one of them")
         schema_of(label, tool)
         functions[name] = tool
-    return ChosenTools(functions, hashes, environments)
+    return ToolSet(functions, hashes, environments)
 
 
 def view_of(config: "PreTrainedConfig", pixels: Limits) -> View | None:
@@ -173,7 +175,7 @@ class Toolbox:
 
     def __init__(
         self,
-        chosen: ChosenTools,
+        chosen: ToolSet,
         options: ToolOptions,
         view: View | None,
         control_tokens: Sequence[str] = CONTROL_TOKENS,
@@ -252,8 +254,8 @@ class Toolbox:
                     span=-1,
                 )
             )
-            if number >= self.options.calls_per_turn:
-                break  # a single line answers all calls over the limit
+            if number >= CALLS_PER_TURN:
+                break
         if not calls:
             return None
         if last:
@@ -277,8 +279,8 @@ class Toolbox:
         """
         name = ""
         try:
-            if number >= self.options.calls_per_turn:
-                raise CallError(f"too many calls in a turn, at most {self.options.calls_per_turn}")
+            if number >= CALLS_PER_TURN:
+                raise CallError(f"too many calls in a turn, at most {CALLS_PER_TURN}")
             name, arguments = read_call(call_text)
             parts = self._call(name, arguments, images, seed, environment)
             return _Outcome(name, parts)

@@ -289,9 +289,9 @@ class MicroBatcher:
         # unfinished.
         filled = len(batch["advantages"]) / (shape.rows * shape.steps)
         count = len(batch["advantages"]) // unit
-        skips_dead = self.config.own("skip_zero_signal") and not self._every_row_counts
+        skips_dead = self.config.uses("skip_zero_signal") and not self._every_row_counts
         live = live_units(batch["advantages"], unit) if skips_dead else [True] * count
-        if self.config.own("spread_signal") and self.accelerator.num_processes > 1:
+        if self.config.uses("spread_signal") and self.accelerator.num_processes > 1:
             batch, live = self._rebalance(batch, live)
         # Collective: all ranks learn from as many units as the one with the most live ones.
         most_live = max(gather_object([sum(live)]))
@@ -315,7 +315,7 @@ class MicroBatcher:
             prompts_B,
             answers_B=answers_B,
             unit=self.shape.unit,
-            shares_prompt=self.config.own("share_prompt"),
+            shares_prompt=self.config.uses("share_prompt"),
         )
 
     def _micro_batch(

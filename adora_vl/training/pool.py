@@ -655,10 +655,10 @@ class Pool:
         member = continuation.member
         tokens = rollout.tokens
         seed = None
-        if self.config.own("seeded_rollouts"):
+        if self.config.uses("seeded_rollouts"):
             seed = group.seed(self.config.seed, member, rollout)
         # Only rollouts that have not begun share their prompt, and so a request.
-        shares_request = not tokens and self.config.own("group_requests")
+        shares_request = not tokens and self.config.uses("group_requests")
         return SamplingRequest(
             prompt_ids=[*continuation.prompt_ids, *tokens],
             images=[*continuation.images, *(picture.image for picture in rollout.pictures)],

@@ -140,6 +140,10 @@ def from_file(
 
 
 def _find(key: str, entry: str, noun: str) -> Path:
+    """Return the file of an entry, beside the config or in the working directory.
+
+    Raises `UserError` for an entry that is no `FILE.py:NAME`, and where there is no such file.
+    """
     name, colon, object_name = entry.rpartition(":")
     if not colon or not object_name.isidentifier():
         raise UserError(
@@ -151,8 +155,8 @@ def _find(key: str, entry: str, noun: str) -> Path:
         path = (folder / Path(name).expanduser()).resolve()
         if path.is_file():
             return path
-    places = " or in ".join(repr(str(folder)) for folder in folders)
-    raise UserError(f"{key}: {entry!r}: there is no file {name!r} in {places}")
+    searched = " or in ".join(repr(str(folder)) for folder in folders)
+    raise UserError(f"{key}: {entry!r}: there is no file {name!r} in {searched}")
 
 
 def with_neighbours(path: Path) -> set[Path]:

@@ -9,7 +9,7 @@ not been reproduced. The paper's weights that favour one direction of the measur
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -58,11 +58,9 @@ class Canon(Method):
     }
     source = "arXiv 2509.23962"
 
-    measure: str = option(
+    measure: Literal["length", "entropy"] = option(
         "entropy",
         "What makes the halves: length, or entropy, the mean of -log p over the sampled tokens.",
-        "length",
-        "entropy",
     )
     inter: Schedule = option(
         Schedule(1.0), "1 compares with the other half, 0 with its own, 0.5 is Dr. GRPO."

@@ -49,13 +49,13 @@ class _Rows:
     def pictures(self, index: int, columns: Sequence[str]) -> list[bytes]:
         """Return the first usable image of a row.
 
-        It is stored as bytes, a struct of bytes or path, a path, or base64.
+        It is stored as bytes, a struct of bytes or path, a path, or base64. Raises `ValueError` for a
+        row without an image.
         """
-        row = {
-            **self.rows[index],
-            **{name: column[index].as_py() for name, column in self.encoded.items()},
-        }
-        values = [value for column in columns if (value := row.get(column)) is not None]
+        row = dict(self.rows[index])
+        for name, column in self.encoded.items():
+            row[name] = column[index].as_py()
+        values = [row[name] for name in columns if row.get(name) is not None]
         for value in values:
             if isinstance(value, dict):
                 value = value.get("bytes") or value.get("path")
@@ -65,6 +65,7 @@ class _Rows:
                 if not _is_path(value):
                     return [base64.b64decode(value, validate=True)]
                 file = None if self.folder is None else file_within(self.folder, value)
+                # A path that leads nowhere is an error only if no further value is left.
                 if file is not None and (value == values[-1] or file.is_file()):
                     return [file.read_bytes()]
         raise ValueError("the row has no image")
@@ -250,21 +251,20 @@ def _files(folder: Path, split: str) -> list[Path]:
             matches = sorted(directory.glob(pattern))
             if matches:
                 return matches
-    everything = [
-        path
-        for directory in directories
-        for path in sorted(directory.iterdir())
-        if path.suffix in _ENDINGS
-    ]
-    tables = [path for path in everything if path.suffix == ".parquet"]
+    data_files = []
+    for directory in directories:
+        data_files += [path for path in sorted(directory.iterdir()) if path.suffix in _ENDINGS]
+    tables = [path for path in data_files if path.suffix == ".parquet"]
     # MMStar's only file is named after the benchmark. One that is named after another split is not
     # taken for this one.
     if len(tables) == 1 and not _OF_A_SPLIT.match(tables[0].name):
         return tables
-    rest = f" and {len(everything) - _NAMED} more" if len(everything) > _NAMED else ""
-    names = ", ".join(path.name for path in everything[:_NAMED]) + rest or "no Parquet or JSON file"
+    contents = ", ".join(path.name for path in data_files[:_NAMED])
+    if len(data_files) > _NAMED:
+        contents += f" and {len(data_files) - _NAMED} more"
     raise UserError(
-        f"data: {str(folder)!r} has nothing for the split {split!r}; it has {names}; see --split"
+        f"data: {str(folder)!r} has nothing for the split {split!r}; it has "
+        f"{contents or 'no Parquet or JSON file'}; see --split"
     )
 
 
@@ -333,13 +333,16 @@ def _from_table(
 
 def _with_pictures(loaded: _Rows, image_columns: Sequence[str]) -> str:
     """Return the hash of the rows, and of the files of pictures that they name."""
-    named = {
-        str(name) for row in loaded.rows for name in map(row.get, image_columns) if _is_path(name)
-    }
     folder = loaded.folder
     if folder is None:
         return loaded.hash
-    pictures = [folder / name for name in named if (folder / name).is_file()]
+    names = set()
+    for row in loaded.rows:
+        for column in image_columns:
+            value = row.get(column)
+            if _is_path(value):
+                names.add(str(value))
+    pictures = [folder / name for name in names if (folder / name).is_file()]
     if not pictures:
         return loaded.hash
     return f"{loaded.hash}+{content_hash(pictures)}"

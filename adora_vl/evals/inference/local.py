@@ -259,19 +259,22 @@ class TransformersEngine(_Local):
             **(sampled if settings.temperature > 0 else {"do_sample": False}),
         )
 
-    def _sampled(self, asks: Sequence[SamplingRequest]) -> list[SamplingResult]:
-        if not asks:
+    def _sampled(self, requests: Sequence[SamplingRequest]) -> list[SamplingResult]:
+        """Sample requests of about the same length as one batch, by the seed of the first."""
+        if not requests:
             return []
-        inputs = self.chat.inputs(
-            [ask.prompt_ids for ask in asks], [image for ask in asks for image in ask.images]
-        )
-        torch.manual_seed(asks[0].seed or 0)
+        images = [image for request in requests for image in request.images]
+        inputs = self.chat.inputs([request.prompt_ids for request in requests], images)
+        torch.manual_seed(requests[0].seed or 0)
         with torch.inference_mode():
-            longest = max(ask.max_tokens or self.longest for ask in asks)
-            sequences_BT = self._model.generate(**inputs.to(self._device), max_new_tokens=longest)
+            max_tokens = max(request.max_tokens or self.longest for request in requests)
+            sequences_BT = self._model.generate(
+                **inputs.to(self._device), max_new_tokens=max_tokens
+            )
         completions = sequences_BT[:, inputs["input_ids"].shape[1] :].tolist()
         return [
-            self._answer(ids[: ask.max_tokens]) for ids, ask in zip(completions, asks, strict=True)
+            self._answer(ids[: request.max_tokens])
+            for ids, request in zip(completions, requests, strict=True)
         ]
 
     def _answer(self, ids: list[int]) -> SamplingResult:

@@ -279,24 +279,24 @@ class _Reader:
     def mentioned(self, text: str, *, denied: bool = True) -> list[int]:
         """Return the choices whose text stands in `text`, in order, as often as they do.
 
-        A choice within a longer one does not count. `denied`: also count a choice that is denied,
-        as the circle in `not a circle but a kite`.
+        A choice within a longer one does not count. `denied`: also count a choice that is denied, as
+        the circle in `not a circle but a kite`.
         """
         text = _key(plain(text), keep_end=True)
-        places: list[tuple[int, int]] = []
-        for index in sorted(range(len(self.keys)), key=lambda i: -len(self.keys[i])):
+        mentions: list[tuple[int, int]] = []  # (position, number of the choice)
+        # A longer choice is taken out of the text before a shorter one is looked for.
+        longest_first = sorted(range(len(self.keys)), key=lambda index: -len(self.keys[index]))
+        for index in longest_first:
             key = self.keys[index]
-            if not key or key in (self.keys[i] for i in range(index)):
-                continue
+            if not key or key in self.keys[:index]:
+                continue  # it is empty, or the same as an earlier choice
             pattern = rf"(?<![\w.\\^/]){re.escape(key)}(?![\w^/]|\.\d|\\)"
-            starts = [match.start() for match in re.finditer(pattern, text)]
-            places += [
-                (at, index)
-                for at in starts
-                if denied or not _DENIED.search(text[max(0, at - 20) : at])
-            ]
+            for match in re.finditer(pattern, text):
+                start = match.start()
+                if denied or not _DENIED.search(text[max(0, start - 20) : start]):
+                    mentions.append((start, index))
             text = re.sub(pattern, "\0" * len(key), text)
-        return [index for _, index in sorted(places)]
+        return [index for _, index in sorted(mentions)]
 
 
 def _options_as_they_stand(choices: Sequence[str], letters: str) -> re.Pattern[str] | None:

@@ -237,36 +237,51 @@ def concluding_number(text: str) -> str | None:
     return None
 
 
-def _candidates(marked_up: str, parts: list[str], question: str) -> list[tuple[str, str]]:
-    """Return the parts of a response where the answer should stand, by their rules.
+def _candidates(marked_up: str, plain_sentences: list[str], question: str) -> list[tuple[str, str]]:
+    """Return the parts of a response where the answer should stand, each behind its rule's name.
 
     The surest comes first.
 
     Args:
         marked_up: The response with its markup.
-        parts: Its sentences without markup.
+        plain_sentences: Its sentences without markup.
         question: The text of the question.
     """
     candidates: list[tuple[str, str]] = []
-    stated = [
-        part[match.end() :] if part[match.end() :].strip() else behind
-        for part, behind in zip(parts, [*parts[1:], ""], strict=False)
-        for match in [*_SAYS.finditer(part), *_heading(part)]
-    ]
+    stated = _stated(plain_sentences)
     if stated:
         candidates.append(("stated", stated[-1]))
-    if parts and _NUMBER.fullmatch(parts[0].rstrip(".")):
-        candidates.append(("first_line", parts[0]))
+    if plain_sentences and _NUMBER.fullmatch(plain_sentences[0].rstrip(".")):
+        candidates.append(("first_line", plain_sentences[0]))
     bold = [span for span in _BOLD.findall(marked_up) if len(_numbers(plain(span))) == 1]
+    # Bold numbers count only where all are the same.
     if bold and len({_numbers(plain(span))[0] for span in bold}) == 1:
         candidates.append(("bold", plain(bold[0])))
-    concluding = [part for part in parts if _CONCLUDES.search(part) and not refuses(part)]
+    concluding = [
+        sentence
+        for sentence in plain_sentences
+        if _CONCLUDES.search(sentence) and not refuses(sentence)
+    ]
     if concluding:
         candidates.append(("conclusion", concluding[-1]))
-    restated = _restating(parts, question)
+    restated = _restating(plain_sentences, question)
     if restated:
         candidates.append(("restated", restated))
     return candidates
+
+
+def _stated(plain_sentences: list[str]) -> list[str]:
+    """Return what stands behind words such as `the answer is`, or behind a heading.
+
+    It is the rest of the sentence, or the next sentence where nothing follows.
+    """
+    stated = []
+    for number, sentence in enumerate(plain_sentences):
+        next_sentence = "".join(plain_sentences[number + 1 : number + 2])
+        for match in [*_SAYS.finditer(sentence), *_heading(sentence)]:
+            rest = sentence[match.end() :]
+            stated.append(rest if rest.strip() else next_sentence)
+    return stated
 
 
 def _restating(parts: list[str], question: str) -> str | None:
@@ -295,16 +310,19 @@ def _from_sentence(sentence: str, of_question: set[str]) -> str | None:
     there are no other digits.
     """
     sentence = _without_explanation(_evaluated(_STEP.sub("", sentence)))
-    spots = [(m.start(), m[0].replace(",", "")) for m in _NUMBER.finditer(sentence)]
-    numbers = [spot for spot in spots if spot[1] not in of_question]
+    # (position, number) of each number in digits
+    in_digits = [(match.start(), match[0].replace(",", "")) for match in _NUMBER.finditer(sentence)]
+    numbers = [(position, number) for position, number in in_digits if number not in of_question]
     if not numbers:
-        words = [(m.start(), str(_WORDS.index(m[1].lower()))) for m in _WORD.finditer(sentence)]
-        numbers = words or spots
-    starts = [start for start, _ in numbers]
+        in_words = []
+        for match in _WORD.finditer(sentence):
+            in_words.append((match.start(), str(_WORDS.index(match[1].lower()))))
+        numbers = in_words or in_digits
+    positions = [position for position, _ in numbers]
     for verb in reversed(list(_VERB.finditer(sentence))):
-        first = bisect_left(starts, verb.end())
-        if first < len(numbers):
-            return numbers[first][1]
+        following = bisect_left(positions, verb.end())
+        if following < len(numbers):
+            return numbers[following][1]
     return numbers[-1][1] if numbers else None
 
 

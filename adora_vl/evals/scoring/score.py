@@ -291,13 +291,14 @@ def _item(benchmark: Benchmark, row: Prediction, graded: Graded) -> dict[str, An
 
 def metadata_groups(row: Prediction, names: Sequence[str]) -> dict[str, list[str]]:
     """Return the groups of a row by fields of its metadata, a value or a list of them each."""
-    values_by_name = {name: (row.get("metadata") or {}).get(name) for name in names}
-    listed = {
-        name: value if isinstance(value, list) else [value]
-        for name, value in values_by_name.items()
-        if value
-    }
-    return {name: [str(part) for part in values] for name, values in listed.items()}
+    metadata = row.get("metadata") or {}
+    groups = {}
+    for name in names:
+        value = metadata.get(name)
+        if value:
+            values = value if isinstance(value, list) else [value]
+            groups[name] = [str(item) for item in values]
+    return groups
 
 
 def common_groups(row: Prediction) -> dict[str, list[str]]:
@@ -353,30 +354,33 @@ def answers(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, A
 
     They are the lengths of right and wrong answers, the share cut off, and reflective words.
     """
-    asked_items = [
-        (row, item)
-        for row, item in zip(rows, graded, strict=True)
-        if row.get("finish_reason") not in NOT_ASKED
-    ]
-    ends = [row["finish_reason"] for row, _ in asked_items if row.get("finish_reason")]
-    cut = sum(reason in _CUT for reason in ends)
-    total = max(1, len(ends))
+    asked_rows = []
+    correct_lengths = []
+    wrong_lengths = []
+    for row, item in zip(rows, graded, strict=True):
+        if row.get("finish_reason") in NOT_ASKED:
+            continue
+        asked_rows.append(row)
+        if item.n_tokens is None:
+            continue
+        if item.correct:
+            correct_lengths.append(item.n_tokens)
+        else:
+            wrong_lengths.append(item.n_tokens)
+    finish_reasons = [row["finish_reason"] for row in asked_rows if row.get("finish_reason")]
+    cut = sum(reason in _CUT for reason in finish_reasons)
+    total = max(1, len(finish_reasons))
     truncated = {
         "count": cut,
         "total": total,
         "share": cut / total,
         "wilson_95": list(wilson(cut, total)),
     }
-    with_lengths = [
-        (item.correct, item.n_tokens) for _, item in asked_items if item.n_tokens is not None
-    ]
-    correct = [tokens for right, tokens in with_lengths if right]
-    wrong = [tokens for right, tokens in with_lengths if not right]
     return {
-        "tokens": {"correct": lengths(correct), "wrong": lengths(wrong)},
-        "truncated": truncated if ends else None,
-        "reflective_words": reflection([row["response"] for row, _ in asked_items]),
-        "empty_responses": sum(not row["response"].strip() for row, _ in asked_items),
+        "tokens": {"correct": lengths(correct_lengths), "wrong": lengths(wrong_lengths)},
+        "truncated": truncated if finish_reasons else None,
+        "reflective_words": reflection([row["response"] for row in asked_rows]),
+        "empty_responses": sum(not row["response"].strip() for row in asked_rows),
     }
 
 

@@ -74,15 +74,18 @@ def welch(first: Sequence[float], second: Sequence[float]) -> tuple[float, float
 
     Each has at least two values.
     """
-    middle = fmean(second) - fmean(first)
-    parts = [variance(values) / len(values) for values in (first, second)]
-    if not sum(parts):
-        return middle, middle
-    spare = sum(
-        part**2 / (len(values) - 1) for part, values in zip(parts, (first, second), strict=True)
-    )
-    half = student_95(sum(parts) ** 2 / spare) * sqrt(sum(parts))
-    return middle - half, middle + half
+    difference = fmean(second) - fmean(first)
+    # the squared standard error of each mean
+    first_error = variance(first) / len(first)
+    second_error = variance(second) / len(second)
+    total_error = first_error + second_error
+    if not total_error:
+        return difference, difference
+    # the Welch-Satterthwaite equation
+    denominator = first_error**2 / (len(first) - 1) + second_error**2 / (len(second) - 1)
+    degrees_of_freedom = total_error**2 / denominator
+    half = student_95(degrees_of_freedom) * sqrt(total_error)
+    return difference - half, difference + half
 
 
 def wilson(correct: float, total: int) -> tuple[float, float]:

@@ -127,7 +127,7 @@ def test_a_config_becomes_ours_and_what_has_no_counterpart_is_named(trainer, tmp
     ours = yaml.safe_load((tmp_path / "c.adora.yaml").read_text())
     assert {key: ours[key] for key in expected} == expected
     assert [name for name in left if name not in said] == []
-    assert read(["--config", str(tmp_path / "c.adora.yaml")]).words >= ours.keys(), (
+    assert read(["--config", str(tmp_path / "c.adora.yaml")]).set_keys >= ours.keys(), (
         "every key and value is one of ours"
     )
     assert main([trainer, str(tmp_path / "c.yaml")]) == 2 and "is there" in capsys.readouterr().err

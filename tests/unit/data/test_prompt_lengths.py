@@ -308,11 +308,9 @@ def test_the_length_that_is_named_holds_all(
     data: Path, tmp_path: Path, capsys: Any, processor: Any
 ) -> None:
     needed = str(counted(processor, LONG + LONG) + 40)
-    run = prepare(
-        read(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed)), to_train=False
-    )
-    assert len(run.dataset) == 12
-    assert run.overlong.left_out == []
+    run = prepare(read(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed)), "look")
+    assert len(run.data.train) == 12
+    assert run.data.left_out == ()
     assert capsys.readouterr().out == ""
     assert "overlong_rows_left_out" not in run.manifest()["data"]
     assert (
@@ -335,17 +333,17 @@ def test_rows_are_left_out_and_recorded(
         "--adora_overlong_prompts",
         "drop",
     )
-    run = prepare(read(words), to_train=False)
+    run = prepare(read(words), "look")
     (said,) = capsys.readouterr().out.splitlines()
     assert said.startswith(
         "adora_overlong_prompts: drop leaves out 3 of 12 rows, for whose prompts vllm_max_model_len"
     )
-    assert run.overlong.left_out == ["mine/train/7", "mine/train/9", "mine/train/11"]
-    assert [row["id"] for row in run.dataset] == [
+    assert run.data.left_out == ("mine/train/7", "mine/train/9", "mine/train/11")
+    assert [row["id"] for row in run.data.train] == [
         f"mine/train/{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 10)
     ]
-    assert {row["problem"] for row in run.dataset} == {SHORT}
-    assert run.dataset[7]["images"][0].size == (140, 140)
+    assert {row["problem"] for row in run.data.train} == {SHORT}
+    assert run.data.train[7]["images"][0].size == (140, 140)
     manifest = run.manifest()
     assert manifest["data"]["rows"] == 9
     assert manifest["data"]["overlong_rows_left_out"] == 3
@@ -431,7 +429,7 @@ def test_a_dry_run_keeps_the_rows_that_it_has_not_measured(
     plan = make_plan(read(words_of(data, tmp_path / "out", *limit)), DryRunOptions(rows=8))
     assert len(plan.lengths.prompt) == 7
     assert plan.rows == 11
-    assert plan.run.unknown == ["measured on the first 8 of 12 rows (--rows)"]
+    assert plan.run.messages.unknown == ["measured on the first 8 of 12 rows (--rows)"]
 
 
 def evaluated(limit: int, policy: str, *problems: Problem) -> list[Problem]:
@@ -510,14 +508,14 @@ def test_a_run_refuses_an_evaluation_that_would_stop_it(data, tmp_path, capsys, 
         )
         assert expected + "mine/test/1 has" in capsys.readouterr().err
     words += ["--adora_overlong_prompts", "drop"]
-    run = prepare(read(words), to_train=False)
+    run = prepare(read(words), "look")
     assert run.evaluations is not None
     assert [problem.pid for problem in run.evaluations.tasks[0].problems] == [
         "mine/test/0",
         "mine/test/2",
     ]
-    assert run.overlong.left_out == []
-    assert len(run.dataset) == 4
+    assert run.data.left_out == ()
+    assert len(run.data.train) == 4
     assert main([*words, "--dry-run"]) == 0
     assert "drop leaves out 1 of 3 rows of the evaluation geometry3k" in capsys.readouterr().out
     write(tmp_path / "all", [LONG], split="test")

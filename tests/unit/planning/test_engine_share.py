@@ -60,7 +60,7 @@ def test_what_is_said_about_four_gpus_fits_them(name, words):
     whole = make_plan(
         read(command[:2]), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate)
     )
-    sizes = [each.run.plan.generation_batch for each in (plan, whole)]
+    sizes = [each.run.layout.generation_batch for each in (plan, whole)]
     assert sizes[0] == sizes[1], "a generation is as large as on eight"
 
 

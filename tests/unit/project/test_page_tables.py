@@ -163,7 +163,8 @@ CHECKS = {
     ],
 }
 # The tests of the rewards hold the presets; the others are read, take an engine for half an hour or
-# a card, or are of experiments whose pages name the commit at which their commands run.
+# a card, are seconds of one machine, or are of experiments whose pages name the commit at which
+# their commands run.
 UNCOMPARED = {
     "R2, recipe and arm",
     "accuracy, end (seeds)",
@@ -173,6 +174,7 @@ UNCOMPARED = {
     "reward",
     "two CPU cores, 24 GiB",
     "verdict",
+    "work",
     "median",
     "start",
     "generations ahead",

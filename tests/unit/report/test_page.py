@@ -279,7 +279,7 @@ def test_diagrams_are_bounded_and_never_read_from_elsewhere(tmp_path, capsys):
     make_page(tmp_path / "page.html", run, words=("--max-image-mb", "0"))
     assert "1 diagrams are left out" in capsys.readouterr().out
     (tmp_path / "secret.png").write_bytes(b"secret")
-    stranger = write_run(tmp_path / "stranger", 1, images=["../../../secret.png"])  # type: ignore[arg-type]
+    stranger = write_run(tmp_path / "stranger", 1, images=["../../../secret.png"])
     assert base64.b64encode(b"secret").decode() not in json.dumps(
         unpacked(make_page(tmp_path / "s.html", stranger))
     )

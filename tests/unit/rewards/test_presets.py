@@ -288,7 +288,7 @@ def test_the_presets_take_tags_for_a_box_where_they_are_asked_for() -> None:
 def test_a_run_grades_the_tags_where_its_format_has_them(tmp_path: Path) -> None:
     for form, expected in (("think_answer", [1.0]), ("think", [0.0])):
         words = arguments(tmp_path / form, adora_system_prompt=form, adora_reward="accuracy")
-        (function,) = prepare(read(words), to_train=False).rewards.functions
+        (function,) = prepare(read(words), "look").rewards.functions
         assert (
             function(completions=["<think>3 * 4</think><answer>12</answer>"], answer=["12"])
             == expected
