@@ -2,12 +2,15 @@
 
 import os
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from adora_vl.record.card_memory import CardMemory
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import compute_products_exactly, refuse_taken_card
 from adora_vl.utils.errors import UserError
@@ -85,3 +88,42 @@ def test_a_card_that_is_taken_is_named_before_weights_are_loaded(monkeypatch):
         refuse_taken_card(config)
     for key, value in (("use_vllm", False), ("vllm_mode", "server"), ("use_cpu", True)):
         refuse_taken_card(SimpleNamespace(**{**vars(config), key: value}))
+
+
+@pytest.mark.parametrize("sleep_mode", [True, False])
+def test_the_memory_of_a_card_is_logged_awake_and_asleep(sleep_mode, monkeypatch):
+    free = {"bytes": 80 * GIB}
+    peak = {"bytes": 0}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free["bytes"], 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: peak["bytes"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.update(bytes=0))
+    logged: list[tuple[str, float]] = []
+    memory = CardMemory(
+        lambda name, value: logged.append((name, value)),
+        largest=lambda value: value + 1,
+        device=torch.device("cuda", 0),
+        sleep_mode=sleep_mode,
+    )
+
+    @contextmanager
+    def clock(name: str) -> Iterator[None]:
+        yield
+        free["bytes"] = 70 * GIB
+
+    free["bytes"] = 20 * GIB
+    peak["bytes"] = 50 * GIB
+    if sleep_mode:
+        with memory.phase("sleep", clock):
+            pass
+        peak["bytes"] = 19 * GIB
+    end: Any = (None, None, None)
+    memory.on_step_end(*end)
+    policy = 20.0 if sleep_mode else 51.0
+    assert logged == [("memory/rollout", 61.0), ("memory/policy", policy)]
+    logged.clear()
+    peak["bytes"] = 18 * GIB
+    memory.on_step_end(*end)
+    expected = [("memory/policy", 19.0)]
+    if not sleep_mode:
+        expected = [("memory/rollout", 61.0), *expected]
+    assert logged == expected, "a second step of the generation has no rollouts of its own"
