@@ -15,7 +15,9 @@ from adora_vl.data.images import DEFAULT_FAMILY, MAX_PIXELS, UNIT, VISIONS
 from adora_vl.evals.inference.provenance import PROMPTS, settled_prompts, unusual_prompts
 from adora_vl.evals.inference.requests import EngineOptions, SamplingOptions, default_engine
 from adora_vl.evals.options import OF_THE_RUN, add_options, options_from
-from adora_vl.synthetic.generate import LEVELS, MAX_CHOICES
+from adora_vl.synthetic.drawing import STYLES
+from adora_vl.synthetic.families import FAMILIES
+from adora_vl.synthetic.generate import KNOWN, LEVELS, MAX_CHOICES
 from adora_vl.synthetic.generated import (
     DEFAULT_SIZE,
     DEFAULT_TEST_ROWS,
@@ -43,6 +45,12 @@ from data_prep.survey import GALLERY_ROWS, describe, print_counts, print_prompt,
 from data_prep.variants import add_variants
 
 MAX_ROWS = 10_000_000
+_CONVERT_EXAMPLES = """\
+examples:
+  python -m data_prep convert --input tasks.csv --output data/mine \\
+      --columns problem=Question answer=Solution images=Photo
+  python -m data_prep convert --input train.parquet --output data/mine --preset verl
+"""
 SIZES = (28, 1024)  # below, a label is not readable; above, the oversampled canvas takes gigabytes
 
 
@@ -60,14 +68,26 @@ def add_synthetic(commands: Commands) -> None:
         metavar="PIXELS",
         help="side length, default: %(default)s",
     )
-    add("--families", type=_names, default=(), metavar="A,B", help="default: the five plain ones")
+    add(
+        "--families",
+        type=_names,
+        default=(),
+        metavar="A,B",
+        help=f"of {', '.join(KNOWN)}; default: {', '.join(FAMILIES)}",
+    )
     add(
         "--level",
         type=whole(min(LEVELS), max(LEVELS)),
         default=1,
         help="difficulty, 1 to 3, default: %(default)s",
     )
-    add("--styles", type=_names, default=("plain",), metavar="A,B", help="default: plain")
+    add(
+        "--styles",
+        type=_names,
+        default=("plain",),
+        metavar="A,B",
+        help=f"of {', '.join(STYLES)}; default: plain",
+    )
     help_text = "answers to choose from, default: 0, an open question"
     choices = whole(2, MAX_CHOICES)
     add(
@@ -480,7 +500,10 @@ def _add_cleaning(command: argparse.ArgumentParser) -> None:
 def _add_convert(commands: Commands) -> None:
     """Add the command `convert`, which prepares a table of the user's or of the hub."""
     command = commands.add_parser(
-        "convert", help="your own data: JSON, CSV, Excel, Parquet, a folder, a hub id"
+        "convert",
+        help="your own data: JSON, CSV, Excel, Parquet, a folder, a hub id",
+        epilog=_CONVERT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_output(command)
     add = command.add_argument

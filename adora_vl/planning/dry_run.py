@@ -7,6 +7,7 @@ on disk, without loading a weight. It makes the same checks as a run, in the sam
 import json
 import math
 import os
+import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
@@ -78,12 +79,15 @@ class Plan:
         return self.limit.tokens - self.limit.needed(self.lengths.longest_text)
 
 
-def make_plan(command: CliArgs, options: DryRunOptions) -> Plan:
+def make_plan(command: CliArgs, options: DryRunOptions, *, with_few_rows: bool = False) -> Plan:
     """Make every check that a run makes before it loads weights, and predict lengths and memory.
 
-    Raises `UserError` with the line that a run would stop with.
+    `with_few_rows`: plan also for rows that do not fill a generation. Raises `UserError` with the
+    line that a run would stop with.
     """
     run = prepare_on_paper(command, options)
+    if run.messages.refusals and not with_few_rows:
+        raise UserError(run.messages.refusals[0])
     script = run.script
     lengths = run.data.measured
     sharding = run.context.sharding
@@ -500,14 +504,18 @@ def report(plan: Plan, set_keys: Collection[str]) -> str:
 def dry_run(command: CliArgs, options: DryRunOptions) -> int:
     """Print what the command would do.
 
-    Returns the exit code: 0 if the run fits, 1 if not. Raises `UserError` as a run would.
+    The verdict stands last, with the command that comes next. Returns the exit code: 0 if the run
+    fits, 1 if not. Raises `UserError` as a run would.
     """
     _check_outputs(options)
-    plan = make_plan(command, options)
+    plan = make_plan(command, options, with_few_rows=True)
     if os.environ.get("RANK", "0") != "0":  # only the first process prints
         return 0
     set_keys = command.set_keys
     print("\n".join([report(plan, set_keys), *prompt_lines(plan)]), flush=True)
+    if plan.run.messages.refusals:
+        print(f"\n{verdict_line(plan)}", flush=True)
+        raise UserError(plan.run.messages.refusals[0])
     if options.write_config is not None:
         _write(
             "--write-config",
@@ -520,7 +528,39 @@ def dry_run(command: CliArgs, options: DryRunOptions) -> int:
             options.json,
             json.dumps(figures(plan, set_keys), indent=2, default=str) + "\n",
         )
-    return 0 if memory.fits(plan.setup, plan.card) else 1
+    print(f"\n{verdict_line(plan)}", flush=True)
+    if not memory.fits(plan.setup, plan.card):
+        return 1
+    print(f"Next: {launch_command(plan, command.arguments, options.accelerate_config)}", flush=True)
+    return 0
+
+
+def verdict_line(plan: Plan) -> str:
+    """Say whether the run fits, in one line."""
+    prediction = memory.predict(plan.setup, plan.card)
+    usage = f"{prediction.peak / GIB:.3g} of {plan.card / GIB:.3g} GiB"
+    if memory.fits(plan.setup, plan.card):
+        return f"It fits: {usage}."
+    return f"It does NOT fit: {usage}; the section on memory above says what would."
+
+
+def launch_command(plan: Plan, arguments: Sequence[str], launcher: Path | None) -> str:
+    """Return the command that starts the run.
+
+    `arguments`: those of the dry run without its options. `launcher`: the accelerate config that
+    the dry run was asked about.
+    """
+    module = ["-m", "adora_vl.train", *arguments]
+    sharding = plan.setup.sharding
+    if launcher is None and sharding.processes == 1:
+        return shlex.join(["python", *module])
+    words = ["accelerate", "launch"]
+    if launcher is not None:
+        words += ["--config_file", str(launcher)]
+    if launcher is None:
+        words.append("--multi_gpu")
+    words += ["--num_processes", str(sharding.processes)]
+    return shlex.join([*words, *module])
 
 
 def _check_outputs(options: DryRunOptions) -> None:

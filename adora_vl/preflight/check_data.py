@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
 
-from adora_vl.builtin.builtin_data import data_folders
+from adora_vl.builtin.builtin_data import KNIGHTS_DATA, STARTS, SYNTHETIC_DATA, data_folders
 from adora_vl.config.batch_plan import check_row_count
 from adora_vl.data import prompt_lengths as lengths
-from adora_vl.data.dataset import data_hash
+from adora_vl.data.dataset import data_hash, read_manifest
 from adora_vl.data.loading import load_rows
 from adora_vl.data.prompts import control_token_in, control_tokens, with_tools
 from adora_vl.data.rows import has_images
@@ -208,9 +208,33 @@ def check_rows(
         if context.dry_run and missing:
             return _assumed_rows(folders, missing[0], model, prompts, messages)
         data = _command_rows(request, script, folders, model, prompts, messages)
-    if data.rows is not None:
+        messages.notes.extend(_note_of_foreign_rows(request, folders))
+    if data.rows is None:
+        return data
+    try:
         check_row_count(layout, data.rows)
+    except UserError as error:
+        # A dry run shows the memory all the same, and ends with this line.
+        if not context.dry_run:
+            raise
+        messages.refusals.append(str(error))
     return data
+
+
+def _note_of_foreign_rows(request: RunRequest, folders: tuple[str, ...]) -> list[str]:
+    """Say that a built-in tiny model cannot learn from problems that are not drawn here."""
+    cli_args = request.cli_args
+    name = str(cli_args.values.get("model_name_or_path")) if cli_args else ""
+    manifests = [read_manifest(Path(folder)) for folder in folders]
+    drawn_here = (SYNTHETIC_DATA, KNIGHTS_DATA)
+    drawn = all(manifest is None or manifest.get("source") in drawn_here for manifest in manifests)
+    if drawn or name not in STARTS:
+        return []
+    return [
+        f"{name} knows the drawn problems alone: on yours expect no right answer. `python -m eval "
+        "problems run --engine openai --base-url URL` shows what a served model does with them, "
+        "and docs/hardware.md which recipe fits your GPU"
+    ]
 
 
 def _data_facts(

@@ -3,6 +3,7 @@
 Prompts, the weight sync, caches and settings differ from TRL's.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -20,6 +21,7 @@ from adora_vl.models.precision import dtype_name
 from adora_vl.packing.image_store import ImageCache
 from adora_vl.rollout.engine_settings import (
     EngineSettings,
+    compute_products_exactly,
     engine_runs_on_cpu,
     engine_scores_raw,
     machine_options,
@@ -220,6 +222,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             if not settings.keeps_images:  # the trainer's cache has them already
                 kwargs["mm_processor_cache_gb"] = 0
         divided_on_cpu = self.tensor_parallel_size > 1 and engine_runs_on_cpu()
+        compute_products_exactly(str(kwargs["dtype"]))
         with own_shared_memory() if divided_on_cpu else nullcontext():
             llm = PolicyLLM(**kwargs)
         if self.four_bit:
@@ -367,6 +370,24 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         """
         self.llm.sleep(level=2)
         self._llm_weights_sleeping = True
+
+    def shut_down(self) -> None:
+        """End a colocated engine, and let go of it. Nothing can be sampled after this.
+
+        It is woken before: the memory that sleeps lies in a pool of vLLM's allocator, of which a
+        process has one, and a second training of this process would find it there.
+        """
+        llm = self.llm
+        if self.enable_sleep_mode:
+            llm.wake_up()
+        llm.llm_engine.engine_core.shutdown()
+        if llm.base is not None:
+            # the frozen base was away while the engine was awake
+            llm.base.come_back()
+        self.llm: Any = None
+        del llm
+        # the engine's parts refer to each other
+        gc.collect()
 
     @contextmanager
     def staying_awake(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ from adora_vl.utils.secrets import masked_text
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 EXIT_UNREAD = 141  # 128 + SIGPIPE
 MAX_SEED = 2**32 - 1  # what NumPy, torch and vLLM all take
+READING_S = 15  # the seconds that the imports of a training take, of an idle machine with a disk
 _LONGEST = 300  # characters of a complaint about an option
 _NO_VALUE = ("none", "null")
 _MOST_YAML = 100_000  # values of a YAML text whose aliases are written out
@@ -116,6 +117,16 @@ def dotted(key: str, value: Any) -> dict[str, Any]:
 def section(title: str, lines: Sequence[str]) -> list[str]:
     """Return the lines of a report below their underlined title."""
     return ["", title, "-" * len(title), *lines]
+
+
+def announce_reading(seconds: int) -> None:
+    """Say on stderr that the libraries are being read, which is silent for `seconds`.
+
+    Nothing is said where torch is there already, and by one process of several alone.
+    """
+    if "torch" in sys.modules or os.environ.get("RANK", "0") != "0":
+        return
+    print(f"Reading config and libraries, about {seconds} s", file=sys.stderr, flush=True)
 
 
 @contextmanager

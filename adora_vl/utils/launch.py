@@ -86,6 +86,9 @@ def prepare_engine_environment() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # vLLM would import FlashInfer, and one of its model runners compile it, for a sampler that
+    # requests with a seed never use.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if os.environ.get("WORLD_SIZE", "1") == "1":
         # Two runs on one machine: accelerate would give both the same port for the engine's group
         # of one.

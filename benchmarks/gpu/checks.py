@@ -84,7 +84,31 @@ CHECKS = (
     GPUCheck(
         name="recipe",
         place="benchmarks.gpu.engine:recipe",
-        limit=600,
+        limit=300,
+        needs=("vllm", "trl", "datasets", "peft"),
+    ),
+    GPUCheck(
+        name="step",
+        place="benchmarks.gpu.step:run",
+        limit=480,
+        needs=("vllm", "trl", "datasets", "peft"),
+    ),
+    GPUCheck(
+        name="tools",
+        place="benchmarks.gpu.paths:tools",
+        limit=300,
+        needs=("vllm", "trl", "datasets"),
+    ),
+    GPUCheck(
+        name="four_bit",
+        place="benchmarks.gpu.paths:four_bit",
+        limit=300,
+        needs=("vllm", "trl", "datasets", "peft", "bitsandbytes"),
+    ),
+    GPUCheck(
+        name="recipe_v1",
+        place="benchmarks.gpu.engine:recipe_v1",
+        limit=300,
         needs=("vllm", "trl", "datasets", "peft"),
     ),
     GPUCheck(

@@ -205,7 +205,7 @@ class VLLMEngine(_Local):
             raise UserError(
                 "engine: vllm is not installed; install it or use --engine transformers"
             )
-        from adora_vl.rollout.engine_settings import machine_options
+        from adora_vl.rollout.engine_settings import compute_products_exactly, machine_options
         from adora_vl.utils.launch import prepare_engine_environment
 
         prepare_engine_environment()  # before the import: vLLM reads its environment there
@@ -218,10 +218,12 @@ class VLLMEngine(_Local):
         )
         tool_images = settings.toolbox.options.images if settings.toolbox else 1
         max_images = max(settings.max_images, tool_images)
+        dtype = chat.dtype(settings.dtype)
+        compute_products_exactly(str(dtype))
         llm = PolicyLLM(
             model=settings.model,
             revision=settings.revision,
-            dtype=cast("ModelDType", chat.dtype(settings.dtype)),
+            dtype=cast("ModelDType", dtype),
             max_model_len=longest,
             # On a CPU this is a share of the memory of the whole machine.
             gpu_memory_utilization=0.9 if torch.cuda.is_available() else 0.3,
