@@ -31,7 +31,7 @@ with imports():
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from adora_vl.preflight.resolved_run import ResolvedRun
+    from adora_vl.preflight.facts import ResolvedRun
     from adora_vl.trainer import AdoraGRPOTrainer
 
 # Seconds before a rank other than the first reports a mistake of its own. The launcher ends it
@@ -45,16 +45,16 @@ def build_trainer(run: ResolvedRun) -> AdoraGRPOTrainer:
     from adora_vl.trainer import AdoraGRPOTrainer
 
     config = run.config
-    model = run.model
-    init_kwargs: dict[str, Any] = {"revision": run.revision, "dtype": model.dtype}
-    if model.attn_implementation is not None:
-        init_kwargs["attn_implementation"] = model.attn_implementation
+    keys = run.request.model.keys
+    init_kwargs: dict[str, Any] = {"revision": run.model.revision, "dtype": keys.dtype}
+    if keys.attn_implementation is not None:
+        init_kwargs["attn_implementation"] = keys.attn_implementation
     config.model_init_kwargs = {**init_kwargs, **(config.model_init_kwargs or {})}
     return AdoraGRPOTrainer(
-        model=model.model_name_or_path,
+        model=keys.model_name_or_path,
         reward_funcs=list(run.rewards.functions),
         args=config,
-        train_dataset=run.dataset,
+        train_dataset=run.data.train,
         peft_config=run.request.model.peft_config,
         run=run,
     )
@@ -67,10 +67,10 @@ def load(run: ResolvedRun, log: Path) -> AdoraGRPOTrainer:
     for anything else that cannot be loaded.
     """
     init_kwargs = dict(run.config.model_init_kwargs or {})
-    if run.is_main_process:
+    if run.request.is_main_process:
         print(f"Loading model and engine; what the libraries say is in {log}", flush=True)
     try:
-        with StartupLog(log, first=run.is_main_process):
+        with StartupLog(log, first=run.request.is_main_process):
             return build_trainer(run)
     except (UserError, RunError, RolloutError):
         raise
@@ -185,7 +185,7 @@ def train(cli_args: CliArgs) -> int:
     run = prepare(cli_args)
     output_dir = Path(run.config.output_dir)
     if run.finished:
-        if run.is_main_process:
+        if run.request.is_main_process:
             copy_finished(run.finished, output_dir)
         return 0
     trainer = load(run, output_dir / STARTUP_LOG)
@@ -236,7 +236,7 @@ def print_summary(
         config=run.config,
         model=model_folder,
         seconds=seconds,
-        data=run.data[0],
+        data=run.data.folders[0],
         command=trainer.manifest["command"],
     )
     print("\n".join(lines), flush=True)

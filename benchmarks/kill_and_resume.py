@@ -199,7 +199,7 @@ def compare(reference: dict[str, Any], killed: dict[str, Any]) -> list[str]:
                 "figures differ)"
             )
     if not reference["rollouts"]:
-        lines.append("no rollouts, because none were recorded: set adora_record_every: 1")
+        lines.append("no rollouts, because none were recorded: set adora_record_gb above 0")
     for kind, words in (("rollouts", "rollouts of"), ("tables", "the table")):
         first = reference[kind]
         second = killed[kind]

@@ -116,7 +116,7 @@ class Recorded:
             length = self.lengths[place % len(self.lengths)] if Recorded.calls else SHORT
             ids = torch.randint(ORDINARY, 600, (length,), generator=generator)
             likely = [-math.log(self.vocabulary)] * length  # what an untrained model gives
-            answers.append(SamplingResult([*ids[:-1].tolist(), self.stop], [*likely]))
+            answers.append(SamplingResult(tokens=[*ids[:-1].tolist(), self.stop], logps=[*likely]))
         Recorded.calls += 1
         return answers
 

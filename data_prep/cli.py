@@ -122,7 +122,7 @@ def _names(word: str) -> tuple[str, ...]:
 
 
 def _ends(sign: str, convert: Callable[[str], Any], word: str) -> Any:
-    """The two ends of a range with a sign between them, the smaller one first."""
+    """Return the two ends of a range with a sign between them, the smaller one first."""
     first, _, last = word.partition(sign)
     low = convert(first)
     high = convert(last)
@@ -134,7 +134,7 @@ def _ends(sign: str, convert: Callable[[str], Any], word: str) -> Any:
 
 
 def _people(word: str) -> Any:
-    """`A-B` or one number."""
+    """Return `A-B` or one number."""
     return _ends("-", whole(*PEOPLE), word if "-" in word else f"{word}-{word}")
 
 
@@ -244,7 +244,7 @@ def add_filter(commands: Any) -> None:
 
 
 def _rates(word: str) -> Any:
-    """`LOW:HIGH`, two shares."""
+    """Return `LOW:HIGH`, two shares."""
     if ":" not in word:
         raise argparse.ArgumentTypeError(f"{word!r} has no colon; write LOW:HIGH, such as 0.1:0.9")
     return _ends(":", number(0, 1), word)

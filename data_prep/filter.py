@@ -241,7 +241,7 @@ def check_output(data: Path, output: Path) -> None:
 
 
 def asked_for_tags(predictions: Path) -> bool:
-    """Whether the prompts of stored answers asked for `<answer> </answer>`.
+    """Return whether the prompts of stored answers asked for `<answer> </answer>`.
 
     The fingerprint that stands beside the answers says so.
     """

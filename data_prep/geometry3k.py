@@ -167,18 +167,19 @@ def _from_zips(paths: list[Path]) -> dict[str, list[ProblemFolder]]:
 
     Raises `UserError` where two files have one split, and the name of neither says which to take.
     """
-    by_file = {path: _zipped(path) for path in paths}
+    problems_of_file = {path: _zipped(path) for path in paths}
     problems = {}
     for split in _SPLITS:
-        having = [path for path in paths if split in by_file[path]]
-        named = [path for path in having if path.stem == split] or having
-        if len(named) > 1:
-            names = " and ".join(repr(str(path)) for path in named[:2])
+        with_split = [path for path in paths if split in problems_of_file[path]]
+        by_name = [path for path in with_split if path.stem == split]
+        candidates = by_name or with_split
+        if len(candidates) > 1:
+            names = " and ".join(repr(str(path)) for path in candidates[:2])
             raise UserError(
                 f"input: {names} both hold problems of {split!r}; give one of them with --input"
             )
-        if named:
-            problems[split] = by_file[named[0]][split]
+        if candidates:
+            problems[split] = problems_of_file[candidates[0]][split]
     return problems
 
 

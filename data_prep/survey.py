@@ -6,7 +6,7 @@ import heapq
 import shlex
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -257,46 +257,62 @@ def what_was_left_out(manifest: Manifest) -> list[str]:
 
 
 def _table(overview: Survey) -> list[str]:
-    """Return a table with a column for each split and a block for each property.
+    """Return the lines of a table with a column for each split and a block for each property.
 
     The most frequent value of a property comes first.
     """
     splits = overview.splits
-    blocks = {"rows": {"rows": [str(facts.counts["rows"]["rows"]) for facts in splits.values()]}}
+    row_counts = [str(facts.counts["rows"]["rows"]) for facts in splits.values()]
+    blocks: dict[str, dict[str, list[str]]] = {"rows": {"rows": row_counts}}
     for name in PROPERTIES:
         total: Counter[str] = sum((facts.counts[name] for facts in splits.values()), Counter())
         if set(total) <= {_UNKNOWN}:
             continue  # no row has it
-        values = sorted(total, key=lambda value: (-total[value], value))
         title = "image size (longest side)" if name == "image size" else name
-        block = blocks[title] = {}
-        for value in values[:_SHOWN_VALUES]:
-            block[printable(value)[:40]] = [
-                str(facts.counts[name][value]) for facts in splits.values()
-            ]
-        if len(values) > _SHOWN_VALUES:
-            blocks[title][f"... {len(values) - _SHOWN_VALUES} more"] = ["" for _ in splits]
+        blocks[title] = _property_block(name, total, splits)
     tokens = [facts.tokens for facts in splits.values()]
     if any(map(any, tokens)):
-        figures: dict[str, Callable[[array[int]], object]] = {
-            "min": min,
-            "median": lambda numbers: f"{median(numbers):g}",
-            "p95": partial(quantile, share=0.95),
-            "max": max,
-        }
-        blocks[f"image tokens per row ({FAMILIES[overview.family].name}'s own limits)"] = {
-            name: [str(figure(numbers)) if numbers else "-" for numbers in tokens]
-            for name, figure in figures.items()
-        }
-    label = max(len(value) for values in blocks.values() for value in values) + 4
-    width = max(8, *(len(split) + 2 for split in splits))
-    lines = [" " * label + "".join(f"{split:>{width}}" for split in splits)]
-    for title, cells in blocks.items():
-        indent = "" if title == "rows" else "  "
-        lines += [title] if indent else []
-        for value, row in cells.items():
-            lines.append(f"{indent + value:<{label}}" + "".join(f"{cell:>{width}}" for cell in row))
+        title = f"image tokens per row ({FAMILIES[overview.family].name}'s own limits)"
+        blocks[title] = _token_block(tokens)
+    label_width = max(len(label) for block in blocks.values() for label in block) + 4
+    cell_width = max(8, *(len(split) + 2 for split in splits))
+    lines = [" " * label_width + "".join(f"{split:>{cell_width}}" for split in splits)]
+    for title, block in blocks.items():
+        indent = ""
+        if title != "rows":
+            lines.append(title)
+            indent = "  "
+        for label, cells in block.items():
+            row = "".join(f"{cell:>{cell_width}}" for cell in cells)
+            lines.append(f"{indent + label:<{label_width}}{row}")
     return lines
+
+
+def _property_block(
+    name: str, total: Counter[str], splits: Mapping[str, SplitFacts]
+) -> dict[str, list[str]]:
+    """Return the counts of a property's most frequent values, a cell for each split."""
+    values = sorted(total, key=lambda value: (-total[value], value))
+    block = {}
+    for value in values[:_SHOWN_VALUES]:
+        block[printable(value)[:40]] = [str(facts.counts[name][value]) for facts in splits.values()]
+    if len(values) > _SHOWN_VALUES:
+        block[f"... {len(values) - _SHOWN_VALUES} more"] = ["" for _ in splits]
+    return block
+
+
+def _token_block(tokens: Sequence[array[int]]) -> dict[str, list[str]]:
+    """Return figures of the image tokens of a row, a cell for each split."""
+    figures: dict[str, Callable[[array[int]], object]] = {
+        "min": min,
+        "median": lambda numbers: f"{median(numbers):g}",
+        "p95": partial(quantile, share=0.95),
+        "max": max,
+    }
+    block = {}
+    for name, figure in figures.items():
+        block[name] = [str(figure(numbers)) if numbers else "-" for numbers in tokens]
+    return block
 
 
 def print_prompt(output: Path, manifest: Manifest) -> None:

@@ -205,23 +205,24 @@ def page(overview: Survey) -> str:
 
 
 def _card(row: Row, split: str) -> str:
+    """Return the HTML of one row: its pictures, problem, choices and facts.
+
+    The right choice is marked.
+    """
     pictures = "".join(
         f"<img alt='diagram' src='{_picture(image['bytes'])}'>" for image in row["images"][:4]
     )
     raw = row.get("answer_raw") or ""  # the letter of the right choice, or its value
-    letters = zip(ascii_uppercase, row.get("choices") or (), strict=False)
-    items = [
-        (value, raw == letter if len(raw) == 1 and raw.isupper() else value == raw)
-        for letter, value in letters
-    ]
-    listed = "".join(
-        f"<li{' class=right' if ok else ''}>{_text(value)}</li>" for value, ok in items
-    )
-    listed = f"<ol>{listed}</ol>" if items else ""
+    is_letter = len(raw) == 1 and raw.isupper()
+    items = []
+    for letter, value in zip(ascii_uppercase, row.get("choices") or (), strict=False):
+        is_right = raw == letter if is_letter else value == raw
+        items.append(f"<li{' class=right' if is_right else ''}>{_text(value)}</li>")
+    choices = f"<ol>{''.join(items)}</ol>" if items else ""
     meta = row.get("meta") or {}
     facts = {
         "gold": row["answer"],
-        "as in the source": row.get("answer_raw") or "",
+        "as in the source": raw,
         "goal": meta.get("goal") or "",
         "shapes": ", ".join(meta.get("shapes") or []),
         "family": meta.get("family") or "",
@@ -231,7 +232,7 @@ def _card(row: Row, split: str) -> str:
     )
     title = f"{_text(row['id'])} ({escape(split)})"
     problem = _text(row["problem"])
-    return f"<article><h3>{title}</h3>{pictures}<p>{problem}</p>{listed}<dl>{terms}</dl></article>"
+    return f"<article><h3>{title}</h3>{pictures}<p>{problem}</p>{choices}<dl>{terms}</dl></article>"
 
 
 def _text(value: str) -> str:
@@ -239,7 +240,7 @@ def _text(value: str) -> str:
 
 
 def _picture(encoded: bytes) -> str:
-    """The stored picture, or a smaller one, as a data URI."""
+    """Return the stored picture, or a smaller one, as a data URI."""
     if len(encoded) > _IMAGE_BYTES:
         with open_picture(io.BytesIO(encoded)) as image:
             ImageOps.exif_transpose(image, in_place=True)

@@ -19,7 +19,7 @@ _USAGE = f"usage: adora-vl-eval {{{','.join((*NAMES, *_OTHERS))},FILE.py:NAME}} 
 
 
 def _of(benchmark: str) -> str:
-    """The description of a benchmark in the first sentence of its module.
+    """Return the description of a benchmark in the first sentence of its module.
 
     The file is parsed and not imported, since importing all of them takes long.
     """

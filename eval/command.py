@@ -80,7 +80,7 @@ def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Command:
 
 
 def build_parser(benchmark: Benchmark) -> Parser:
-    """The parser of a benchmark's command, with the options that its dataclasses have."""
+    """Return the parser of a benchmark's command, with the options that its dataclasses have."""
     name = " FILE.py:NAME" if benchmark.file else f".{benchmark.name}"
     parser = Parser(prog=f"python -m eval{name}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="{infer,score,run}")
@@ -113,7 +113,7 @@ def build_parser(benchmark: Benchmark) -> Parser:
 
 
 def _column(word: str) -> str:
-    """A word `OURS=THEIRS` as it is.
+    """Return a word `OURS=THEIRS` as it is.
 
     Raises `ArgumentTypeError` for another, of which argparse makes a line that names the option.
     """
@@ -133,7 +133,7 @@ def _add_inference(parser: argparse.ArgumentParser, benchmark: Benchmark) -> Non
 
 
 def _file_options(file: Path, options: Namespace, unused: set[str]) -> list[str]:
-    """The keys of a YAML file as words of a command line, so that the same code checks both.
+    """Return the keys of a YAML file as words of a command line, so that the same code checks both.
 
     Keys in `unused` are left out; `options` has the options of the verb. Raises `UserError` for an
     unknown key, and for a value that is a list or a mapping where one value is expected.

@@ -54,12 +54,15 @@ _STEPS = {"2": "two steps", "3": "three steps"}
 
 
 def prompt(row: dict[str, Any]) -> str:
-    """The official prompt for a row: its question, its options, and the form of the answer."""
+    """Return the official prompt for a row.
+
+    It is the question, its options, and the form of the answer.
+    """
     return _PROMPT.format(question=row["question"], option=row["option"])
 
 
 def official_letter(response: str) -> str | None:
-    """The letter by the official extraction, or None.
+    """Return the letter by the official extraction, or None.
 
     It is the first character behind the last `Answer`, without `<`, `>`, `:` and `.`, where that is
     one from A to H. The rule is made for answers in the form of the official prompt; `boxed{B}` has
@@ -79,7 +82,7 @@ class WeMathScoreOptions(ScoreOptions):
 
 
 def grade(row: Prediction, options: WeMathScoreOptions) -> RowGrade:
-    """The verdict on a row by `options.rules`, and the groups that it counts in.
+    """Return the verdict on a row by `options.rules`, and the groups that it counts in.
 
     They are the number of steps, and for a single step its concept.
     """
@@ -104,7 +107,7 @@ def grade(row: Prediction, options: WeMathScoreOptions) -> RowGrade:
 
 
 def diagnosis(steps: Sequence[bool], whole_right: bool, *, strict: bool) -> str:
-    """The diagnosis of the answers to the steps of a problem and to the whole.
+    """Return the diagnosis of the answers to the steps of a problem and to the whole.
 
     The kinds are those of Qiao et al. 2024, We-Math, section 3.3:
 
@@ -130,7 +133,7 @@ _DEFINITION = (
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: WeMathScoreOptions
 ) -> OwnFigures:
-    """The strict and the loose score, and the shares of each kind of diagnosis.
+    """Return the strict and the loose score, and the shares of each kind of diagnosis.
 
     Only problems with an answer to every step and to the whole are diagnosed, each sample apart.
     """

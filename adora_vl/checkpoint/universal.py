@@ -70,13 +70,14 @@ def load_shards(engine: Any, checkpoint: str, **options: Any) -> None:
 
 
 def is_universal(checkpoint: Path) -> bool:
-    """Whether a checkpoint can be loaded by any number of processes."""
+    """Return whether a checkpoint can be loaded by any number of processes."""
     return (checkpoint / LATEST).is_file()
 
 
 def shards_of(checkpoint: Path) -> Path | None:
-    """The folder with DeepSpeed's file of each rank; None for a checkpoint without DeepSpeed, or a
-    universal one.
+    """Return the folder with DeepSpeed's file of each rank.
+
+    None for a checkpoint without DeepSpeed, or a universal one.
     """
     return None if is_universal(checkpoint) else next(iter(sorted(checkpoint.glob(_SHARDS))), None)
 

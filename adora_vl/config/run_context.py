@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from argparse import SUPPRESS
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,10 @@ _FSDP = (
 )
 
 
+_ELSEWHERE = (
+    "the run is for another machine, so packages, trackers, servers, attention kernel, weights "
+    "and output_dir were not looked at"
+)
 OutputDirMode = Literal["take", "look", "leave"]
 
 
@@ -184,6 +188,23 @@ def take_options(arguments: Sequence[str]) -> tuple[DryRunOptions | None, list[s
     if stray:
         raise UserError(f"--{stray}: belongs to --dry-run; add --dry-run, or leave it out")
     return None, training_arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Messages:
+    """What the checks say to the user, in their order.
+
+    `notes`: lines about the run, printed before it starts. `unknown`: lines about what could not be
+    checked; only a dry run has any.
+    """
+
+    notes: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    @classmethod
+    def for_context(cls, context: RunContext) -> Messages:
+        """The messages before the first check."""
+        return cls(unknown=[] if context.local else [_ELSEWHERE])
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,23 @@
 """The conversion of what a user wrote to the type of its key.
 
 A value that does not fit is refused in one line: `key: VALUE is not WHAT IT SHOULD BE`. A key takes
-what its annotation says. The ranges of our keys stand beside their fields; `RANGES` has those of the
-keys of TRL and Transformers that configs/train/annotated.yaml explains, or that our own code
-computes with. The value of any other key of theirs is left to their own checks. NaN and infinity
-are refused everywhere.
+what its annotation says. The ranges of our keys stand beside their fields, those of keys of TRL and
+Transformers in `trl_ranges.py`. NaN and infinity are refused everywhere.
 """
 
 import json
 import sys
-from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from adora_vl.config.trl_ranges import NONE_IS_A_WORD, NULL_IS, OR_FILE, RANGES
 from adora_vl.utils.cli import (
     GivenTwiceError,
     flow_mapping,
@@ -31,104 +30,8 @@ from adora_vl.utils.cli import (
 )
 from adora_vl.utils.errors import UserError, did_you_mean
 
-Name = Annotated[str, Field(pattern=r"\S", description="a name")]
-_Kernel = Annotated[str, Field(pattern="/", description="a kernel of the hub, OWNER/NAME")]
-_Count = Annotated[int, Field(ge=1)]
-_Positive = Annotated[float, Field(gt=0)]
-_NotNegative = Annotated[float, Field(ge=0)]
 _literal: Any = Literal  # mypy takes a Literal only of names that are written out
-
-# The types of keys of TRL and Transformers: narrower than their own annotations, or wider where
-# they take more than they declare.
-RANGES: dict[str, Any] = {
-    **dict.fromkeys(("model_name_or_path", "output_dir"), Name | None),
-    **dict.fromkeys(
-        (
-            "vllm_tensor_parallel_size",
-            "max_completion_length",
-            "per_device_train_batch_size",
-            "num_iterations",
-            "gradient_accumulation_steps",
-            "lora_r",
-            "lora_alpha",
-            "save_steps",
-        ),
-        _Count,
-    ),
-    **dict.fromkeys(
-        (
-            "vllm_max_model_length",
-            "steps_per_generation",
-            "generation_batch_size",
-            "eval_steps",
-            "save_total_limit",
-        ),
-        _Count | None,
-    ),
-    **dict.fromkeys(
-        ("temperature", "repetition_penalty", "num_train_epochs", "logging_steps"), _Positive
-    ),
-    **dict.fromkeys(
-        (
-            "learning_rate",
-            "max_grad_norm",
-            "epsilon",
-            "beta",
-            "entropy_coef",
-            "entropy_coef_min",
-            "entropy_coef_max",
-            "entropy_coef_delta",
-            "entropy_target",
-            "vespo_k_pos",
-            "vespo_lambda_pos",
-            "vespo_k_neg",
-            "vespo_lambda_neg",
-        ),
-        _NotNegative,
-    ),
-    "epsilon_high": _NotNegative | None,
-    **dict.fromkeys(("delta", "off_policy_mask_threshold"), _Positive | None),
-    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), _Positive),
-    **dict.fromkeys(
-        ("vllm_gpu_memory_utilization", "top_p", "top_entropy_quantile"),
-        Annotated[float, Field(gt=0, le=1)],
-    ),
-    "vllm_importance_sampling_clip_max": _Positive | None,
-    "vllm_importance_sampling_clip_min": _NotNegative | None,
-    "num_generations": Annotated[int, Field(ge=2)],
-    "num_completions_to_print": Annotated[int, Field(ge=0)] | None,
-    "max_steps": _Count | Literal[-1],
-    "top_k": Annotated[int, Field(ge=-1)],
-    "min_p": Annotated[float, Field(ge=0, le=1)] | None,
-    "lora_dropout": Annotated[float, Field(ge=0, lt=1)],
-    "seed": Annotated[int, Field(ge=0, le=2**32 - 1)],  # numpy's
-    "data_seed": Annotated[int, Field(ge=0, le=2**32 - 1)] | None,
-    "attn_implementation": Literal[
-        "eager",
-        "sdpa",
-        "flash_attention_2",
-        "flash_attention_3",
-        "flash_attention_4",
-        "flex_attention",
-    ]
-    | _Kernel
-    | None,
-    "vllm_mode": Literal["colocate", "server"],
-    "vllm_importance_sampling_mode": Literal[
-        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
-    ],
-    "loss_type": Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"],
-    "importance_sampling_level": Literal["token", "sequence"],
-    "multi_objective_aggregation": Literal["sum_then_normalize", "normalize_then_sum"],
-    "scale_rewards": bool | Literal["group", "batch", "none"],
-    "resume_from_checkpoint": Literal[True, False] | str | None,
-}
-# a mapping, or the path of one
-_OR_FILE = frozenset({"deepspeed", "fsdp_config", "accelerator_config"})
 _OR_WORD = frozenset({"adora_method", "adora_reward"})  # a mapping, or a word
-# null means to resume if there is a checkpoint
-_NONE_IS_A_WORD = frozenset({"resume_from_checkpoint"})
-_NULL_IS = {"report_to": ["none"]}  # Transformers fails on null for this key
 _OFF = ("off", "no", "none")  # a bare `off` or `no` in YAML is false
 _BOUNDS = (("gt", "above"), ("ge", "of at least"), ("lt", "below"), ("le", "at most"))
 _KINDS = {
@@ -156,11 +59,11 @@ def convert(key: str, value: Any, hint: Any) -> Any:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
         word = value[0]
     # Many write none for null, but for some keys it is a word of its own.
-    may_be_none = NoneType in kinds and "none" not in names and key not in _NONE_IS_A_WORD
+    may_be_none = NoneType in kinds and "none" not in names and key not in NONE_IS_A_WORD
     if is_null(word) or (may_be_none and isinstance(word, str) and word.strip().lower() == "none"):
         if NoneType not in kinds:
             _refuse(key, None, hint)
-        return _NULL_IS.get(key)
+        return NULL_IS.get(key)
     options = next((kind for kind in kinds if is_dataclass(kind)), None)
     if options is not None:
         return _options(key, word, options)
@@ -180,23 +83,45 @@ def convert(key: str, value: Any, hint: Any) -> Any:
     return converted
 
 
-def check_fields(config: Any, library_class: Any = None) -> None:
-    """Check the values of a dataclass, and convert those of our own keys in place.
+def convert_fields(
+    config: Any, *, converted: Collection[str] = (), library_class: Any = None
+) -> None:
+    """Convert the values of a dataclass of keys in place, but for its defaults.
 
-    `library_class`: the dataclass of a library that it inherits from. The library's keys are not
-    converted; they have to be finite, and in their range where `RANGES` has one. A second call
-    changes nothing. Raises `UserError`.
+    Raises `UserError`.
+
+    Args:
+        config: the dataclass, just constructed.
+        converted: the keys whose values were converted before, by a command.
+        library_class: the dataclass of a library that it inherits from. The library's keys are not
+            converted; they have to be finite, and in their range where `RANGES` has one.
     """
     library_keys = {key.name for key in fields(library_class)} if library_class else set()
     kind: Any = type(config)
-    for key, hint in declared(kind).items():
-        value = getattr(config, key)
-        if key not in library_keys:
-            setattr(config, key, convert(key, value, hint))
-        elif _range_of(key):
-            convert(key, value, hint)
+    hints = declared(kind)
+    for key in fields(config):
+        if key.name in converted or key.name not in hints:
+            continue
+        value = getattr(config, key.name)
+        if _is_default(key, value):
+            continue
+        hint = hints[key.name]
+        if key.name not in library_keys:
+            setattr(config, key.name, convert(key.name, value, hint))
+        elif _range_of(key.name):
+            convert(key.name, value, hint)
         else:
-            check_finite(key, value)
+            check_finite(key.name, value)
+
+
+def _is_default(key: Field[Any], value: object) -> bool:
+    """Whether a field has its default.
+
+    An equal value of another type is none, such as 1 for true: a fingerprint has it as text. So a
+    block of options, which may have such values, never counts as the default.
+    """
+    default = key.default if key.default_factory is MISSING else key.default_factory()
+    return type(value) is type(default) and value == default and not is_dataclass(value)
 
 
 def _options(key: str, value: Any, kind: Any) -> Any:
@@ -249,10 +174,13 @@ def _tuple(key: str, value: Any, hint: Any) -> Any:
 
 @cache
 def _hints(dataclass: Any) -> dict[str, Any]:
-    """The annotations of a dataclass, with `choices` of a field's metadata as a `Literal`."""
+    """The annotations of a dataclass, each with its words as a `Literal`.
+
+    Ours are annotated so. Transformers lists them as an `Enum`, or as `choices` in the metadata.
+    """
     hints = get_type_hints(dataclass, include_extras=True)
     return {
-        key.name: _with_names(hints[key.name], key.metadata.get("choices"))
+        key.name: _with_names(hints[key.name], key.metadata.get("choices", ()))
         for key in fields(dataclass)
     }
 
@@ -303,17 +231,13 @@ def check_finite(key: str, value: object) -> None:
         raise UserError(f"{key}: {_in_words(value)} is not a finite number")
 
 
-def _with_names(hint: Any, choices: Any = None) -> Any:
-    """`hint` as a `Literal`, where the field lists `choices` or is an `Enum` (`Kind | str`)."""
+def _with_names(hint: Any, choices: Sequence[str] = ()) -> Any:
+    """`hint` as a `Literal` of its words: its `choices`, or those of an `Enum` (`Kind | str`)."""
     enums = [arm for arm in _arms(hint) if isinstance(arm, type) and issubclass(arm, Enum)]
-    names = tuple(choices or (member.value for enum in enums for member in enum))
-    if not names:
+    words = tuple(choices) or tuple(member.value for enum in enums for member in enum)
+    if not words:
         return hint
-    if get_origin(hint) is tuple:
-        return tuple[_literal[names], ...]
-    if NoneType in _arms(hint):
-        return _literal[names] | None
-    return _literal[names]
+    return _literal[words] | None if NoneType in _arms(hint) else _literal[words]
 
 
 def _arms(hint: Any) -> tuple[Any, ...]:
@@ -426,7 +350,7 @@ def _mapping(key: str, value: Any, *, or_text: bool) -> Any:
     if isinstance(value, Mapping):
         return value
     text = value.strip() if isinstance(value, str) else ""
-    file = Path(text) if key in _OR_FILE and text and not text.startswith("{") else None
+    file = Path(text) if key in OR_FILE and text and not text.startswith("{") else None
     try:
         content = read_json(file.read_bytes() if file else text)
     except GivenTwiceError as error:

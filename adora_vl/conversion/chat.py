@@ -127,17 +127,19 @@ def without_instruction(problem: str) -> tuple[str, str]:
     The instruction is the last sentences that all speak of how to answer, at least one of them of
     tags, a box or steps. It is empty where there is none, or where nothing stands before it.
     """
-    ends = [match.span() for match in _SENTENCE_ENDS.finditer(problem)]
-    starts = [0, *(end for _, end in ends)]
-    stops = [*(start for start, _ in ends), len(problem)]
-    first = len(starts)  # the index of the instruction's first sentence
-    while first:
-        sentence = problem[starts[first - 1] : stops[first - 1]]
+    gaps = [match.span() for match in _SENTENCE_ENDS.finditer(problem)]
+    starts = [0, *(gap_end for _, gap_end in gaps)]
+    ends = [*(gap_start for gap_start, _ in gaps), len(problem)]
+    begin = len(starts)  # the index of the instruction's first sentence
+    while begin:
+        sentence = problem[starts[begin - 1] : ends[begin - 1]]
         if sentence.strip() and not _SAYS_HOW.search(sentence):
             break
-        first -= 1
-    if first in (0, len(starts)):
+        begin -= 1
+    if begin in (0, len(starts)):
         return problem, ""
-    rest = problem[: starts[first]].rstrip()
-    instruction = problem[starts[first] :].strip()
-    return (rest, instruction) if rest and _SAYS_WHERE.search(instruction) else (problem, "")
+    question = problem[: starts[begin]].rstrip()
+    instruction = problem[starts[begin] :].strip()
+    if not question or not _SAYS_WHERE.search(instruction):
+        return problem, ""
+    return question, instruction

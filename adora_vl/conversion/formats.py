@@ -403,7 +403,7 @@ def _lines(path: Path) -> Records:
 
 
 def _has_lines(file: BinaryIO) -> bool:
-    """Whether a file that begins with an object has an object on each line.
+    """Return whether a file that begins with an object has an object on each line.
 
     It does where the first line is a whole object and another line follows.
     """
@@ -506,7 +506,7 @@ def _in_object(path: Path, columns: Columns) -> Records:
 
 
 def _holds_rows(value: object) -> bool:
-    """Whether a value is a list of objects alone, and not empty."""
+    """Return whether a value is a list of objects alone, and not empty."""
     return (
         isinstance(value, list)
         and bool(value)

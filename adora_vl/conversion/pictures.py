@@ -220,25 +220,22 @@ def located(name: str, files: FileRoot) -> Path:
     if literal.exists() or folder is None:
         return literal
     try:
-        parts = Path(
-            os.path.relpath(_inside(unquote(name).replace("\\", "/"), files), folder)
-        ).parts
+        unquoted = _inside(unquote(name).replace("\\", "/"), files)
     except PictureError:
         return literal
-    # All paths inside the folder that fit the parts so far.
+    # All paths inside the folder that fit the components so far.
     matches = [Path()]
-    for part in parts:
-        key = _folded(part)
-        parent = [".."] if part == ".." else None
-        matches = [
-            path / child
-            for path in matches
-            for child in parent or _names_in(folder / path).get(key, [])
-        ]
+    for component in Path(os.path.relpath(unquoted, folder)).parts:
+        key = _folded(component)
+        longer = []
+        for path in matches:
+            children = [".."] if component == ".." else _names_in(folder / path).get(key, [])
+            longer += [path / child for child in children]
+        matches = longer
     if len(matches) > 1:
-        listed = " or ".join(repr(str(path)) for path in matches)
+        choices = " or ".join(repr(str(path)) for path in matches)
         raise PictureError(
-            "file_missing", f"is {shown(name)}, which may be {listed}", "name one of them in"
+            "file_missing", f"is {shown(name)}, which may be {choices}", "name one of them in"
         )
     return _inside(str(matches[0]), files) if matches else literal
 

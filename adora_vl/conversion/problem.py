@@ -195,7 +195,7 @@ def _clean_image(raw: RawProblem, number: int, limits: PixelLimits) -> Image.Ima
 
 
 def storable(value: str) -> bool:
-    """Whether a text can be stored as UTF-8.
+    """Return whether a text can be stored as UTF-8.
 
     JSON can spell half of a surrogate pair, which is no character.
     """
@@ -203,7 +203,10 @@ def storable(value: str) -> bool:
 
 
 def reads_as_letter(text: str) -> bool:
-    """Whether a choice would be taken for the letter of one, as `D`, the name of a point, would."""
+    """Return whether a choice would be taken for the letter of a choice.
+
+    `D`, the name of a point, would be.
+    """
     return re.fullmatch(r"[A-Z]|\([A-Z]\)", canonical_gold(text)) is not None
 
 

@@ -17,7 +17,7 @@ from adora_vl.data.loading import UnreadableImage
 
 
 def shown_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The rows with pictures as a person sees them (`as_shown`), each a `KeptImage`.
+    """Return the rows with pictures as a person sees them (`as_shown`), each a `KeptImage`.
 
     Every row of a run passes here, whoever has read it. One object that stands in several rows
     stays one; a picture that cannot be shown becomes an `UnreadableImage`, and what is no picture
@@ -57,9 +57,10 @@ ROW_NUMBER = "adora_row"
 class DistinctRows(Dataset[dict[str, Any]]):
     """A dataset that decodes each row of a batch once; copies of the row share its images.
 
-    TRL's sampler repeats the rows of a generation for each of its micro-batches, so those of the
-    last batch are kept. `read_ahead` is called on another thread (by `ImagePrefetch`), everything
-    else on the loader's.
+    TRL's sampler repeats the rows of a generation for each of its micro-batches. So the rows of the
+    last batch are stored, and returned again if the next batch asks for them. With
+    `dataloader_num_workers` each worker process has a copy of this object, and decodes for itself.
+    `read_ahead` is called on another thread (by `ImagePrefetch`), everything else on the loader's.
     """
 
     def __init__(self, rows: Any, *, numbered: bool = False, share: bool = True) -> None:
@@ -80,7 +81,7 @@ class DistinctRows(Dataset[dict[str, Any]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """What torch's loader calls with the indices of a whole batch."""
+        """Return what torch's loader calls with the indices of a whole batch."""
         if not self.share:
             return [self._read(index) for index in indices]
         before = self._last
@@ -98,7 +99,7 @@ class DistinctRows(Dataset[dict[str, Any]]):
         return list(self._last)
 
     def read_ahead(self, index: int) -> dict[str, Any]:
-        """A row of the batch to come, read now and kept until the batch asks for it.
+        """Return a row of the batch to come, read now and kept until the batch asks for it.
 
         Raises what reading it raises.
         """
@@ -150,8 +151,10 @@ class NoPrefetch:
 class ImagePrefetch(NoPrefetch):
     """Reads and processes the next generation's images on a thread while the policy trains.
 
-    It draws no random number and moves no loader, so a run with it takes the same steps. A row that
-    cannot be read or processed is skipped, and the error is raised where the loader reads it.
+    It fills two stores that the next generation looks into first: decoded rows, and the cache of
+    processed images. It draws no random number and moves no loader, so a run with it takes the same
+    steps. A row that cannot be read or processed is skipped, and the error is raised where the
+    loader reads it.
     """
 
     def __init__(
@@ -169,9 +172,10 @@ class ImagePrefetch(NoPrefetch):
         self._ending = threading.Event()
 
     def start(self) -> None:
-        """Process the loader's last batch and then read and process the next one.
+        """Process the loader's last batch, then read and process the one after it.
 
-        The loader's last batch may be ahead of the generation that the policy learns from.
+        The loader may be a batch ahead of the generation that the policy learns from; the images of
+        its last batch are still to be processed then.
         """
         self.finish()
         latest = self._rows.latest
@@ -216,7 +220,7 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
 
     @classmethod
     def like(cls, sampler: RepeatSampler, seed: int) -> EpochRepeatSampler:
-        """A sampler with the same rows and repetitions as `sampler`, in the orders of `seed`."""
+        """Return a sampler with the rows and repetitions of `sampler`, in the orders of `seed`."""
         return cls(
             data_source=sampler.data_source,
             mini_repeat_count=sampler.mini_repeat_count,
@@ -233,8 +237,9 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
     def following(self, rows: Sequence[int], epoch: int, generations: int = 1) -> list[int]:
         """Return the rows that take the places of `rows` `generations` generations later.
 
-        `rows`: the distinct rows of one process in one generation of `epoch`. The result is empty
-        where they are not all of one generation. No random state is used or changed.
+        These may be in another epoch. `rows`: the distinct rows of one process in one generation of
+        `epoch`. The result is empty where they are not all of one generation. No random state is
+        used or changed, and no position of a loader.
         """
         order = self._order(epoch)
         size = self.batch_size
@@ -247,7 +252,7 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         return [self._order(epoch + epochs)[after + offset] for offset in offsets]
 
     def _order(self, epoch: int) -> list[int]:
-        """The distinct rows of an epoch in their order, whole generations only."""
+        """Return the distinct rows of an epoch in their order, whole generations only."""
         if epoch not in self._orders:
             once = type(self)(self.data_source, 1, self.batch_size, 1, self.shuffle, self.seed)
             once.set_epoch(epoch)

@@ -180,7 +180,7 @@ def data_hash(folder: Path, split: str = "*") -> str:
 
 
 def split_files(folder: Path) -> dict[str, list[Path]]:
-    """The Parquet files of each split of a prepared folder.
+    """Return the Parquet files of each split of a prepared folder.
 
     Raises `UserError` where there is no such folder.
     """
@@ -211,19 +211,19 @@ def example_row(folder: Path, splits: Iterable[str]) -> Row | None:
 
     Its images are as they are stored, and no image of another row is read. Raises `UserError`.
     """
-    first: tuple[Path, int, int] | None = None
-    for path in (path for split in splits for path in _files_of(folder, split)):
-        with _parquet(path) as file:
-            has_column = "choices" in file.schema_arrow.names
-            for group in range(file.num_row_groups):
-                first = first or (path, group, 0)
-                choices: list[Any] = []
-                if has_column:
+    first: tuple[Path, int, int] | None = None  # file, row group, and index in it
+    for split in splits:
+        for path in _files_of(folder, split):
+            with _parquet(path) as file:
+                has_column = "choices" in file.schema_arrow.names
+                for group in range(file.num_row_groups):
+                    first = first or (path, group, 0)
+                    if not has_column:
+                        continue
                     table = file.read_row_group(group, columns=["choices"])
-                    choices = table["choices"].to_pylist()
-                if any(choices):
-                    index = next(number for number, texts in enumerate(choices) if texts)
-                    return _row_at(path, group, index)
+                    for index, choices in enumerate(table["choices"].to_pylist()):
+                        if choices:
+                            return _row_at(path, group, index)
     return None if first is None else _row_at(*first)
 
 
@@ -235,7 +235,7 @@ def _row_at(path: Path, group: int, index: int) -> Row:
 
 
 def row_count(folder: Path, split: str) -> int:
-    """The number of rows of a split, from the footers of its files."""
+    """Return the number of rows of a split, from the footers of its files."""
     count = 0
     for path in _files_of(folder, split):
         with _parquet(path) as file:
@@ -253,7 +253,7 @@ def features_of(folder: Path, split: str) -> Features:
 
 
 def load_split(folder: str | Path, split: str) -> Dataset:
-    """One split of a prepared folder, images decoded on access.
+    """Return one split of a prepared folder, images decoded on access.
 
     Raises `UserError` where the folder, the split, its rows or a required column are missing, a
     file is damaged, or the disk is full.

@@ -42,7 +42,7 @@ class UnreadableImage:
 
 
 def decoded_rows(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """The transform of a data set that decodes its images, and does nothing else."""
+    """Return the transform of a data set that decodes its images, and does nothing else."""
     if "images" not in rows:
         return rows
     return {
@@ -67,7 +67,7 @@ def _decoded(stored: dict[str, Any]) -> Any:
 
 
 def only_decodes(dataset: object) -> bool:
-    """Whether reading a row gives the same at any time and on any thread.
+    """Return whether reading a row gives the same at any time and on any thread.
 
     A transform of the user's may draw random numbers, and so may a data set of the user's own
     class.
@@ -159,8 +159,9 @@ def load_rows(
 def problem_texts(dataset: Dataset, prompt_template: Template | None, where: str) -> list[str]:
     """Return the text of each row's message: its problem, or the template filled with its columns.
 
-    `where` names the data set in messages. Raises `UserError` for a column that is not there, and
-    for a row whose text has a fault.
+    `where` names the data set in messages. Raises `UserError` for a column that does not exist, and
+    for a row whose text has a token of the model, or `<image>` another number of times than the row
+    has images.
     """
     if prompt_template is None:
         return list(dataset["problem"])
@@ -200,29 +201,32 @@ def mixed_rows(sizes: Sequence[int], shares: Sequence[float], seed: int) -> list
 
     `sizes`: rows of each data set. Rows of a data set that is too small for its share are repeated.
     """
-    ends = pairwise([0, *accumulate(sizes)])
-    numbers = [Dataset.from_dict({"row": list(range(first, end))}) for first, end in ends]
-    parts = [share / sum(shares) for share in shares]
-    drawn = interleave_datasets(
-        numbers, probabilities=parts, seed=seed, stopping_strategy="all_exhausted"
+    numbers = []
+    for start, end in pairwise([0, *accumulate(sizes)]):
+        numbers.append(Dataset.from_dict({"row": list(range(start, end))}))
+    probabilities = [share / sum(shares) for share in shares]
+    mixture = interleave_datasets(
+        numbers, probabilities=probabilities, seed=seed, stopping_strategy="all_exhausted"
     )
-    return list(drawn["row"])
+    return list(mixture["row"])
 
 
-def _require_different_ids(parts: Sequence[Dataset], folders: Sequence[str]) -> None:
+def _require_different_ids(datasets: Sequence[Dataset], folders: Sequence[str]) -> None:
     """Raise `UserError` where two rows share an id, by which rollouts are recorded and shown."""
     folder_of_id: dict[Any, str] = {}
-    for part, folder in zip(parts, folders, strict=True):
-        ids = part.data.table["id"].to_pylist()
-        twice = next((row for row, count in Counter(ids).items() if count > 1), None)
-        double = next((row for row in ids if row in folder_of_id), None)
-        names = f"{Path(folder_of_id.get(double, '')).name} and {Path(folder).name}"
-        if twice is not None:
-            raise UserError(
-                f"dataset_name: {folder!r} has the row {twice!r} twice; give each row its own id"
-            )
-        if double is not None:
-            raise UserError(
-                f"dataset_name: {names} both have a row {double!r}; convert one with another --name"
-            )
+    for dataset, folder in zip(datasets, folders, strict=True):
+        ids = dataset.data.table["id"].to_pylist()
+        for row_id, count in Counter(ids).items():
+            if count > 1:
+                raise UserError(
+                    f"dataset_name: {folder!r} has the row {row_id!r} twice; give each row its own "
+                    "id"
+                )
+        for row_id in ids:
+            if row_id in folder_of_id:
+                names = f"{Path(folder_of_id[row_id]).name} and {Path(folder).name}"
+                raise UserError(
+                    f"dataset_name: {names} both have a row {row_id!r}; convert one with another "
+                    "--name"
+                )
         folder_of_id.update(dict.fromkeys(ids, folder))

@@ -1,6 +1,8 @@
 """Lengths of a run's prompts, and which of them leave no room for an answer.
 
-They are computed before a weight is loaded, and without decoding an image.
+They are known before a weight is loaded. A prompt's text is counted by the model's own tokenizer.
+Its image tokens follow from the sizes of its images, which their headers say, so that nothing is
+decoded: 3,000 rows take about a second.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from adora_vl.utils.openai_client import EndpointError, fetch
 from adora_vl.utils.secrets import without_login
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, ProcessorMixin
     from trl import GRPOConfig
 
 KEY = "adora_overlong_prompts"
@@ -102,7 +104,7 @@ class ContextLimit:
     cuts: bool = True
 
     def needed(self, longest: int) -> int:
-        """The limit that holds a prompt of `longest` tokens with any completion."""
+        """Return the limit that holds a prompt of `longest` tokens with any completion."""
         return longest + self.completion
 
 
@@ -140,7 +142,7 @@ class LengthCheck:
         ]
 
     def kept(self, policy: str | None) -> list[int]:
-        """The numbers of the prompts that are used.
+        """Return the numbers of the prompts that are used.
 
         `policy`: the value of `adora_overlong_prompts`, None where Python gave the rows. Raises
         `UserError` for prompts that are too long unless it is `drop`, and where none is left.
@@ -163,7 +165,7 @@ class LengthCheck:
         )
 
     def refusal(self, *, droppable: bool = True) -> str:
-        """Which prompts are too long, and every remedy that would help, in one line."""
+        """Return which prompts are too long, and every remedy that would help, in one line."""
         limit = self.limit
         prompt = self.measured.prompt
         image = self.measured.image
@@ -305,10 +307,12 @@ class OverlongPrompts:
 def context_limit(
     config: GRPOConfig, model_config: PretrainedConfig, served: int | None = None
 ) -> ContextLimit | None:
-    """Return the context limit of a run, None where it is not known.
+    """Return the context limit of a run, None where neither a key nor the model says one.
 
-    It is the server's (`served`, where it reports one), else `vllm_max_model_length`, and without
-    both, or without vLLM, the number of positions of the model.
+    With a colocated engine `vllm_max_model_length` counts. A server has a limit of its own, which
+    `served` is where it reports one; the same key may stand for it. Without them, and without vLLM,
+    it is the number of positions that the model was trained for. `model_config` is its Transformers
+    config.
     """
     model_limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     tokens = model_limit
@@ -375,7 +379,12 @@ def served_length(config: GRPOConfig) -> int | None:
     return min(lengths, default=None)
 
 
-def limits_of(processor: Any, model: Any, min_pixels: int | None, max_pixels: int | None) -> Limits:
+def limits_of(
+    processor: ProcessorMixin,
+    model: PretrainedConfig,
+    min_pixels: int | None,
+    max_pixels: int | None,
+) -> Limits:
     """Return the pixel limits that images will be resized to.
 
     They are the config's, else the processor's own, else those published for the family of `model`,
@@ -396,7 +405,7 @@ def limits_of(processor: Any, model: Any, min_pixels: int | None, max_pixels: in
 TemplateOptions = dict[str, Any] | None  # TRL's `chat_template_kwargs`
 
 
-def _chat_tokens(processor: Any, messages: Any, options: TemplateOptions) -> int:
+def _chat_tokens(processor: ProcessorMixin, messages: Any, options: TemplateOptions) -> int:
     text = processor.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=False, **(options or {})
     )
@@ -406,7 +415,7 @@ def _chat_tokens(processor: Any, messages: Any, options: TemplateOptions) -> int
 
 
 def tokenizer_counter(
-    processor: Any, system_prompt: str | None, options: TemplateOptions = None
+    processor: ProcessorMixin, system_prompt: str | None, options: TemplateOptions = None
 ) -> TextTokens:
     """Return a counter that uses the trainer's template and tokenizer.
 
@@ -423,7 +432,7 @@ def tokenizer_counter(
     return count
 
 
-def message_counter(processor: Any, options: TemplateOptions = None) -> TextTokens:
+def message_counter(processor: ProcessorMixin, options: TemplateOptions = None) -> TextTokens:
     """Return a counter of prompts in TRL's form, text or messages, as TRL tokenizes them."""
     from trl.data_utils import prepare_multimodal_messages  # importing it takes seconds
 

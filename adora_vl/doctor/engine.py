@@ -150,7 +150,10 @@ def check_features(prompts: agreement.Prompts, image_token_id: int | None, merge
 
 
 def check_buffers(trainer: HasEngine) -> Check:
-    """Rotary frequencies and whatever else is computed from the config, in policy and reference."""
+    """Check rotary frequencies and whatever else is computed from the config.
+
+    Those of the policy and of the reference model are looked at.
+    """
     faults = wrong_in(trainer)
     if faults:
         return failed(BUFFERS, "; ".join(faults), REMEDY)
@@ -158,7 +161,10 @@ def check_buffers(trainer: HasEngine) -> Check:
 
 
 def check_runner(trainer: HasEngine) -> Check:
-    """Which of its two model runners vLLM has chosen: they compute the same in different code."""
+    """Note which of its two model runners vLLM has chosen.
+
+    They compute the same in different code.
+    """
     version = trainer.vllm_generation.model_runner
     alternative = ", VLLM_USE_V2_MODEL_RUNNER=0 chooses V1" if version == "V2" else ""
     return passed(RUNNER, f"{version}{alternative}")
@@ -169,7 +175,7 @@ class Examination(EngineProbe):
     """The probe, and what changes weights or sampling for a while; on all ranks together."""
 
     def after_change(self, *, vision: bool) -> Check:
-        """A weight is changed and synced: the engine has to follow.
+        """Return a weight is changed and synced: the engine has to follow.
 
         The weight is put back, and synced.
         """
@@ -220,8 +226,9 @@ class Examination(EngineProbe):
         return moved
 
     def after_sleep(self) -> Check:
-        """TRL puts the engine to sleep after each generation, which discards its weights; the next
-        wakes it.
+        """Return TRL puts the engine to sleep after each generation, which discards its weights.
+
+        The next wakes it.
         """
         generation = self.trainer.vllm_generation
         if not generation.enable_sleep_mode:
@@ -232,8 +239,9 @@ class Examination(EngineProbe):
         return agreement.judge(SLEEP, drift, self.bound, WAKING)
 
     def banned(self) -> Check:
-        """The engine samples greedily among the banned tokens and the one that the policy finds
-        least likely.
+        """Check that the engine never samples a banned token.
+
+        It samples greedily among the banned tokens and the one that the policy finds least likely.
         """
         banned = never_sampled_ids(self.trainer._tokenizer)
         if not banned:
@@ -248,7 +256,7 @@ class Examination(EngineProbe):
         return passed(BANNED, ", ".join(names))
 
     def _least_likely(self, banned: Sequence[int]) -> int:
-        """The allowed token of the lowest logit after the first prompt."""
+        """Return the allowed token of the lowest logit after the first prompt."""
         trainer = self.trainer
         first = trainer.pool.builder.collated(
             agreement.head(self.prompts, 1), completions=[[]], logps=None, counted=[True]
@@ -264,8 +272,10 @@ class Examination(EngineProbe):
 
 
 def examine(examination: Examination, merge: int) -> list[Check]:
-    """Every check in order; one that raises fails, and the rest is skipped, since the engine may be
-    broken. Without a colocated engine only those of the trainer are made.
+    """Return every check in order.
+
+    One that raises fails, and the rest is skipped, since the engine may be broken. Without a
+    colocated engine only those of the trainer are made.
     """
     trainer = examination.trainer
     unseen = ""
@@ -333,7 +343,7 @@ class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transforme
     ) -> None:
         """Run all examinations, and leave the training."""
         trainer = self.trainer
-        prompts = agreement.read_prompts(trainer, agreement.own_rows(trainer, self.rows))
+        prompts = agreement.read_prompts(trainer, agreement.first_rows(trainer, self.rows))
         merge = getattr(getattr(trainer.processing_class, "image_processor", None), "merge_size", 1)
         self.checks = examine(Examination(trainer, prompts), merge)
         raise Examined

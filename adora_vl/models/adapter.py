@@ -16,6 +16,7 @@ from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.hub import only_here, why_missing
 
 if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
+    from peft import PeftConfig, PeftModel
     from trl import ModelConfig
 
 _WHOLE = "config.json"  # what has it is a whole model, whatever else it has
@@ -176,7 +177,7 @@ def _plain(value: Any) -> Any:
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
 
 
-def served_rank(config: Any) -> int:
+def served_rank(config: PeftConfig) -> int:
     """Return the rank that vLLM reserves room for, at least that of every layer.
 
     Raises `UserError` for a rank above the largest that vLLM has kernels for.
@@ -261,7 +262,7 @@ def load_policy(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any])
 
 
 @contextmanager
-def trained_alone(policy: Any) -> Iterator[None]:
+def trained_alone(policy: PeftModel) -> Iterator[None]:
     """Hide the reference adapter `ref` from PEFT inside the block, so that it saves the policy alone.
 
     The state that ZeRO-3 gathers lacks the reference.
@@ -272,7 +273,7 @@ def trained_alone(policy: Any) -> Iterator[None]:
         policy.peft_config["ref"] = reference
 
 
-def name_base(policy: Any, beneath: Sequence[Adapter]) -> None:
+def name_base(policy: PeftModel, beneath: Sequence[Adapter]) -> None:
     """Write the base model of the trained adapter into its config, for whoever loads it.
 
     `beneath`: the adapters that were merged into the base. PEFT names neither them nor a commit.
@@ -286,7 +287,7 @@ def name_base(policy: Any, beneath: Sequence[Adapter]) -> None:
     config.revision = commit
 
 
-def in_float32(policy: Any) -> None:
+def in_float32(policy: PeftModel) -> None:
     """Cast the trained parameters, and the reference adapter, to float32.
 
     On a bfloat16 base PEFT keeps `modules_to_save` in bfloat16, and TRL casts all adapters of a
@@ -297,7 +298,7 @@ def in_float32(policy: Any) -> None:
             parameter.data = parameter.data.float()
 
 
-def begin_with(policy: Any, adapter: Adapter) -> None:
+def begin_with(policy: PeftModel, adapter: Adapter) -> None:
     """Load the adapter's weights into the policy, and into TRL's reference adapter `ref`."""
     in_float32(policy)
     for name in policy.peft_config:

@@ -56,7 +56,7 @@ class MicroBatch:
 
 
 def _norms(width: int, dtypes: Dtypes) -> int:
-    """Two RMS norms, in bytes per token.
+    """Return two RMS norms, in bytes per token.
 
     Each keeps its input in float32, the normalised values, and what the next product reads.
     """
@@ -64,7 +64,7 @@ def _norms(width: int, dtypes: Dtypes) -> int:
 
 
 def _layer_norms(width: int, dtypes: Dtypes) -> int:
-    """Two layer norms, in bytes per token.
+    """Return two layer norms, in bytes per token.
 
     Each keeps its input, mean and deviation, and what the next product reads.
     """
@@ -72,7 +72,7 @@ def _layer_norms(width: int, dtypes: Dtypes) -> int:
 
 
 def _mlp(tower: Tower, dtypes: Dtypes) -> int:
-    """An MLP, in bytes per token.
+    """Return an MLP, in bytes per token.
 
     SwiGLU keeps the gate, its activation, the up projection and their product; a plain MLP the
     input and the output of its GELU.
@@ -81,7 +81,7 @@ def _mlp(tower: Tower, dtypes: Dtypes) -> int:
 
 
 def text_layer(tower: Tower, batch: MicroBatch, dtypes: Dtypes, *, masked: bool) -> int:
-    """What one decoder layer saves, in bytes.
+    """Return what one decoder layer saves, in bytes.
 
     `masked`: SDPA with a padding mask. Then keys and values are repeated for every head (one head
     is a view), and each layer turns the boolean mask into numbers of its own, (B, 1, T, T).
@@ -110,7 +110,7 @@ def text_layer(tower: Tower, batch: MicroBatch, dtypes: Dtypes, *, masked: bool)
 
 
 def mask_bytes(batch: MicroBatch, dtypes: Dtypes, *, accelerator: bool) -> int:
-    """A padding mask in bytes, beside what the layers save of it.
+    """Return a padding mask in bytes, beside what the layers save of it.
 
     The boolean mask lasts as long as the pass. On a GPU there are also the numbers of the present
     layer once more, in rows of a multiple of 16 as the memory-efficient kernel wants them.
@@ -121,7 +121,7 @@ def mask_bytes(batch: MicroBatch, dtypes: Dtypes, *, accelerator: bool) -> int:
 
 
 def vision_layer(tower: Tower, patches: int, dtypes: Dtypes) -> int:
-    """What one block of the vision tower saves, in bytes.
+    """Return what one block of the vision tower saves, in bytes.
 
     Attention keeps the fused q/k/v (v is a view into it), rotated q and k, the output of each
     window and all of them joined.
@@ -165,7 +165,7 @@ def saved(
     checkpointing: bool,
     masked: bool = True,
 ) -> Saved:
-    """What is kept of one micro-batch.
+    """Return what is kept of one micro-batch.
 
     A frozen vision tower keeps nothing, unless gradient checkpointing is on.
     """
@@ -230,10 +230,12 @@ def head_saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, compact:
 
 
 def head_transient(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, compact: bool) -> int:
-    """The most that the LM head's backward holds on top: one tile of logits, the float32 gradients
-    of hidden states and, where the head is trained, of its weight, with their copies in the model's
-    dtype. `compact`: on a GPU only completion tokens are scored, in the tile itself; elsewhere all
-    are, with eight float32 values of the tile at once.
+    """Return the most that the LM head's backward pass holds on top, in bytes.
+
+    It holds one tile of logits, the float32 gradients of hidden states and, where the head is
+    trained, of its weight, with their copies in the model's dtype. `compact`: on a GPU only
+    completion tokens are scored, and a kernel works in the tile itself; elsewhere all tokens are
+    scored, and torch's own operations hold eight float32 values of the tile at once.
     """
     tokens = _scored(batch, compact)
     width = shape.text.width

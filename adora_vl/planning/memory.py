@@ -41,7 +41,7 @@ class States:
 
 
 def states(shape: ModelShape, sharding: Sharding, *, reference: bool, mixed: bool) -> States:
-    """The bytes of weights, gradients, optimizer and reference model on one card.
+    """Return the bytes of weights, gradients, optimizer and reference model on one card.
 
     Args:
         shape: Sizes of the model and of what is trained.
@@ -83,7 +83,10 @@ def states(shape: ModelShape, sharding: Sharding, *, reference: bool, mixed: boo
 
 
 def _plain(shape: ModelShape, processes: int, reference: bool) -> States:
-    """The states without DeepSpeed: whole on every card, with DDP where there are several."""
+    """Return the states without DeepSpeed.
+
+    They are whole on every card, with DDP where there are several.
+    """
     byte = FLOAT if shape.adapters else shape.weight_bytes
     weights = shape.base_bytes(shape.weight_bytes) + (shape.trained * byte if shape.adapters else 0)
     copies = 2 if processes > 1 else 1  # DDP's buckets are a second copy of the gradients
@@ -128,14 +131,14 @@ class EngineMemory:
 
 
 def cache_bytes_per_token(shape: ModelShape, dtype_bytes: int, tensor_parallel: int = 1) -> int:
-    """Bytes of the keys and values of all layers for one token."""
+    """Return bytes of the keys and values of all layers for one token."""
     text = shape.text
     heads = max(1, text.kv_heads // tensor_parallel)
     return 2 * text.layers * heads * text.head_size * dtype_bytes
 
 
 def engine_memory(shape: ModelShape, engine: Engine, card: int) -> EngineMemory:
-    """How vLLM divides its share of a card of `card` bytes."""
+    """Return how vLLM divides its share of a card of `card` bytes."""
     weights = shape.base_bytes(engine.dtype_bytes) // engine.tensor_parallel
     if shape.four_bit:  # beside its base it holds the adapter
         weights += shape.trained * engine.dtype_bytes
@@ -163,31 +166,34 @@ _SMALL = 2 * 2**20
 def checkpoint_bytes(
     shape: ModelShape, sharding: Sharding, *, mixed: bool, reference: bool = False
 ) -> int:
-    """One `checkpoint-N` folder of all ranks: weights (with LoRA the adapter alone), optimizer, and
-    with `reference` one that moves (`sync_ref_model`). DeepSpeed writes, beside the model for
-    `from_pretrained`, its own float32 master weights, the moments and, for ZeRO-2 and below, the
-    module's weights once more.
+    """Return the size of one `checkpoint-N` folder of all ranks.
+
+    It has weights (with LoRA the adapter alone), optimizer, and with `reference` a reference model
+    that moves (`sync_ref_model`). DeepSpeed writes, beside the model for `from_pretrained`, its own
+    float32 master weights, the moments and, for ZeRO-2 and below, the module's weights once more.
     """
-    moved = shape.total * shape.weight_bytes if reference else 0
+    saved_parameters = shape.trained if shape.adapters else shape.total
+    reference_bytes = shape.total * shape.weight_bytes if reference else 0
     if sharding.stage is None:
         byte = FLOAT if shape.adapters else shape.weight_bytes
-        model = shape.trained * byte if shape.adapters else shape.total * byte
-        return model + _ADAM * shape.trained * byte + moved + _SMALL
+        model = saved_parameters * byte
+        return model + _ADAM * shape.trained * byte + reference_bytes + _SMALL
     byte = 2 if mixed else shape.weight_bytes
-    model = (shape.trained if shape.adapters else shape.total) * byte
+    model = saved_parameters * byte
     optimizer = shape.trained * (_ADAM + 1) * FLOAT
+    # Under ZeRO-3 the module's file has only the weights that are not trained.
     module = shape.total * byte if sharding.stage < 3 else (shape.total - shape.trained) * byte
-    return model + optimizer + module + moved + _SMALL
+    return model + optimizer + module + reference_bytes + _SMALL
 
 
 def checkpoint_of(config: AdoraGRPOConfig, shape: ModelShape, sharding: Sharding) -> int:
-    """Bytes of one checkpoint of a run."""
+    """Return bytes of one checkpoint of a run."""
     mixed = bool(config.bf16 or config.fp16)
     return checkpoint_bytes(shape, sharding=sharding, mixed=mixed, reference=config.sync_ref_model)
 
 
 def run_bytes(checkpoint: int, model: int, checkpoints: int) -> int:
-    """The largest size of a run's folder, in bytes.
+    """Return the largest size of a run's folder, in bytes.
 
     It holds `checkpoints` finished checkpoints, one that is being written, and the final model.
     """
@@ -354,7 +360,7 @@ def predict(setup: Setup, card: int) -> Prediction:
 
 
 def frozen_tower(setup: Setup) -> tuple[int, int]:
-    """The bytes of a frozen vision tower that sees each image of a generation once.
+    """Return the bytes of a frozen vision tower that sees each image of a generation once.
 
     The first is the features, which are kept for the generation. The second is the most that one
     pass over `PATCHES_A_PASS` patches holds, which is less than a block would save for its
@@ -379,7 +385,7 @@ def frozen_tower(setup: Setup) -> tuple[int, int]:
 
 
 def _learning(setup: Setup, gradients: int) -> dict[str, int]:
-    """Gradients and activations of a micro-batch at their peak, in bytes by component.
+    """Return gradients and activations of a micro-batch at their peak, in bytes by component.
 
     The peak is in the LM head or in the costliest layer, whichever holds more.
     """
@@ -452,19 +458,22 @@ def _engine_parts(
     return awake, {"engine asleep": ASLEEP} if setup.engine.sleep else awake
 
 
-def _with_overhead(parts: dict[str, int], setup: Setup) -> dict[str, int]:
-    if not setup.accelerator:
-        return {name: size for name, size in parts.items() if size}
-    lost = int(FRAGMENTS * sum(size for name, size in parts.items() if name not in _ENGINE))
-    return {
-        name: size
-        for name, size in {**parts, "CUDA context": CONTEXT, "fragmentation": lost}.items()
-        if size
-    }
+def _with_overhead(sizes: dict[str, int], setup: Setup) -> dict[str, int]:
+    """Return the parts of a phase that take memory, with what a GPU takes on top.
+
+    A part of what torch allocates is lost in gaps between its blocks; the engine has a pool of its
+    own.
+    """
+    sizes = dict(sizes)
+    if setup.accelerator:
+        allocated = sum(size for name, size in sizes.items() if name not in _ENGINE)
+        sizes["CUDA context"] = CONTEXT
+        sizes["fragmentation"] = int(FRAGMENTS * allocated)
+    return {name: size for name, size in sizes.items() if size}
 
 
 def fits(setup: Setup, card: int) -> bool:
-    """Whether every phase fits into the card.
+    """Return whether every phase fits into the card.
 
     The engine must also have room for at least one rollout of full length.
     """
@@ -479,10 +488,10 @@ HEADROOM = 0.05
 
 
 def proposed_utilization(setup: Setup, card: int) -> float | None:
-    """The smallest `vllm_gpu_memory_utilization`, in hundredths, that runs most rollouts at once.
+    """Return the smallest `vllm_gpu_memory_utilization` that runs most rollouts at once.
 
-    Every phase has to leave `HEADROOM` of the card free. None without a colocated engine on a GPU,
-    or if there is no such share.
+    It is in hundredths. Every phase has to leave `HEADROOM` of the card free. None without a
+    colocated engine on a GPU, or if there is no such share.
     """
     engine = setup.engine
     if engine is None or not setup.accelerator:
@@ -498,7 +507,7 @@ def proposed_utilization(setup: Setup, card: int) -> float | None:
 
 
 def batch_sizes(setup: Setup) -> list[int]:
-    """Values of per_device_train_batch_size that divide a generation.
+    """Return values of per_device_train_batch_size that divide a generation.
 
     They keep groups whole or split them evenly.
     """
@@ -509,7 +518,7 @@ def batch_sizes(setup: Setup) -> list[int]:
 
 
 def largest_batch(setup: Setup, card: int) -> int:
-    """The largest of `batch_sizes` that fits, 0 if none does.
+    """Return the largest of `batch_sizes` that fits, 0 if none does.
 
     The number of rollouts per generation stays the same.
     """
@@ -523,7 +532,7 @@ def largest_batch(setup: Setup, card: int) -> int:
 
 
 def largest_image_tokens(setup: Setup, card: int, room: int = MOST_IMAGE_TOKENS) -> int:
-    """The largest number of image tokens per prompt that fits beside the same text.
+    """Return the largest number of image tokens per prompt that fits beside the same text.
 
     It is at most `room`, and 0 if none fits.
     """
@@ -541,7 +550,7 @@ def largest_image_tokens(setup: Setup, card: int, room: int = MOST_IMAGE_TOKENS)
 
 
 def _largest(good: Callable[[int], bool], limit: int) -> int:
-    """The largest number from 1 to `limit` that is good, or 0.
+    """Return the largest number from 1 to `limit` that is good, or 0.
 
     If a number is good, all smaller ones are.
     """

@@ -30,6 +30,7 @@ def _number(count: int) -> str:
 
 
 def memory_lines(plan: Plan) -> list[str]:
+    """Return the predicted memory by component and phase, and the verdict, as lines."""
     setup = plan.setup
     card = plan.card
     prediction = predict(setup, card)
@@ -110,6 +111,7 @@ _ON_A_GPU = (
 
 
 def engine_lines(plan: Plan) -> list[str]:
+    """Return how many rollouts the engine has room for, as lines."""
     engine = predict(plan.setup, plan.card).engine
     setup = plan.setup
     if engine is None or setup.engine is None or not setup.accelerator:
@@ -146,6 +148,7 @@ def share_lines(plan: Plan, concurrent: int) -> list[str]:
 
 
 def verdict_lines(plan: Plan) -> list[str]:
+    """Return whether the run fits on its cards, and what would, as lines."""
     setup = plan.setup
     card = plan.card
     prediction = predict(setup, card)
@@ -198,6 +201,7 @@ def largest_image_line(plan: Plan) -> str:
 
 
 def remedy(plan: Plan) -> str:
+    """Return what to change first if the run does not fit, for the settings at hand."""
     setup = plan.setup
     share = proposed_utilization(plan.setup, plan.card)
     sharding = setup.sharding

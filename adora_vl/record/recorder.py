@@ -14,7 +14,6 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 
-from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.data.rows import images_of
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.record.metrics import (
@@ -77,9 +76,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         accelerator = context.accelerator
         self.accelerator = accelerator
         self.decode = decode
-        # every n-th generation is recorded; 0: none is
-        self.every = config.adora_record_every
-        self.updates = BatchLayout.of(config).updates
+        self._records = config.adora_record_gb > 0
         # how many rollouts of this rank were graded in the present step
         self._step_count = 0
         # how many rollouts of this rank were graded last
@@ -114,16 +111,12 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         numbers_B: Tensor = positions_B * accelerator.num_processes + accelerator.process_index
         return numbers_B
 
-    def records(self, step: int) -> bool:
-        """Whether the generation of this optimizer step (counted from 0) is recorded."""
-        return self.every > 0 and step // self.updates % self.every == 0
-
     def add(
         self, generation: Generation, table: Mapping[str, Any], functions: Sequence[str]
     ) -> None:
         """Add rollouts that were just graded.
 
-        Collective, where the generation is recorded: columns and rows are gathered on all ranks.
+        Collective, where rollouts are recorded: columns and rows are gathered on all ranks.
 
         Args:
             generation: this rank's rows, with scores and advantages.
@@ -132,13 +125,13 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         """
         rows = generation.rows
         batch = generation.batch
-        step = generation.step
+        step = generation.key.step
         scores = generation.scores
         advantages = generation.advantages
         assert scores is not None and advantages is not None
         self._last_count = len(rows)
         self._step_count += len(rows)
-        if not self.records(step):
+        if not self._records:
             return
         self._spans.append(slice(self._step_count - len(rows), self._step_count))
         drift = self._drift_of(batch)
@@ -248,7 +241,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         self.record.flush(state.global_step)
 
     def _drift_of(self, batch: Batch) -> list[float]:
-        """The drift of each rollout of all ranks, in nats per token.
+        """Return the drift of each rollout of all ranks, in nats per token.
 
         The list is empty where the log-probabilities are known only after the loss's forward pass.
         """
@@ -261,7 +254,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         return drift
 
     def _row_columns(self, row: Row) -> dict[str, Any]:
-        """The columns of a rollout that come from the dataset."""
+        """Return the columns of a rollout that come from the dataset."""
         row_id = None if row.get("id") is None else str(row["id"])
         problem = row.get("problem") or completion_text(row["prompt"])
         answer = row.get("answer")
@@ -287,7 +280,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
 def _columns(
     scores: Scores, advantages: Advantages, table: Mapping[str, Any], functions: Sequence[str]
 ) -> Columns:
-    """The columns that come from scores and advantages, for the rollouts of all ranks.
+    """Return the columns that come from scores and advantages, for the rollouts of all ranks.
 
     `table` is TRL's table of completions, whose last rows are these rollouts.
     """
@@ -363,9 +356,9 @@ class MetricsLogger:
         """
         scores = generation.scores
         advantages = generation.advantages
-        training = generation.mode == "train"
+        training = generation.key.mode == "train"
         assert scores is not None and advantages is not None
-        figures = self.figures[generation.mode]
+        figures = self.figures[generation.key.mode]
         state = self.state()
         if training:
             state.num_input_tokens_seen += scores.tokens
@@ -397,7 +390,7 @@ class MetricsLogger:
             self.recorder.add(generation, self.table, self.functions)
 
     def _gathered_tool_use(self, generation: Generation) -> ToolUse:
-        """The use of tools by the rollouts of all ranks, on the CPU.
+        """Return the use of tools by the rollouts of all ranks, on the CPU.
 
         Collective. A rank whose rollouts called nothing takes part too, with rows of zeros.
         """

@@ -19,7 +19,7 @@ from adora_vl.utils.cli import amount, spelled
 
 
 def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> str:
-    """The command that evaluates a model on the held-out split of a data set.
+    """Return the command that evaluates a model on the held-out split of a data set.
 
     Where the data set has no such split, the command has the placeholder DATA.
 
@@ -43,7 +43,7 @@ def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> s
 
 
 def _evaluator(benchmark: str) -> list[str]:
-    """The words that start the command of a benchmark from the current folder.
+    """Return the words that start the command of a benchmark from the current folder.
 
     Where that folder has an `eval.py` or a package `eval/` of the user's own, `python -m eval`
     would run it; the installed command does not look there.
@@ -55,7 +55,7 @@ def _evaluator(benchmark: str) -> list[str]:
 
 
 def merge_command(run: Path) -> str | None:
-    """The command that merges a run's LoRA adapter; None where the run has a whole model.
+    """Return the command that merges a run's LoRA adapter; None where the run has a whole model.
 
     It writes to where the evaluators look for the merged model.
     """
@@ -65,12 +65,12 @@ def merge_command(run: Path) -> str | None:
 
 
 def view_command(*runs: Path) -> str:
-    """The command that writes the page of one or more runs."""
+    """Return the command that writes the page of one or more runs."""
     return shlex.join([interpreter(), "-m", "adora_vl.report", *map(str, runs)])
 
 
 def figure_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """The title of each figure, and its means over the first and last fifth of the logged steps."""
+    """Return each figure's title, and its means over the first and last fifth of the steps."""
     # The run's last entry holds the figures of the steps since the log before it.
     entries = [entry for entry in history if kind_of(entry) != "eval"]
     rows = []
@@ -98,7 +98,7 @@ def summary_lines(
     data: str = "DATA",
     command: str = "",
 ) -> list[str]:
-    """The last lines of a run: its figures, where its files lie, and the commands that come next.
+    """Return the last lines of a run: figures, files, and the commands that come next.
 
     Args:
         history: the log history.
@@ -124,7 +124,7 @@ def summary_lines(
         )
     lines += ["", f"Model         {model}  ({adapter_note}README.md: how to load it)"]
     lines.append(f"Metrics       {folder / METRICS}")
-    if config.adora_record_every:
+    if config.adora_record_gb:
         lines.append(f"Rollouts      {folder / ROLLOUTS}  (Parquet)")
     evaluate = None
     # The evaluators answer no calls of tools.
@@ -149,7 +149,7 @@ _BY_GROUP = {"reward": REWARD, "pass rate": PASS}
 
 
 def _figures(folder: Path, history: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The result of the run in one line, and the table of its figures.
+    """Return the result of the run in one line, and the table of its figures.
 
     A change has an interval where the record of the groups gives one.
     """
@@ -170,10 +170,10 @@ def _figures(folder: Path, history: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _longer(config: AdoraGRPOConfig, command: str) -> str | None:
-    """The same command with twice as many steps; None unless that run would continue this one.
+    """Return the same command with twice as many steps.
 
-    It continues where there is a checkpoint, and where the learning rate does not depend on the
-    number of steps.
+    None unless that run would continue this one. It continues where there is a checkpoint, and
+    where the learning rate does not depend on the number of steps.
     """
     constant = spelled(config.lr_scheduler_type) == "constant"
     if not command or not constant or not checkpoints(Path(config.output_dir)):

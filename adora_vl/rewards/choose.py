@@ -48,7 +48,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 def with_options(
     entry: str, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """The function with its options bound as keyword arguments.
+    """Return the function with its options bound as keyword arguments.
 
     Args:
         entry: the function's entry in `adora_reward`, for messages.
@@ -130,7 +130,7 @@ NAMES = (*PRESETS, *OTHERS, judge.NAME)
 
 
 @dataclass(frozen=True)
-class ChosenRewards:
+class RewardSet:
     """The reward functions of a run in the order of `adora_reward`.
 
     `entries` and `functions` are parallel. `hashes` has a hash of each file that functions come
@@ -163,12 +163,12 @@ Entry = str | Mapping[str, Any]  # of `adora_reward`: a name, or {name: options}
 
 
 def names_of(entries: Sequence[Entry]) -> list[str]:
-    """The names of the entries, without their options."""
+    """Return the names of the entries, without their options."""
     return [name for name, _ in _named_options(entries)]
 
 
 def rounds(entries: Sequence[Entry]) -> bool:
-    """Whether a preset accepts a rounded decimal."""
+    """Return whether a preset accepts a rounded decimal."""
     return any(
         options.get("rounding") is True
         for name, options in _named_options(entries)
@@ -177,7 +177,7 @@ def rounds(entries: Sequence[Entry]) -> bool:
 
 
 def _named_options(entries: Sequence[Entry]) -> list[tuple[str, dict[str, Any]]]:
-    """The name and the options of each entry; one mapping may hold several names.
+    """Return the name and the options of each entry; one mapping may hold several names.
 
     Raises `UserError` for options that are no mapping.
     """
@@ -198,8 +198,8 @@ def _named_options(entries: Sequence[Entry]) -> list[tuple[str, dict[str, Any]]]
 
 def choose_rewards(
     entries: Sequence[Entry], *, answer_tags: bool = False, output_dir: Path | None = None
-) -> ChosenRewards:
-    """The reward functions of the entries: presets, `judge`, and `FILE.py:FUNCTION`.
+) -> RewardSet:
+    """Return the reward functions of the entries: presets, `judge`, and `FILE.py:FUNCTION`.
 
     Args:
         entries: the value of `adora_reward`.
@@ -244,11 +244,11 @@ def choose_rewards(
     _check_names(
         names, [own_name(name) if is_own(name) else built[name].__name__ for name in names]
     )
-    return ChosenRewards(tuple(names), tuple(chosen), hashes)
+    return RewardSet(tuple(names), tuple(chosen), hashes)
 
 
 def try_rewards(
-    chosen: ChosenRewards,
+    chosen: RewardSet,
     rows: Sequence[Mapping[str, Any]],
     timeout: float | None,
     state: "TrainerState | None",
@@ -301,7 +301,7 @@ def call_once(
     timeout: float | None,
     unscored: dict[int, str] | None = None,
 ) -> list[float | None]:
-    """The rewards that one function, sync or async, returns for these arguments.
+    """Return the rewards that one function, sync or async, returns for these arguments.
 
     Args:
         entry: the function's entry in `adora_reward`, for messages.
@@ -349,19 +349,23 @@ def _check_names(entries: Sequence[str], names: Sequence[str]) -> None:
 
 
 def reachable(entries: Sequence[str], weights: Sequence[float]) -> tuple[float, float] | None:
-    """The smallest and the largest weighted sum of the rewards; None where it is unknown.
+    """Return the smallest and the largest weighted sum of the rewards; None where it is unknown.
 
     It is unknown as soon as one function with a weight other than 0 has no known range.
     """
-    counted = [
-        (_RANGES.get(entry), weight)
-        for entry, weight in zip(entries, weights, strict=True)
-        if weight
-    ]
-    ranges = [sorted(weight * value for value in ends) for ends, weight in counted if ends]
-    if len(ranges) < len(counted):
-        return None
-    return sum(low for low, _ in ranges), sum(high for _, high in ranges)
+    smallest = 0.0
+    largest = 0.0
+    for entry, weight in zip(entries, weights, strict=True):
+        if not weight:
+            continue
+        bounds = _RANGES.get(entry)
+        if not bounds:
+            return None
+        # A negative weight turns the bounds around.
+        low, high = sorted(weight * value for value in bounds)
+        smallest += low
+        largest += high
+    return smallest, largest
 
 
 def check_sums(

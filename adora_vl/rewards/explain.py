@@ -84,7 +84,7 @@ RULES = {
 def explanation(
     response: str, gold: str, choices: Sequence[str] | None = None, **accepted: bool
 ) -> list[str]:
-    """The lines that explain the grade of a response.
+    """Return the lines that explain the grade of a response.
 
     Args:
         response: the whole response.
@@ -134,7 +134,7 @@ def explanation(
 
 
 def _described(answer: Answer) -> str:
-    """The canonical text of an answer with its kind, and its value where it is a number."""
+    """Return the canonical text of an answer with its kind, and its value where it is a number."""
     answer = amount(answer)
     text = _printable(answer.whole if answer.is_form else answer.text)
     kind: str = answer.kind
@@ -149,7 +149,7 @@ def _described(answer: Answer) -> str:
 
 
 def _printable(text: str) -> str:
-    """`text` with escapes for the characters that a terminal would hide or obey."""
+    """Return `text` with escapes for the characters that a terminal would hide or obey."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
@@ -162,7 +162,7 @@ def trial_lines(
     answer_tags: bool = False,
     thinking_opened: bool = False,
 ) -> list[str]:
-    """The lines that say what each reward of `entries` gives for a response, without a model.
+    """Return lines that say what each reward gives for a response, without a model.
 
     Args:
         entries: as in `adora_reward`.
@@ -206,12 +206,12 @@ def trial_lines(
 
 
 def _entry(word: str) -> Any:
-    """An entry of `--reward`: a name, or a mapping in YAML."""
+    """Return an entry of `--reward`: a name, or a mapping in YAML."""
     return yaml_value(word) if word.startswith("{") else word
 
 
 def _columns(options: argparse.Namespace) -> dict[str, str]:
-    """The columns that the options `--gold` and `--column` give. Raises `UserError`."""
+    """Return the columns that the options `--gold` and `--column` give. Raises `UserError`."""
     columns = {} if options.gold is None else {"answer": options.gold}
     for word in options.column:
         name, sign, value = word.partition("=")

@@ -94,12 +94,12 @@ _LETTERS = {
 
 
 def upright(text: str) -> str:
-    r"""`5\text{ s}` as `5 sec`: a letter that is set upright behind a value is a unit."""
+    r"""Return `5\text{ s}` as `5 sec`: a letter that is set upright behind a value is a unit."""
     return _UPRIGHT.sub(lambda match: f" {_LETTERS[match[1]]}", text)
 
 
 def unit_of(text: str) -> Unit:
-    """The unit in a text that `MEASURED` has matched, or in `DEGREE`.
+    """Return the unit in a text that `MEASURED` has matched, or in `DEGREE`.
 
     Factors multiply, and so do dimensions: `km/h` is `length/time`, 5/18 of a metre per second. A
     power without a name, as in `12 sq`, counts as one of a length of no definite size.

@@ -13,7 +13,6 @@ from torch import Tensor, distributed
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
-from adora_vl.config.checks import engine_scores_raw
 from adora_vl.models.families import component_of, trainable_components
 from adora_vl.models.four_bit import FrozenBase
 from adora_vl.models.load import pixel_limits
@@ -22,6 +21,7 @@ from adora_vl.packing.image_store import ImageCache
 from adora_vl.rollout.engine_settings import (
     EngineSettings,
     engine_runs_on_cpu,
+    engine_scores_raw,
     machine_options,
     refuse_on_cpu,
 )
@@ -50,7 +50,7 @@ LOOPS = "repetition_detection"  # vLLM's parameter that stops an answer which re
 
 
 def _biases(logit_bias: Mapping[Any, Any]) -> dict[int, float]:
-    """A `logit_bias` with the keys as numbers, since those of JSON are strings.
+    """Return a `logit_bias` with the keys as numbers, since those of JSON are strings.
 
     Raises `UserError` where it is no mapping of token ids to numbers.
     """
@@ -176,33 +176,35 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
         settings = self.settings
         kwargs["dtype"] = settings.dtype or dtype_name(self.model.dtype)
-        longest = (
+        max_tokens = (
             kwargs.get("max_model_len")
             or self.model.config.get_text_config().max_position_embeddings
         )
-        kwargs |= machine_options(longest, settings.max_num_batched_tokens, settings.enforce_eager)
+        kwargs |= machine_options(
+            max_tokens, settings.max_num_batched_tokens, settings.enforce_eager
+        )
         kwargs["logprobs_mode"] = self._logprobs_mode()
         kwargs["revision"] = settings.revision
         # TRL puts it to sleep at once, which discards the weights. But vLLM gives a tied head
         # weights of its own where the checkpoint has a copy of them, until it has read both and
         # found them equal.
-        base = None
-        later = self.enable_sleep_mode and not has_copied_head(self.model, kwargs["revision"])
+        frozen_base = None
+        loads_later = self.enable_sleep_mode and not has_copied_head(self.model, kwargs["revision"])
         if self.four_bit:
             # It reads the folder that the policy was loaded from, and nothing else sends the base.
-            later = False
+            loads_later = False
             kwargs["dtype"] = "bfloat16"
             self.lora = lora_settings(self.model)
             assert self.lora is not None  # `check_four_bit` takes nothing else
             kwargs |= {"max_loras": 1, **self.lora}
             if self.enable_sleep_mode:
-                base = FrozenBase(self.model)
-                base.leave()
-        if later:
+                frozen_base = FrozenBase(self.model)
+                frozen_base.leave()
+        if loads_later:
             kwargs["load_format"] = LATER
         if self.tensor_parallel_size > 1 and segments_expand():
-            # vLLM's own all-reduce shares memory by handles that growing segments lack, and ends
-            # the process (vllm 42609).
+            # vLLM's own all-reduce shares the memory of its CUDA graphs by handles that growing
+            # segments do not have: it ends the process (vLLM issue 42609).
             kwargs["disable_custom_all_reduce"] = True
         if self.image_token_id is not None:
             # vLLM reads the limits of the model's folder. With the trainer's own the two prompts
@@ -219,7 +221,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             llm = PolicyLLM(**kwargs)
         if self.four_bit:
             llm.adapter = LoRARequest("policy", 1, "in memory")
-            llm.base = base
+            llm.base = frozen_base
         return llm
 
     @property
@@ -228,7 +230,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         return int(self.model.config.get_text_config().vocab_size)
 
     def _logprobs_mode(self) -> str:
-        """vLLM's name for the kind of log-probabilities that the trainer compares with.
+        """Return vLLM's name for the kind of log-probabilities that the trainer compares with.
 
         Stock TRL asks for log-probabilities after temperature, filters and bans, of which the
         trainer applies only the temperature. Where that is 1, ours asks for those before filters
@@ -250,29 +252,29 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         """
         trainable = trainable_components(self.model)
         by_nccl = self.mode == "server" and self.settings.weight_folder is None
-        everything = not self._engine_is_complete or self.enable_sleep_mode or by_nccl
+        sends_all = not self._engine_is_complete or self.enable_sleep_mode or by_nccl
 
-        def wanted(name: str) -> bool:
-            return everything or component_of(name) in trainable
+        def is_sent(name: str) -> bool:
+            return sends_all or component_of(name) in trainable
 
         if is_peft_model(self.model) and not self._dist.is_fsdp:
             # A CPU engine, too, needs all tensors of a layer together.
-            changed_only = not everything and self.mode == "colocate" and not engine_runs_on_cpu()
+            changed_only = not sends_all and self.mode == "colocate" and not engine_runs_on_cpu()
             for name, tensor in merged_parameters(
                 self.model,
                 gather=self._dist.gather_params,
-                includes=wanted,
+                includes=is_sent,
                 changed_only=changed_only,
             ):
                 yield self._fix_param_name_to_vllm(name), tensor
             return
         if self._dist.is_fsdp:
             yield from (
-                (name, tensor) for name, tensor in super()._iter_named_params() if wanted(name)
+                (name, tensor) for name, tensor in super()._iter_named_params() if is_sent(name)
             )
             return
         for name, parameter in self.model.named_parameters():
-            if wanted(name):
+            if is_sent(name):
                 with self._dist.gather_params([parameter]):
                     yield self._fix_param_name_to_vllm(name), parameter.data
 
@@ -287,17 +289,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self._sync()
 
     def _sync(self) -> None:
+        """Send the weights or the adapter, to the servers or the engine, and empty the caches."""
         if self.mode == "server":
-            if self.settings.weight_folder is None:
-                self.bytes_sent = 0
-                super().sync_weights()
-                self.served.first_rank(ServerPool.forget)
-            else:
-                # everything where a server has not got the last sync: at the first one, or where it
-                # was started again
-                everything = bool(self.served.first_rank(lambda servers: servers.find()))
-                with self.served.weights_written(self._for_servers(everything)) as folder:
-                    self.served.first_rank(lambda servers: servers.read_weights(folder))
+            self._sync_servers()
             self._engine_is_complete = True
             return
         if self.enable_sleep_mode:
@@ -305,13 +299,27 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
             zero_scratch(self.llm)
+        # Level 2 of sleep has discarded all weights.
         everything = self.enable_sleep_mode or not self._engine_is_complete
         if self.lora is not None:
-            self.tensors_sent = push_adapter(self.llm, self._counted())
+            self.tensors_sent = push_adapter(self.llm, self._counted_tensors())
         else:
-            self.tensors_sent = push_weights(self.llm, self._counted(), everything)
+            self.tensors_sent = push_weights(self.llm, self._counted_tensors(), everything)
         self._engine_is_complete = True
         reset_caches(self.llm)
+
+    def _sync_servers(self) -> None:
+        """Send the weights to the servers: by NCCL, as TRL does, or as files."""
+        if self.settings.weight_folder is None:
+            self.bytes_sent = 0
+            super().sync_weights()
+            self.served.first_rank(ServerPool.forget)
+            return
+        # everything where a server has not got the last sync: at the first one, or where it was started
+        # again
+        everything = bool(self.served.first_rank(lambda servers: servers.find()))
+        with self.served.weights_written(self._tensors_for_servers(everything)) as folder:
+            self.served.first_rank(lambda servers: servers.read_weights(folder))
 
     @contextmanager
     def weights_written(self, *, everything: bool) -> Iterator[Path]:
@@ -319,21 +327,21 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
         `everything`: all parameters; otherwise those that training can change.
         """
-        with ExitStack() as until:
+        with ExitStack() as stack:
             with self._timed("sync"), engine_call("the weight sync"):
-                folder = until.enter_context(
-                    self.served.weights_written(self._for_servers(everything))
+                folder = stack.enter_context(
+                    self.served.weights_written(self._tensors_for_servers(everything))
                 )
             self._engine_is_complete = True
             yield folder
 
-    def _for_servers(self, everything: bool) -> Iterator[tuple[str, Tensor]]:
-        """The tensors for servers; until they are read, a full sync is not complete."""
+    def _tensors_for_servers(self, everything: bool) -> Iterator[tuple[str, Tensor]]:
+        """Return the tensors for servers; until they are read, a full sync is not complete."""
         if everything:
             self._engine_is_complete = False
-        return self._counted()
+        return self._counted_tensors()
 
-    def _counted(self) -> Iterator[tuple[str, Tensor]]:
+    def _counted_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that a sync sends, and count their bytes."""
         self.bytes_sent = 0
         if self.lora is None:
@@ -387,23 +395,24 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     ) -> dict[str, Any] | None:
         """Point a server's image features at the image tokens of the trainer's prompt.
 
-        Stock TRL does it without comparing the numbers of features and tokens. Raises
-        `RolloutError` where they differ: the server was started with other pixel limits.
+        Stock TRL does it without comparing the numbers of features and tokens. Raises `RolloutError`
+        where they differ: the server was started with other pixel limits.
         """
         placed: dict[str, Any] | None = super()._place_features(features, prompt_ids)
-        if features is not None and placed is not None:
-            theirs = [image["length"] for image in features["mm_placeholders"]["image"]]
-            ours = [image["length"] for image in placed["mm_placeholders"]["image"]]
-            if theirs != ours:
-                raise RolloutError(
-                    f"the server made {theirs} features for the images of a prompt with {ours} "
-                    "image tokens; start it with the min_pixels and max_pixels of the training "
-                    "config (--mm-processor-kwargs)"
-                )
+        if features is None or placed is None:
+            return placed
+        feature_counts = [image["length"] for image in features["mm_placeholders"]["image"]]
+        token_counts = [image["length"] for image in placed["mm_placeholders"]["image"]]
+        if feature_counts != token_counts:
+            raise RolloutError(
+                f"the server made {feature_counts} features for the images of a prompt with "
+                f"{token_counts} image tokens; start it with the min_pixels and max_pixels of the "
+                "training config (--mm-processor-kwargs)"
+            )
         return placed
 
     def sample(
-        self, asks: Sequence[SamplingRequest], settings: Mapping[str, Any] | None = None
+        self, requests: Sequence[SamplingRequest], settings: Mapping[str, Any] | None = None
     ) -> list[SamplingResult]:
         """Sample from the engine or the servers now, with the weights of the last sync.
 
@@ -416,39 +425,46 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         settings = dict(self.sampling if settings is None else settings)
         if self.mode == "server":
             with engine_call("generate"):
-                return self.served.sample(self.served.gathered(asks, settings), len(asks))
+                return self.served.sample(self.served.gathered(requests, settings), len(requests))
         if self.enable_sleep_mode and self._llm_weights_sleeping:
             self.sync_weights()  # sleep has discarded them
         with engine_call("generate"):
-            answers = self._sampled(asks, settings)
+            results = self._sample_colocated(requests, settings)
         if self.image_token_id is not None:
             check_prompts(
-                [ask.prompt_ids for ask in asks],
-                [answer.prompt_ids_read for answer in answers],
+                [request.prompt_ids for request in requests],
+                [result.prompt_ids_read for result in results],
                 self.image_token_id,
             )
-        return answers
+        return results
 
-    def _sampled(
-        self, asks: Sequence[SamplingRequest], settings: dict[str, Any]
+    def _sample_colocated(
+        self, requests: Sequence[SamplingRequest], settings: dict[str, Any]
     ) -> list[SamplingResult]:
-        everyone = list(asks)
+        """Sample from the engine of this process, and return the results of this rank.
+
+        Collective among the ranks that divide an engine: they all ask for the requests of all.
+        """
+        engine_requests = list(requests)
         first = 0
-        if self.tensor_parallel_size > 1:  # the ranks of an engine ask for the same
-            parts: list[Any] = [None] * self.tensor_parallel_size
-            distributed.all_gather_object(parts, everyone, group=self.tp_group)
-            first = sum(map(len, parts[: distributed.get_rank(group=self.tp_group)]))
-            everyone = [ask for part in parts for ask in part]
+        if self.tensor_parallel_size > 1:
+            requests_of_ranks: list[Any] = [None] * self.tensor_parallel_size
+            distributed.all_gather_object(requests_of_ranks, engine_requests, group=self.tp_group)
+            rank = distributed.get_rank(group=self.tp_group)
+            first = sum(map(len, requests_of_ranks[:rank]))
+            engine_requests = [request for part in requests_of_ranks for request in part]
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["kv_cache"])
         if is_peft_model(self.model) and self.tensor_parallel_size > 1:
             # else vLLM's collective calls can meet the end of the adapter's (TRL issue 3671)
             distributed.barrier(device_ids=[self.accelerator.local_process_index])
-        answers: list[SamplingResult] = self.llm.sample(everyone, settings, self.image_token_id)
+        results: list[SamplingResult] = self.llm.sample(
+            engine_requests, settings, self.image_token_id
+        )
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
             self._llm_weights_sleeping = not self.llm.stays_awake
-        return answers[first : first + len(asks)]
+        return results[first : first + len(requests)]
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The settings that the engine is built with, and the limits of a CPU engine."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,15 @@ from transformers import PreTrainedConfig
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.utils.errors import UserError
+
+# Parameters that move probability between tokens, as a temperature does.
+_SHIFTS = {
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "thinking_token_budget",
+    "extra_args",
+}
 
 
 @dataclass(frozen=True)
@@ -26,14 +36,17 @@ class EngineSettings:
 
 
 def training_dtype(args: AdoraGRPOConfig) -> str | None:
-    """The dtype of mixed precision; None without it, where passes have the policy's own dtype."""
+    """Return the dtype of mixed precision.
+
+    None without it, where passes have the policy's own dtype.
+    """
     if args.bf16:
         return "bfloat16"
     return "float16" if args.fp16 else None
 
 
 def engine_dtype(args: AdoraGRPOConfig) -> str | None:
-    """The engine's dtype; None is the policy's own.
+    """Return the engine's dtype; None is the policy's own.
 
     With `adora_vllm_dtype: auto` it is the dtype in which the trainer computes. vLLM's own `auto`
     turns a float32 checkpoint into bfloat16, which costs 0.04 nats per token on average.
@@ -42,7 +55,7 @@ def engine_dtype(args: AdoraGRPOConfig) -> str | None:
 
 
 def engine_settings(args: AdoraGRPOConfig, revision: str | None) -> EngineSettings:
-    """The settings of the engine for this config; `revision` is that of the model."""
+    """Return the settings of the engine for this config; `revision` is that of the model."""
     folder = args.adora_weight_transfer if args.vllm_mode == "server" else "nccl"
     files = {"nccl": None, "file": str(Path(args.output_dir, ".weights"))}
     return EngineSettings(
@@ -50,7 +63,7 @@ def engine_settings(args: AdoraGRPOConfig, revision: str | None) -> EngineSettin
         revision=revision,
         enforce_eager=args.adora_vllm_enforce_eager,
         max_num_batched_tokens=args.adora_vllm_max_num_batched_tokens,
-        keeps_images=not args.own("cache_images"),
+        keeps_images=not args.uses("cache_images"),
         weight_folder=files.get(folder, folder),
         # The other half remains to ask another server, while the other ranks wait.
         answer_s=args.ddp_timeout / 2,
@@ -58,15 +71,27 @@ def engine_settings(args: AdoraGRPOConfig, revision: str | None) -> EngineSettin
     )
 
 
+def engine_scores_raw(
+    temperature: float, repetition_penalty: float, generation_kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether the engine can return log-probabilities before filters, as the trainer computes them.
+
+    It cannot where a temperature or a penalty has changed the distribution that it samples from:
+    vLLM returns either raw log-probabilities, or those after every change and filter.
+    """
+    unchanged = (temperature, repetition_penalty) == (1.0, 1.0)
+    return unchanged and not _SHIFTS & {*generation_kwargs}
+
+
 def engine_runs_on_cpu() -> bool:
-    """Whether the installed vLLM is a CPU build, whatever the trainer runs on."""
+    """Return whether the installed vLLM is a CPU build, whatever the trainer runs on."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
 
 
 def machine_options(longest: int | None, budget: int, eager: bool | None = None) -> dict[str, Any]:
-    """The arguments of `LLM` that depend on the machine.
+    """Return the arguments of `LLM` that depend on the machine.
 
     `longest`: the most tokens of a sequence. `budget`: the most tokens that are processed at once.
     `eager`: whether torch.compile and CUDA graphs are off; None: only on a CPU.

@@ -1,8 +1,8 @@
-"""Pictures whose corners have to be looked at again: a number in each, too small once the picture
-is made smaller.
+"""Pictures whose corners have to be looked at again.
 
-At 448 x 448 pixels a model that sees 56 x 56 cannot read them, and one that cuts out an eighth of
-each side can.
+Each corner has a number that is too small once the picture is made smaller. At 448 x 448 pixels a
+model that sees 56 x 56 cannot read them. A model can that cuts an eighth of each side out of the
+picture, which is then as large as what it sees.
 """
 
 import random

@@ -33,8 +33,9 @@ OVERSAMPLING = 2  # Pillow's lines are not anti-aliased; drawing larger and shri
 
 
 def font_pixels(size: int) -> float:
-    """Height of a label in a picture of `size` pixels: two digits fill half of 56 pixels, a tenth
-    of 448.
+    """Return the height of a label in a picture of `size` pixels.
+
+    Two digits fill half of 56 pixels, a tenth of 448.
     """
     return max(0.075 * size, min(24.0, 0.43 * size))
 
@@ -104,11 +105,10 @@ class ClutteredError(Exception):
 
 
 class Sketch:
-    """A figure of named points, in any unit, that are turned, perhaps mirrored, and fitted into the
-    picture.
+    """A figure of named points, in any unit, that are turned, perhaps mirrored, and fitted in.
 
-    `lines`: `AB` is a segment, `ABCA` a closed triangle. `letters`: points that are named.
-    `circle`: centre, point.
+    `lines`: `AB` is a segment and `ABCA` a closed triangle. `letters`: the points whose names stand
+    beside them, away from the middle of the figure. `circle`: its centre, and a point on it.
     """
 
     def __init__(

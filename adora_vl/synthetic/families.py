@@ -54,7 +54,7 @@ def inset(size: int) -> float:
 
 
 def ratio(above: int, below: int) -> str:
-    """An integer or a reduced fraction, as LaTeX."""
+    """Return an integer or a reduced fraction, as LaTeX."""
     value = Fraction(above, below)
     return (
         str(value)
@@ -64,14 +64,14 @@ def ratio(above: int, below: int) -> str:
 
 
 def worded(rng: random.Random, *parts: tuple[str, ...], **numbers: object) -> str:
-    """One wording of each part, with the numbers filled in."""
+    """Return one wording of each part, with the numbers filled in."""
     return "".join(rng.choice(wordings) for wordings in parts).format(**numbers)
 
 
 def isosceles_base_angle(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """The apex angle is written at the apex; asked is a base angle."""
+    """Return the apex angle is written at the apex; asked is a base angle."""
     apex = rng.randrange(*((20, 165, 10), (12, 170, 2), (11, 170, 1))[level - 1])
     canvas = Canvas(size, style)
     x = rng.uniform(0.48, 0.52)
@@ -104,11 +104,10 @@ def isosceles_base_angle(
 def polygon_interior_angle(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """A regular polygon, which stands on a side as in a book, with dots at its corners; its sides
-    have to be counted.
+    """Return a regular polygon, which stands on a side as in a book, with dots at its corners.
 
-    Turned by chance and without the dots, the tiny model took one polygon for another in a tenth of
-    the cases.
+    Its sides have to be counted. Turned by chance and without the dots, the tiny model took one
+    polygon for another in a tenth of the cases.
     """
     sides = rng.choice(([3, 4, 5, 6, 8], [5, 6, 8, 9, 10], [7, 9, 10, 11, 12])[level - 1])
     canvas = Canvas(size, style)
@@ -244,7 +243,7 @@ def crossing_lines(
 def circle_from_radius(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """The radius is written in the circle; asked is the diameter or the circumference."""
+    """Return the radius is written in the circle; asked is the diameter or the circumference."""
     radius = rng.randrange(2, (50, 100, 200)[level - 1])
     asked = rng.choice(["diameter", "circumference"])
     canvas = Canvas(size, style)
@@ -300,7 +299,7 @@ _TRIPLES = (
 
 
 def clear(family: Family) -> Family:
-    """The family with every problem drawn until no label touches another."""
+    """Return the family with every problem drawn until no label touches another."""
 
     @functools.wraps(family)
     def drawn(rng: random.Random, size: int, level: int, style: Style) -> SyntheticProblem:
@@ -343,7 +342,10 @@ def right_triangle_side(
 
 
 def _special_right_triangle(rng: random.Random, size: int, style: Style) -> SyntheticProblem:
-    """The hypotenuse and one angle are drawn; `x` stands at the leg opposite of it or beside it."""
+    """Return the hypotenuse and one angle are drawn.
+
+    `x` stands at the leg opposite of it or beside it.
+    """
     degrees = rng.choice([30, 45, 60])
     hypotenuse = 2 * rng.randrange(2, 30)
     turn = math.radians(degrees)
@@ -392,7 +394,10 @@ def triangle_angle(
 def inscribed_arc(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """An inscribed angle is drawn, its arc is asked; level 2: the other way; level 3: with an x."""
+    """Return an inscribed angle is drawn, its arc is asked.
+
+    Level 2: the other way; level 3: with an x.
+    """
     inscribed = rng.randrange(25, 76, 5 if level == 1 else 1)
     start = rng.uniform(0, 2 * math.pi)
     third = math.radians(2 * inscribed + (360 - 2 * inscribed) * 0.5)
@@ -540,7 +545,7 @@ _length, _angle = (functools.partial(_problem, goal) for goal in ("Length", "Ang
 
 
 def _root(square: int) -> str:
-    """The square root in lowest terms, as Geometry3K writes it: `5 \\sqrt { 2 }`."""
+    """Return the square root in lowest terms, as Geometry3K writes it: `5 \\sqrt { 2 }`."""
     outside = max(k for k in range(1, math.isqrt(square) + 1) if square % (k * k) == 0)
     inside = square // (outside * outside)
     if inside == 1:

@@ -71,7 +71,7 @@ _TEST_SHARE = 0.25
 
 
 def split_of(image: Image.Image) -> str:
-    """The split that this diagram belongs to, in every dataset that is ever generated."""
+    """Return the split that this diagram belongs to, in every dataset that is ever generated."""
     return "test" if int(diagram_hash(image)[:8], 16) < _TEST_SHARE * 2**32 else "train"
 
 

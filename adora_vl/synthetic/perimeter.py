@@ -74,11 +74,10 @@ PLACES = 5  # of a working where a slip can happen: two readings and three sums
 def working(
     rng: random.Random, sides: Sequence[int], slip_at: int | None = None, slip_share: float = 0.0
 ) -> str:
-    """The four sides added up, one step for each, in a random wording; the first two are read off
-    the figure.
+    """Return the four sides added up, one step for each, in a random wording.
 
-    `slip_at`: the place whose number is one too large, also for what follows. `slip_share`: how
-    often one is by chance.
+    The first two sides are read off the figure. `slip_at`: the place whose number is one too large,
+    from which what follows goes on. `slip_share`: how often a place slips by chance.
     """
     slips = [place == slip_at or rng.random() < slip_share for place in range(PLACES)]
     total = sides[0] + slips[0]
@@ -91,12 +90,12 @@ def working(
 
 
 def guess(rng: random.Random) -> str:
-    """One of the two usual digits, without a working."""
+    """Return one of the two usual digits, without a working."""
     return f"guess \\boxed{{{rng.choice(USUAL_DIGITS)}}}"
 
 
 def sides_of(problem: str, solution: str) -> tuple[int, ...]:
-    """The four sides of a drawn problem, from its question and its worked solution."""
+    """Return the four sides of a drawn problem, from its question and its worked solution."""
     return tuple(
         int(number) for text in (solution, problem) for number in re.findall(r"\d+", text)[:2]
     )

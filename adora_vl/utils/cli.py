@@ -58,25 +58,29 @@ def exit_code_of(command: Callable[[], None], interrupted: str, *, speaks: bool 
 
 
 def amount(count: int, noun: str) -> str:
-    """`1 row`, `2 rows`."""
+    """Return `1 row`, `2 rows`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def quantile(values: Sequence[Any], share: float) -> Any:
-    """The nearest-rank quantile of at least one value: the smallest that this share of them does
-    not exceed.
+    """Return the nearest-rank quantile of at least one value.
+
+    It is the smallest value that this share of them does not exceed.
     """
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def shown(value: object, longest: int = 60) -> str:
-    """A value in one line as a person writes it: null rather than None, a long one cut."""
+    """Return a value in one line as a person writes it: null rather than None, a long one cut."""
     written = "null" if value is None else " ".join(repr(value).splitlines())
     return written if len(written) <= longest else f"{written[:longest]}..."
 
 
 def spelled(value: object) -> str:
-    """A value as a config spells it: a member of Transformers' enumerations by its own value."""
+    """Return a value as a config spells it.
+
+    A member of Transformers' enumerations is spelled by its own value.
+    """
     return str(getattr(value, "value", value))
 
 
@@ -110,7 +114,7 @@ def dotted(key: str, value: Any) -> dict[str, Any]:
 
 
 def section(title: str, lines: Sequence[str]) -> list[str]:
-    """The lines of a report below their underlined title."""
+    """Return the lines of a report below their underlined title."""
     return ["", title, "-" * len(title), *lines]
 
 
@@ -179,7 +183,7 @@ def number(minimum: float, maximum: float, *, also: float | None = None) -> Call
 
 
 def text(value: str) -> str:
-    """A text with something in it."""
+    """Return a text with something in it."""
     if not value.strip() or "\0" in value:
         raise argparse.ArgumentTypeError(
             f"{value!r} is empty or no text; write something, or leave the option out"
@@ -196,7 +200,10 @@ def path(value: str) -> Path:
 
 
 def is_no_value(word: str) -> bool:
-    """Whether a word on the command line is YAML's null, or `none`, which many write for it."""
+    """Return whether a word on the command line is YAML's null, or `none`.
+
+    Many write `none` for it.
+    """
     return word.strip().lower() in _NO_VALUE
 
 
@@ -213,7 +220,7 @@ _PLAIN_LIST = re.compile(r"[\w./:+=-]+(,[\w./:+=-]+)+")
 
 
 def is_null(text: object) -> bool:
-    """Whether `text` is None or the word null.
+    """Return whether `text` is None or the word null.
 
     The word `none` is a value of some keys, so it is not.
     """
@@ -221,7 +228,7 @@ def is_null(text: object) -> bool:
 
 
 def truth(value: object) -> bool | None:
-    """`value` as true or false; None where it is neither."""
+    """Return `value` as true or false; None where it is neither."""
     word = str(value).strip().lower()
     if word in _TRUE:
         return True
@@ -231,7 +238,7 @@ def truth(value: object) -> bool | None:
 
 
 def split_list(words: Sequence[Any]) -> list[Any]:
-    """The entries of a list given as `a b`, `a,b`, `[a,b]` or `[a, b]`.
+    """Return the entries of a list given as `a b`, `a,b`, `[a,b]` or `[a, b]`.
 
     Raises `ValueError` for an open bracket.
     """
@@ -250,7 +257,10 @@ def split_list(words: Sequence[Any]) -> list[Any]:
 
 
 def _load_yaml(text: str) -> Any:
-    """What YAML makes of a text. Raises `ValueError` for what is none, and `RecursionError`."""
+    """Return what YAML makes of a text.
+
+    Raises `ValueError` for what is none, and `RecursionError`.
+    """
     import yaml  # in here, so that an interrupted import of a command ends with a line
 
     try:
@@ -261,7 +271,7 @@ def _load_yaml(text: str) -> Any:
 
 @cache
 def _loader() -> Any:
-    """PyYAML takes the last of two equal keys without a word.
+    """Return pyYAML takes the last of two equal keys without a word.
 
     A key that is merged with `<<` may be given again.
 
@@ -303,7 +313,7 @@ def _loader() -> Any:
 
 
 def read_json(text: str | bytes) -> Any:
-    """What a JSON text stands for.
+    """Return what a JSON text stands for.
 
     Raises `ValueError`, also for a key given twice, of which Python takes one.
     """
@@ -324,7 +334,10 @@ def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def yaml_value(text: str) -> Any:
-    """What a text stands for behind `key:` in a file; the text itself where it is no YAML."""
+    """Return what a text stands for behind `key:` in a file.
+
+    The text itself where it is no YAML.
+    """
     try:
         return _load_yaml(text)
     except (ValueError, RecursionError):
@@ -332,7 +345,7 @@ def yaml_value(text: str) -> Any:
 
 
 def yaml_line(value: Any) -> str:
-    """A value as one writes it behind `key:` in a file."""
+    """Return a value as one writes it behind `key:` in a file."""
     import yaml
 
     written = yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False)
@@ -340,8 +353,9 @@ def yaml_line(value: Any) -> str:
 
 
 def flow_mapping(text: str) -> dict[str, Any] | None:
-    """The mapping of a text in YAML's short form, `{a: 1, b: [2, 3]}`, of what JSON knows; None
-    where it is none.
+    """Return the mapping of a text in YAML's short form, `{a: 1, b: [2, 3]}`.
+
+    Its values are those that JSON knows.
     """
     content = yaml_value(text) if text.startswith("{") else None
     try:
@@ -351,7 +365,7 @@ def flow_mapping(text: str) -> dict[str, Any] | None:
 
 
 def read_mapping(option: str, path: Path) -> dict[str, Any]:
-    """The keys and values in a file.
+    """Return the keys and values in a file.
 
     Raises `UserError`, which begins with `option`, in one line.
     """
@@ -380,5 +394,5 @@ def read_mapping(option: str, path: Path) -> dict[str, Any]:
 
 
 def printable(text: str) -> str:
-    """One line without control characters: a row must not command the terminal."""
+    """Return one line without control characters: a row must not command the terminal."""
     return "".join(char if char.isprintable() else " " for char in text)

@@ -71,8 +71,9 @@ _LOST = re.compile(
 
 
 def lost_contact(error: BaseException) -> str:
-    """What to say where a collective call failed because another process is gone; empty for any
-    other error.
+    """Return what to say where a collective call failed because another process is gone.
+
+    Empty for any other error.
     """
     if not isinstance(error, RuntimeError) or _LOST.search(str(error)) is None:
         return ""
@@ -123,7 +124,7 @@ class TranslatedErrors:
 
 
 def engine_call(name: str) -> TranslatedErrors:
-    """Inside, an error of the engine becomes an `EngineError` of one line.
+    """Return inside, an error of the engine becomes an `EngineError` of one line.
 
     Our own errors stay as they are.
     """

@@ -36,14 +36,16 @@ NFS_DELAY_S = 60.0
 
 
 def cache_folder() -> Path:
-    """`ADORA_VL_HOME`, or `adora_vl` in the user's cache folder."""
+    """Return `ADORA_VL_HOME`, or `adora_vl` in the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("ADORA_VL_HOME") or Path(cache) / "adora_vl")
 
 
 def leads_out(folder: Path, path: Path) -> bool:
-    """Whether a path below `folder` leads out of it by a link, its own or one on the way: a folder
-    from elsewhere must not show any file of this machine. A loop of links leads nowhere, and out.
+    """Return whether a path below `folder` leads out of it by a link.
+
+    The link may be the path itself or one on the way. A folder from elsewhere must not show any
+    file of this machine.
     """
     try:
         return not path.resolve().is_relative_to(folder.resolve())
@@ -63,10 +65,11 @@ def refuse_links_out(key: str, folder: Path, *paths: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """A hidden neighbour of `path` to write into, renamed over `path` when the block ends; on an
-    error it is removed, and what was at `path` stays. Unless `durable` is false, the bytes are on
-    the disk before the file gets its name. What is no file, such as /dev/stdout, is written to as
-    it is. Raises `OSError`.
+    """Yield a hidden neighbour of `path` to write into, which is renamed over `path` at the end.
+
+    Whatever goes wrong, the neighbour is removed and what was at `path` stays. Unless `durable` is
+    false, the bytes are on the disk before the file gets its name. What is no file, such as
+    /dev/stdout, is written to as it is. Raises `OSError`.
     """
     if path.is_relative_to("/dev") or (path.exists() and not path.is_file()):
         with path.open("wb") as file:
@@ -125,8 +128,9 @@ class KeptAnswers:
 
 
 def appears(path: Path, patience_s: float = NFS_DELAY_S) -> bool:
-    """Whether a file is there that another machine has made on a shared disk, if need be after a
-    while.
+    """Wait for a file that another machine has written on a shared disk.
+
+    Returns whether it is there after `patience_s` at the latest.
     """
     end = time.monotonic() + patience_s
     while not path.exists():
@@ -140,10 +144,12 @@ def appears(path: Path, patience_s: float = NFS_DELAY_S) -> bool:
 
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """A new folder, hidden beside `folder`, which takes its place when the block ends, its files on
-    the disk; on an error it is removed, and the old one stays. Where a process is killed between
-    the two renames of the exchange, `recover_folder` or `remove_partial` gives the old folder its
-    name back. Raises `OSError`.
+    """Yield a new folder, hidden beside `folder`, which takes its place when the block ends.
+
+    The old folder is deleted after that. Whatever goes wrong, the new one is removed and the old
+    one stays. The files are on the disk before the folder gets its name. Two renames make the
+    exchange: where a process is killed between them, the next `replacing_folder` (or
+    `recover_folder`, or `remove_partial`) gives the old folder its name back. Raises `OSError`.
     """
     recover_folder(folder)
     beside, lock = locked_folder(lambda: _neighbour(folder))
@@ -218,9 +224,10 @@ def abandoned(folders: Iterable[Path]) -> Iterator[Path]:
 
 
 def locked_folder(new_name: Callable[[], Path]) -> tuple[Path, int | None]:
-    """A new folder with a random name, and the open lock in it, by which others know that its
-    process lives; None on a file system without locks, where nobody removes what a process left
-    behind.
+    """Create a folder with a random name, and take the lock in it, which is returned open.
+
+    By the lock all other processes know that this one lives. It is None on a file system that has
+    no locks; there nobody removes what a process left behind.
     """
     while True:
         folder = new_name()
@@ -237,7 +244,7 @@ def locked_folder(new_name: Callable[[], Path]) -> tuple[Path, int | None]:
 
 
 def _lock(beside: Path, flags: int) -> int:
-    """The open, locked file in a hidden folder; the kernel drops the lock of a dead process.
+    """Return the open, locked file in a hidden folder; the kernel drops the lock of a dead process.
 
     Raises `OSError`.
     """
@@ -264,14 +271,14 @@ def _neighbour(path: Path) -> Path:
 
 
 def is_partial(path: Path) -> bool:
-    """Whether the name is that of what `replacing` and `replacing_folder` write first."""
+    """Return whether the name is that of what `replacing` and `replacing_folder` write first."""
     return _PARTIAL_NAME.fullmatch(path.name) is not None
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what killed processes left in `folder` of what they were replacing.
+    """Remove what killed processes left in `folder` of files and folders that they were replacing.
 
-    Call it where nobody else writes.
+    Call it where nobody else writes at the same time.
     """
     for path in folder.glob(f".*{_PARTIAL}*"):
         named = _PARTIAL_NAME.fullmatch(path.name)
@@ -293,6 +300,7 @@ def written_to(option: str, path: Path) -> Iterator[None]:
 
 
 def unwritable(option: str, path: Path, error: Exception) -> UserError:
+    """Return the error of a place that could not be written to."""
     remedy = (
         "free some space, or choose another place"
         if disk_is_full(error)
@@ -305,7 +313,7 @@ def unwritable(option: str, path: Path, error: Exception) -> UserError:
 
 
 def disk_is_full(error: BaseException | None) -> bool:
-    """Whether an error of writing, or one that it came from, is that of a full disk."""
+    """Return whether an error of writing, or one that it came from, is that of a full disk."""
     while error is not None:
         if (isinstance(error, OSError) and error.errno in _FULL) or _FULL_WORDS.search(str(error)):
             return True
@@ -338,9 +346,10 @@ def check_folder(option: str, folder: Path) -> None:
 
 
 def check_json(option: str, path: Path, kind: str, is_ours: Callable[[Any], bool]) -> None:
-    """Raise `UserError` where a JSON file cannot be written, or exists and is not ours.
+    """Raise `UserError` where a JSON file cannot be written, or would replace anything but our own.
 
-    `kind`: what the file should be, in words. `is_ours`: checks its content.
+    `kind`: what the file should be, in words. `is_ours`: whether the content of such a file is what
+    this command writes.
     """
     check_folder(option, path.parent)
     # /dev/stdout is written to as it is

@@ -173,7 +173,7 @@ def _config(settings: Settings, job: Trial, folder: Path) -> Any:
         save_strategy="no",
         report_to="none",
         seed=job.seed,
-        adora_record_every=0,
+        adora_record_gb=0,
         **settings.training(job),
     )
 

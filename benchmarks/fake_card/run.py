@@ -37,7 +37,7 @@ from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import SHAPES, describe
 from adora_vl.planning.dry_run import make_setup
 from adora_vl.planning.memory import CONTEXT, Prediction, Setup, predict
-from adora_vl.preflight import resolved_run, run_checks
+from adora_vl.preflight import check_model, facts
 from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
 from adora_vl.synthetic.generate import generate
 from adora_vl.trainer import AdoraGRPOTrainer
@@ -171,7 +171,7 @@ class RecordedAnswers:
 
     def sample(self, asks: Sequence[SamplingRequest], _: Any = None) -> list[SamplingResult]:
         return [
-            SamplingResult(row, [LOGP] * len(row))
+            SamplingResult(tokens=row, logps=[LOGP] * len(row))
             for row in self._answers([ask.prompt_ids for ask in asks])
         ]
 
@@ -461,10 +461,10 @@ def _patched(card: Card) -> Iterator[None]:
         (PreTrainedModel, "from_pretrained", classmethod(from_pretrained)),
         (PreTrainedModel, "save_pretrained", saved),
         (torch, "save", written),
-        (resolved_run, "four_bit_folder", in_four_bit),
-        (run_checks, "check_weights", lambda *args: None),
+        (facts, "four_bit_folder", in_four_bit),
+        (check_model, "check_weights", lambda *args: None),
         (
-            run_checks,
+            check_model,
             "refuse_on_cpu",
             lambda *args: None,
         ),  # which asks the vLLM that is installed here

@@ -178,9 +178,7 @@ def seeded(setting: Setting, folder: Path) -> Iterator[Line]:
     from adora_vl.rollout.agreement import read_prompts, sample
     from adora_vl.train import build_trainer
 
-    trainer: Any = build_trainer(
-        prepare(read(arguments(setting, "float32", folder)), to_train=False)
-    )
+    trainer: Any = build_trainer(prepare(read(arguments(setting, "float32", folder)), "look"))
     try:
         rows = [trainer.train_dataset[number] for number in range(8)]
         prompts = read_prompts(trainer, rows)

@@ -17,7 +17,7 @@ from transformers import AutoModelForImageTextToText, PretrainedConfig
 
 from adora_vl.models.load import load_config
 from adora_vl.models.shape import SHAPES
-from adora_vl.packing.split_attention import plan_no_shapes
+from adora_vl.packing.split_attention import disable_cudnn_attention
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.table import Line, failed, one_line, skipped
 
@@ -98,7 +98,7 @@ def in_float32(model: Any) -> Any:
 
 def here(full: bool) -> Setting:
     """The first GPU, or the CPU where there is none."""
-    plan_no_shapes()  # as a run does
+    disable_cudnn_attention()  # as a run does
     return Setting(
         full, torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     )

@@ -15,7 +15,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 
 from adora_vl.models.precision import restore_buffers
-from adora_vl.packing.vision import batch_windows, host_bounds
+from adora_vl.packing.vision import batch_windows, window_arguments
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import (
     ON_A_GPU_ONLY,
@@ -154,7 +154,7 @@ def _seen(tower: Any, pixels: Tensor, grids: Tensor, *, batched: bool) -> Tensor
     """
     assert batch_windows(tower, batched) is batched
     tower.zero_grad(set_to_none=True)
-    bounds = host_bounds(tower, grids, pixels.device) if batched else {}
+    bounds = window_arguments(tower, grids, pixels.device) if batched else {}
     given = {name.removeprefix("image_"): value for name, value in bounds.items()}
     features: Tensor = tower(
         pixels.to(tower.dtype), grid_thw=grids.to(pixels.device), **given

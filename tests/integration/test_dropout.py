@@ -61,7 +61,8 @@ def test_a_lora_run_with_the_default_dropout_goes_on_to_the_bit(tmp_path):
     train(resumed, **keys)
     server.close()
     losses = [[step["loss"] for step in steps_of(run)] for run in (whole, resumed)]
-    assert losses[0] == losses[1] and len(losses[0]) == 4
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 4
     weights = [(run / "adapter_model.safetensors").read_bytes() for run in (whole, resumed)]
     assert weights[0] == weights[1]
     clipped = [step["clip_ratio/region_mean"] for step in steps_of(whole)]

@@ -14,7 +14,6 @@ from adora_vl.models.load import PRETRAINED
 from adora_vl.utils.launch import STARTUP_LOG
 from eval.command import main
 from eval.mathvista import BENCHMARK as MATHVISTA
-from tests.integration.support import launch, run
 from tests.support.benchmark_data import (
     mathvista_rows,
     mmstar_rows,
@@ -22,6 +21,7 @@ from tests.support.benchmark_data import (
     write_mathvista,
     write_mmstar,
 )
+from tests.support.launch import launch, run
 
 pytestmark = pytest.mark.slow
 

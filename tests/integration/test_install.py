@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.package_index import Indexes, Wheel, empty_wheel, packed_again
-from tests.integration.support import REPOSITORY
+from tests.support.package_index import Indexes, Wheel, empty_wheel, packed_again
+from tests.support.paths import REPOSITORY
 
 pytestmark = pytest.mark.slow
 

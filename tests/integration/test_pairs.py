@@ -14,9 +14,9 @@ from adora_vl.models.load import local_model
 from adora_vl.train import main
 from benchmarks.stand_in_server import GENERATE, StandIn
 from data_prep.cli import main as data_prep
-from tests.integration.support import run
-from tests.integration.test_one_step_ahead import goes_on_after_a_kill, steps, words
+from tests.support.async_servers import goes_on_after_a_kill, server_arguments, step_metrics
 from tests.support.examples import entry
+from tests.support.launch import run
 
 pytestmark = pytest.mark.slow
 # Three generations of four problems, so an epoch is a step and a half.
@@ -118,8 +118,8 @@ def test_a_pair_trains_and_goes_on_to_the_bit(tmp_path, server, pair):
         "vllm_importance_sampling_mode": "token_truncate",
         **further,
     }
-    assert main(words(tmp_path / "whole", server, **keys)) == 0
-    assert all(any(step.get(name) for step in steps(tmp_path / "whole")) for name in figures)
+    assert main(server_arguments(tmp_path / "whole", server, **keys)) == 0
+    assert all(any(step.get(name) for step in step_metrics(tmp_path / "whole")) for name in figures)
     if pair == "tools + ahead":
         assert asked_in_steps(server)[0] == "first later first", (
             "later turns do not wait for those of the next one"
@@ -209,10 +209,11 @@ def test_two_killed_processes_go_on_to_the_bit(tmp_path, server, servers):
         "backward:5",
     ]
     done = run([*command, "--processes", "2", "--output", str(tmp_path / "runs"), "--", *words])
-    assert "checkpoint-3" in done.stdout and "weights: all equal" in done.stdout
+    assert "checkpoint-3" in done.stdout
+    assert "weights: all equal" in done.stdout
     (whole,) = tmp_path.glob("runs/*/whole")
-    assert max(step["adora/refilled_groups"] for step in steps(whole)) > 0
-    assert all(step["adora/called"] > (0 if servers else 0.3) for step in steps(whole))
+    assert max(step["adora/refilled_groups"] for step in step_metrics(whole)) > 0
+    assert all(step["adora/called"] > (0 if servers else 0.3) for step in step_metrics(whole))
     if not servers:
         for row in pq.read_table(whole / "rollouts").to_pylist():
             answered = sum(turn["by"] == "tool" and not turn["failed"] for turn in row["turns"])

@@ -14,7 +14,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from adora_vl.models.load import PRETRAINED
 from tests.integration.precision_run import POSITIONS, constants
-from tests.integration.support import launch
+from tests.support.launch import launch
 
 pytestmark = pytest.mark.slow
 ROLES = ("policy", "reference")
@@ -80,7 +80,8 @@ def part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("role", ROLES)
 def test_every_constant_is_that_of_a_plain_model(sharded, plain, role):
     facts, tensors = sharded
-    assert facts["sharded"] and facts["dtype"] == "torch.bfloat16"
+    assert facts["sharded"]
+    assert facts["dtype"] == "torch.bfloat16"
     found = part(tensors, f"{role}/constants/")
     wanted = constants(plain)
     assert found.keys() == wanted.keys()

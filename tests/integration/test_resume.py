@@ -21,11 +21,12 @@ from adora_vl.checkpoint.store import checkpoints, problem_of
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED
 from benchmarks.kill_and_resume import settings
-from tests.integration.support import REPOSITORY, processes_with, run
+from tests.support.adapters import sft_adapter
 from tests.support.examples import entry
-from tests.support.sft_adapter import sft_adapter
+from tests.support.launch import processes_with, run
+from tests.support.paths import REPOSITORY
+from tests.support.user_tables import convert, write_jsonl
 from tests.support.vllm_server import vllm_server
-from tests.unit.data_prep.own_data_support import convert, jsonl
 
 pytestmark = pytest.mark.slow
 MOVED = [
@@ -61,7 +62,10 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
         for number in range(9)
     ]
     columns = ("problem=q", "answer=a", "images=image")
-    assert convert(jsonl(tmp_path, rows), tmp_path / "own", "--name", "own", columns=columns) == 0
+    assert (
+        convert(write_jsonl(tmp_path, rows), tmp_path / "own", "--name", "own", columns=columns)
+        == 0
+    )
     done = run(
         [
             *KILLS,
@@ -227,4 +231,5 @@ def test_when_one_rank_dies_the_others_stop_and_nothing_is_left_running(tmp_path
     assert "exitcode  : -9" in done.stderr, done.stderr[-2000:]
     assert processes_with(mark) == []
     (checkpoint,) = checkpoints(tmp_path / "out")
-    assert checkpoint.name == "checkpoint-3" and problem_of(checkpoint) is None
+    assert checkpoint.name == "checkpoint-3"
+    assert problem_of(checkpoint) is None

@@ -18,9 +18,9 @@ from adora_vl.checkpoint.stop import EXIT_STOPPED, STOPPED_FILE
 from adora_vl.checkpoint.store import checkpoints, newest_valid, problem_of, step_of
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.metrics import METRICS, read_metrics
-from tests.integration.machines import TwoMachines
-from tests.integration.stopping import Running
-from tests.integration.test_two_processes import distance
+from tests.support.machines import TwoMachines
+from tests.support.terminal import Running
+from tests.support.weights import mean_difference
 
 # the fixture starts two processes six times
 pytestmark = [
@@ -156,7 +156,8 @@ def two_machines(tmp_path_factory, two_processes):
     out = folder / "out"
     config = "configs/accelerate/cpu_zero3.yaml"
     words = [*RUN, *ENDLESS, "--save_strategy", "steps", "--save_steps", "1"]
-    said, codes = [], []
+    said = []
+    codes = []
     with TwoMachines(folder / "lab") as machines:
         with machines.running(config, out, words) as script:
             machines.wait_for_step(script, out, 2)
@@ -181,7 +182,8 @@ _BOUND_S = 300
 
 
 def test_a_machine_without_power_ends_the_other_one_with_a_line(two_machines):
-    assert two_machines.codes[0] == 128 + signal.SIGKILL and two_machines.ended_after < _BOUND_S
+    assert two_machines.codes[0] == 128 + signal.SIGKILL
+    assert two_machines.ended_after < _BOUND_S
     line = next(line for line in two_machines.said[0].splitlines() if "error (rank 0 of 2)" in line)
     assert "another process has ended, or its machine cannot be reached" in line
     assert (
@@ -212,8 +214,8 @@ def test_two_machines_learn_what_two_processes_do(two_machines, two_processes):
         ours, theirs = (
             load_file(folder / "model.safetensors") for folder in (together[name], alone[name])
         )
-        moved = distance(theirs, shipped)
-        assert moved > 1e-4 and distance(ours, theirs) < 1e-4 * moved, name
+        moved = mean_difference(theirs, shipped)
+        assert moved > 1e-4 and mean_difference(ours, theirs) < 1e-4 * moved, name
 
 
 @pytest.mark.parametrize("way", [way.__name__ for way in WAYS])

@@ -29,7 +29,14 @@ from adora_vl.rollout import engine as engine_module  # noqa: E402
 from adora_vl.rollout import llm as llm_module  # noqa: E402
 from adora_vl.synthetic.generate import generate  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
-from tests.parity.looks import AFTER, BEFORE, TURNS, WITH_ENGINE, Draws, data_set  # noqa: E402
+from tests.support.parity import (  # noqa: E402
+    AFTER,
+    BEFORE,
+    TURNS,
+    WITH_ENGINE,
+    Draws,
+    data_set,
+)
 
 SETTINGS: dict[str, Any] = {
     **WITH_ENGINE,

@@ -21,10 +21,11 @@ from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.rollout.rollouts import SamplingResult
 from adora_vl.rollout.samplers import VLLMSampler
 from adora_vl.trainer import AdoraGRPOTrainer
-from tests.unit.packing.test_images import picture
+from tests.support.pictures import noise_picture
 
 pytestmark = [pytest.mark.slow, pytest.mark.core]
-GROUPS, SIZE = 4, 4
+GROUPS = 4
+SIZE = 4
 IMAGES = {"text": (0, 0, 0, 0), "one": (1, 1, 1, 1), "several": (2, 1, 3, 1), "mixed": (0, 2, 0, 1)}
 # Means that are summed in another order, without a mask as an index.
 ROUNDED = {"sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/mean"}
@@ -70,7 +71,7 @@ def rows_of(images: tuple[int, ...]) -> list[dict[str, Any]]:
         {
             "prompt": conversation(f"What is {number}?", SYSTEM_PROMPT),
             "level": number,
-            "images": [picture(10 * number + one) for one in range(count)],
+            "images": [noise_picture(10 * number + one) for one in range(count)],
         }
         for number, count in enumerate(images)
     ]
@@ -82,7 +83,8 @@ def sampled(ends: list[int]) -> tuple[list[list[int]], list[list[float | None]]]
     them.
     """
     draw = torch.Generator().manual_seed(4)
-    found, logps = [], []
+    found = []
+    logps = []
     for row in range(GROUPS * SIZE):
         ids = torch.randint(14, 400, (1 + row % 9,), generator=draw).tolist()
         found.append([*ids, *ends[: row % 2]])
@@ -196,7 +198,10 @@ def test_a_generation_is_trls(tmp_path, case):
     }
     trainer = trainer_of(tmp_path, [by_tokens, *others[rewards]], **settings)
     completions, logps = sampled(trainer.eos_token_ids[:1])
-    answers = [SamplingResult(*each) for each in zip(completions, logps, strict=True)]
+    answers = [
+        SamplingResult(tokens=tokens, logps=scores)
+        for tokens, scores in zip(completions, logps, strict=True)
+    ]
     if engine:
         trainer.use_vllm = True
         found: Any = SimpleNamespace(
@@ -231,7 +236,8 @@ def test_a_generation_is_trls(tmp_path, case):
         (theirs,) = values
         assert own == (pytest.approx(theirs, rel=1e-6) if name in ROUNDED else theirs), name
     raw = ours["table"].pop("extra/advantage_raw")
-    assert raw == stock["table"].pop("advantages") and any(raw)
+    assert raw == stock["table"].pop("advantages")
+    assert any(raw)
     for name, values in stock["table"].items():
         assert repr(ours["table"][name]) == repr(values), name  # with NaN in it
     assert {"reward", "completions/clipped_ratio", "shortest"} <= stock["figures"].keys()

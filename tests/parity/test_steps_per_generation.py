@@ -15,7 +15,7 @@ from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.synthetic.generate import generate
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.batch_rows import take_rows
-from tests.parity.looks import data_set
+from tests.support.parity import data_set
 
 pytestmark = pytest.mark.slow
 # 4 updates of 2 x 8 sequences per generation: 16 groups of 4

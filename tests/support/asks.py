@@ -27,6 +27,12 @@ def asks_of(
         group, member = divmod(number, generations)
         seed = rollout_seed(3, "train/0", group, member)
         asks.append(
-            SamplingRequest(own, list(shown or ()), group if grouped else number, seed, limit)
+            SamplingRequest(
+                prompt_ids=own,
+                images=list(shown or ()),
+                group=group if grouped else number,
+                seed=seed,
+                max_tokens=limit,
+            )
         )
     return asks

@@ -4,7 +4,7 @@ and their scores.
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -373,4 +373,33 @@ def scored(benchmark: Benchmark, folder: Path, rows: Predicted, *words: str) -> 
 def write_geometry3k(folder: Path, count: int = 6) -> Path:
     """A prepared dataset with a test split."""
     write_split(generate(count, split="test", seed=3, size=SIZE), folder, "test")
+    return folder
+
+
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "geometry3k": lambda folder: write_geometry3k(folder / "geometry3k", 4),
+    "mathvista": lambda folder: write_mathvista(folder / "mathvista", mathvista_rows(4)),
+    "mathvision": lambda folder: write_mathvision(folder / "mathvision", mathvision_rows(4)),
+    "mmstar": lambda folder: write_mmstar(folder / "mmstar", mmstar_rows(4)),
+    "wemath": lambda folder: write_wemath(folder / "wemath", wemath_rows(4)),
+    "mathverse": lambda folder: write_mathverse(folder / "mathverse", mathverse_rows(4)),
+    "mmmu_pro": lambda folder: write_texts(folder / "mmmu", "test.json", [MMMU_PRO] * 4),
+    "logicvista": lambda folder: write_texts(folder / "logic", "test.json", [LOGICVISTA] * 4),
+    "dynamath": lambda folder: write_dynamath(folder / "dynamath"),
+    "knights": lambda folder: write_knights(folder / "knights"),
+    "problems": lambda folder: write_geometry3k(folder / "problems", 4),
+}
+
+
+def write_dynamath(folder: Path) -> Path:
+    """One problem in its ten variants."""
+    for number in range(1, 11):
+        write_texts(folder, f"sample_variant{number}.json", [DYNAMATH])
+    return folder
+
+
+def write_knights(folder: Path) -> Path:
+    from data_prep.cli import main as data_prep
+
+    assert data_prep(["knights", "--output", str(folder), "--rows", "2", "--test-rows", "4"]) == 0
     return folder

@@ -16,7 +16,7 @@ import torch
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerRequest, Unanswerable
 from adora_vl.rewards.thinking import opens_thinking
-from adora_vl.rollout.rollouts import Rollout, SamplingRequest, SamplingResult
+from adora_vl.rollout.rollouts import FinishReason, Rollout, SamplingRequest, SamplingResult
 from adora_vl.rollout.turns import ToolLoop, append_result, run_turns
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
@@ -61,7 +61,7 @@ class Conversations:
         self._any_rank = any_rank
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable]:
-        """One answer per request, in their order.
+        """Return one answer per request, in their order.
 
         It is called with no requests too, since other ranks may have some.
         """
@@ -129,8 +129,10 @@ class Conversations:
         ]
 
     def _reply(self, rollout: Rollout, prompt: Sequence[int]) -> Reply:
-        """The answer of a rollout, whose last turn is what is graded, as in a training."""
-        by_calls = rollout.ended == "stop" or bool(rollout.calls and rollout.ended)
+        """Return the answer of a rollout, whose last turn is what is graded, as in a training."""
+        by_calls = rollout.finish_reason is FinishReason.STOP or bool(
+            rollout.calls and rollout.has_ended
+        )
         names = ("name", "arguments", "text", "failed")
         calls = [{name: getattr(call, name) for name in names} for call in rollout.calls]
         turn = rollout.last_turn_tokens
@@ -138,7 +140,7 @@ class Conversations:
         return Reply(
             self.chat.decode(turn),
             n_tokens=len(rollout.policy_tokens),
-            finish_reason=rollout.ended if by_calls else "length",
+            finish_reason=str(rollout.finish_reason if by_calls else FinishReason.LENGTH),
             n_prompt_tokens=len(prompt),
             calls=tuple(calls) if self.turns else None,
             thinking_opened=opens_thinking([*prompt, *before], self.chat.decode),
@@ -255,28 +257,33 @@ class TransformersEngine(_Local):
             **(sampled if settings.temperature > 0 else {"do_sample": False}),
         )
 
-    def _sampled(self, asks: Sequence[SamplingRequest]) -> list[SamplingResult]:
-        if not asks:
+    def _sampled(self, requests: Sequence[SamplingRequest]) -> list[SamplingResult]:
+        """Sample requests of about the same length as one batch, by the seed of the first."""
+        if not requests:
             return []
-        inputs = self.chat.inputs(
-            [ask.prompt_ids for ask in asks], [image for ask in asks for image in ask.images]
-        )
-        torch.manual_seed(asks[0].seed or 0)
+        images = [image for request in requests for image in request.images]
+        inputs = self.chat.inputs([request.prompt_ids for request in requests], images)
+        torch.manual_seed(requests[0].seed or 0)
         with torch.inference_mode():
-            longest = max(ask.max_tokens or self.longest for ask in asks)
-            sequences_BT = self._model.generate(**inputs.to(self._device), max_new_tokens=longest)
+            max_tokens = max(request.max_tokens or self.longest for request in requests)
+            sequences_BT = self._model.generate(
+                **inputs.to(self._device), max_new_tokens=max_tokens
+            )
         completions = sequences_BT[:, inputs["input_ids"].shape[1] :].tolist()
         return [
-            self._answer(ids[: ask.max_tokens]) for ids, ask in zip(completions, asks, strict=True)
+            self._answer(ids[: request.max_tokens])
+            for ids, request in zip(completions, requests, strict=True)
         ]
 
     def _answer(self, ids: list[int]) -> SamplingResult:
-        """The tokens up to the first end token and with it.
+        """Return the tokens up to the first end token and with it.
 
         Without one the answer was cut off by the limit on its length.
         """
         end = next((i for i, token in enumerate(ids) if token in self._eos_ids), None)
         completion = ids if end is None else ids[: end + 1]
         return SamplingResult(
-            completion, [None] * len(completion), "length" if end is None else "stop"
+            tokens=completion,
+            logps=[None] * len(completion),
+            finish_reason=FinishReason.LENGTH if end is None else FinishReason.STOP,
         )

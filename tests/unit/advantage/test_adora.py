@@ -14,12 +14,12 @@ from accelerate.optimizer import AcceleratedOptimizer
 from adora_vl.advantage import AdvantagePipeline, Groups, Schedule, group_advantages, weigh_groups
 from adora_vl.advantage.adora import Adora
 from adora_vl.advantage.grpo import is_constant
-from adora_vl.config.advantage import check_method, method_run
+from adora_vl.config.methods import build_pipeline, check_methods
 from adora_vl.config.schema import parse
 from adora_vl.training.optimizer_steps import ScaledRate
 from adora_vl.utils.errors import UserError
+from tests.support.reward_groups import adora_weights, groups_of_rewards, random_groups, weighed_by
 from tests.support.tiny_run import train
-from tests.unit.advantage.methods_support import adora_weights, batch, random_batch, run
 
 NAN = float("nan")
 
@@ -161,7 +161,8 @@ def test_ties_of_length_are_attenuated_as_in_the_references_or_kept(subtests):
             kept = adora_weights(*group, truncated_at=100, ties="keep")
             assert not torch.equal(strict, kept) if tied else torch.equal(strict, kept)
             if tied:
-                assert strict.item() == pytest.approx(0.1) and kept.item() == 1.0
+                assert strict.item() == pytest.approx(0.1)
+                assert kept.item() == 1.0
             weighting = weigh_groups(Groups(*group, group[1] >= 100))
             assert weighting.ties_P.tolist() == [tied]
             kept_ties = weigh_groups(Groups(*group, group[1] >= 100), Adora(ties="keep")).ties_P
@@ -181,7 +182,7 @@ def test_keeping_ties_amplifies_them(subtests):
 
 def test_with_both_options_the_length_criterion_is_the_llm_references():
     """`compute_grpo_outcome_advantage_ADORA` written out: a maximum or a mean over nothing is -inf."""
-    drawn = random_batch(prompts=400, generations=5)
+    drawn = random_groups(prompts=400, generations=5)
     rewards = drawn.rewards_PG
     lengths = drawn.lengths_PG
     weights = adora_weights(
@@ -224,7 +225,7 @@ def test_the_key_reaches_the_criterion():
     )
     for words, weight in (([], 0.1), (["--adora_method.adora.ties", "keep"], 1.0)):
         options = config(*words)
-        assert method_run(options).weigh(tie).weights_P.tolist() == [pytest.approx(weight)]
+        assert build_pipeline(options).weigh(tie).weights_P.tolist() == [pytest.approx(weight)]
 
 
 def test_adora_changes_its_factor_and_tau_with_the_step_and_is_off_outside_its_steps():
@@ -237,7 +238,7 @@ def test_adora_changes_its_factor_and_tau_with_the_step_and_is_off_outside_its_s
     rewards = [[1.0, 1.0, 0.0, 0.0]]
     base = group_advantages(torch.tensor([[1.0, 1.0, 0.0, 0.0]]))
     weights = [
-        (run("adora", batch(rewards, step=step), options) / base)[0, 0].item()
+        (weighed_by("adora", groups_of_rewards(rewards, step=step), options) / base)[0, 0].item()
         for step in (0, 2, 4, 5, 6, 9, 10)
     ]
     # TDS while tau is below one half, that is up to step 5
@@ -248,7 +249,7 @@ CONTROLS = ("random", "reversed", "rate")
 
 
 def groups(seed=0, step=0, prompts=40) -> Groups:
-    return random_batch(prompts, 4, seed, step)
+    return random_groups(prompts, 4, seed, step)
 
 
 def judged(assign, batch, seed=5, **options):
@@ -265,7 +266,8 @@ def test_the_neutral_setting_of_a_control_is_grpo_to_the_bit(subtests):
     for assign, neutral in cases:
         with subtests.test(f"{assign} {neutral!r:.80}"):
             advantages, run = applied(assign, groups(), **neutral)
-            assert run.is_plain and run.rate == 1.0
+            assert run.is_plain
+            assert run.rate == 1.0
             assert torch.equal(advantages, group_advantages(groups().rewards_PG))
 
 
@@ -278,9 +280,8 @@ def test_random_attenuates_as_many_groups_with_signal_but_others(subtests):
             signal = ~is_constant(batch.rewards_PG)
             wanted = by_criterion.weights_P[signal]
             given = by_chance.weights_P[signal]
-            assert torch.equal(given.sort().values, wanted.sort().values) and not torch.equal(
-                given, wanted
-            )
+            assert torch.equal(given.sort().values, wanted.sort().values)
+            assert not torch.equal(given, wanted)
             assert torch.equal(by_chance.weights_P[~signal], by_criterion.weights_P[~signal])
             assert torch.equal(by_chance.tds_P, by_criterion.tds_P), (
                 "what the criteria say stays in the log"
@@ -318,7 +319,9 @@ def test_reversed_gives_the_factor_to_the_other_side(subtests):
             wrong = judged("reversed", batch, **options)
             marked = right.weights_P != 1
             swapped = wrong.weights_P != 1
-            assert marked.any() and swapped.any() and not (marked & swapped).any()
+            assert marked.any()
+            assert swapped.any()
+            assert not (marked & swapped).any()
             neither = ~right.tds_P & ~right.tas_P
             assert torch.equal(marked | swapped, ~neither), (
                 "a group without a right rollout keeps its weight"
@@ -343,7 +346,8 @@ def test_rate_is_the_mean_weight_of_the_groups_with_signal_and_leaves_the_advant
     assert torch.equal(advantages, group_advantages(batch.rewards_PG))
     signal = ~is_constant(batch.rewards_PG)
     assert run.rate == judged("criterion", batch).weights_P[signal].mean().item()
-    assert 0.1 < run.rate < 1 and run.figures == {"rate_scale": run.rate}
+    assert 0.1 < run.rate < 1
+    assert run.figures == {"rate_scale": run.rate}
     assert bool((run.weighting.weights_P == 1).all())
     assert applied("rate", groups(prompts=2))[1].rate == 1.0, "nothing has signal"
 
@@ -389,7 +393,8 @@ def test_a_run_takes_its_steps_with_the_logged_rate(tmp_path, monkeypatch):
     log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     scales = [entry["adora/rate_scale"] for entry in log if "adora/rate_scale" in entry]
     assert rates == pytest.approx([1e-3 * scale for scale in scales], rel=1e-4)
-    assert len(rates) == 3 and min(scales) < 1
+    assert len(rates) == 3
+    assert min(scales) < 1
     assert all(
         "adora/reflective_per_1000_tokens" in entry for entry in log if "adora/rate_scale" in entry
     )
@@ -401,7 +406,10 @@ def config(*arguments):
 
 def test_the_key_and_what_does_not_fit_it():
     words = ["--adora_method.adora.assign", "random", "--seed", "7"]
-    assert (method_run(config(*words)).judged_by.assign, method_run(config(*words)).seed) == (
+    assert (
+        build_pipeline(config(*words)).judged_by.assign,
+        build_pipeline(config(*words)).seed,
+    ) == (
         "random",
         7,
     )
@@ -425,12 +433,12 @@ def test_a_step_has_one_rate(subtests):
     ]:
         with subtests.test(f"{words!r:.80}"):
             for fits in (["8"], ["2", "--num_iterations", "2"]):
-                check_method(config(*RATE, "--steps_per_generation", *fits))
+                check_methods(config(*RATE, "--steps_per_generation", *fits))
             with pytest.raises(UserError, match=said):
-                check_method(config(*RATE, *words))
+                check_methods(config(*RATE, *words))
     with subtests.test("DeepSpeed"):
         ours = config(*RATE)
-        check_method(ours)
+        check_methods(ours)
         ours.deepspeed_plugin = object()
         with pytest.raises(UserError, match="assign: rate does not work with DeepSpeed"):
-            check_method(ours)
+            check_methods(ours)

@@ -39,10 +39,8 @@ def test_a_guess_is_right_half_of_the_time_in_three_quarters_of_the_problems():
     found = problems(2000)
     assert Counter(kind for kind, _, _ in found)["usual"] / 2000 == pytest.approx(0.75, abs=0.03)
     usual = Counter(answer for kind, _, answer in found if kind == "usual")
-    assert (
-        usual.keys() == set(map(str, USUAL_DIGITS))
-        and abs(usual["7"] - usual["3"]) < 0.1 * usual.total()
-    )
+    assert usual.keys() == set(map(str, USUAL_DIGITS))
+    assert abs(usual["7"] - usual["3"]) < 0.1 * usual.total()
     assert len({answer for kind, _, answer in found if kind == "any"}) == 10
     for _, sides, answer in found:
         assert str(sum(sides) % 10) == answer and 2 * max(sides) < sum(sides), (
@@ -83,16 +81,19 @@ def test_the_demos_reward_counts_every_step():
     assert {reward(working(rng, sides)) for _ in range(20)} == {1.0}, "in any wording"
     assert {reward(working(rng, sides, slip_at=place)) for place in range(PLACES)} == {0.0}
     forced = working(rng, sides).replace("= 24", "= 34").replace("=24", "=34")
-    assert grade(forced, "4").verdict == "correct" and reward(forced) == 0.0
+    assert grade(forced, "4").verdict == "correct"
+    assert reward(forced) == 0.0
     assert (reward("guess \\boxed{4}"), reward("guess \\boxed{7}"), reward("")) == (1.0, 0.0, 0.0)
-    assert reward("guess 7 \\boxed{4}") == 0.0 and reward("4 = \\boxed{4}") == 0.0
+    assert reward("guess 7 \\boxed{4}") == 0.0
+    assert reward("4 = \\boxed{4}") == 0.0
 
 
 def test_workings_of_one_problem_differ_in_length_by_wording():
     tokenizer = load_processor(str(PRETRAINED)).tokenizer
     rng = random.Random(1)
     lengths = [len(tokenizer(working(rng, (4, 7, 8, 5)))["input_ids"]) for _ in range(200)]
-    assert len(set(lengths)) >= 4 and pstdev(lengths) > 1.5
+    assert len(set(lengths)) >= 4
+    assert pstdev(lengths) > 1.5
     assert max(lengths) < 58, "an answer and its end fit into the demo's 60 tokens"
 
 

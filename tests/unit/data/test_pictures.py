@@ -135,7 +135,8 @@ def test_rows_that_python_hands_over_are_shown_as_a_person_sees_them() -> None:
     assert all(isinstance(image, KeptImage) for image in [*first["images"], second["image"]])
     assert first["images"][0].getpixel((0, 0)) == (255, 255, 255)
     assert first["images"][0] is second["images"][0], "one object stays one"
-    assert shown_rows([first])[0]["images"][0] is first["images"][0] and third == {"image": None}
+    assert shown_rows([first])[0]["images"][0] is first["images"][0]
+    assert third == {"image": None}
     assert drawn.mode == "RGBA" and type(drawn) is Image.Image, "what was handed over stays"
     (read,) = DistinctRows([rows[0]]).__getitems__([0])
     assert read["images"][1].size == (30, 40)
@@ -215,7 +216,8 @@ def test_no_program_is_started_for_a_picture(
     (tmp_path / "a.png").write_bytes(EPS)
     stored = [{"bytes": EPS, "path": None}, {"bytes": None, "path": str(tmp_path / "a.png")}]
     found = decoded_rows({"images": [stored]})["images"][0]
-    assert all(isinstance(image, UnreadableImage) for image in found) and not started.exists()
+    assert all(isinstance(image, UnreadableImage) for image in found)
+    assert not started.exists()
 
 
 def _gradient(width: int, height: int) -> bytes:
@@ -303,7 +305,8 @@ def test_a_file_is_stored_as_it_is_only_where_it_shows_the_same_and_tells_nothin
                 cleaned.size,
                 cleaned.tobytes(),
             )
-            assert not shown.getexif() and b"somebody" not in stored
+            assert not shown.getexif()
+            assert b"somebody" not in stored
     drawing = png_bytes(picture)
     assert b"more" not in stored_bytes(drawing + b"more", picture), (
         "what stands behind a PNG is not kept"

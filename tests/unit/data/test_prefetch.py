@@ -99,9 +99,8 @@ def test_the_loader_finds_the_next_rows_read_and_their_images_processed():
         "the last batch first: the loader may be ahead of the generation"
     )
     given = rows.__getitems__([2, 2, 3, 3])
-    assert [row["id"] for row in given] == [2, 2, 3, 3] and given[0]["images"][0] is given[1][
-        "images"
-    ][0]
+    assert [row["id"] for row in given] == [2, 2, 3, 3]
+    assert given[0]["images"][0] is given[1]["images"][0]
     main = threading.current_thread().name
     assert stored.read == [(main, 0), (main, 1), ("prefetch", 2), ("prefetch", 3)]
 
@@ -208,9 +207,11 @@ def test_asking_what_follows_disturbs_neither_the_sampler_nor_any_random_state()
 
 def test_rows_are_read_ahead_only_where_reading_one_is_decoding_it():
     plain = Dataset.from_dict({"images": [[]]}, features=Features({"images": List(Image())}))
-    assert only_decodes(plain) and only_decodes(mark_unreadable(plain))
+    assert only_decodes(plain)
+    assert only_decodes(mark_unreadable(plain))
     assert not only_decodes(plain.with_transform(lambda rows: rows)), "it may draw a random crop"
-    assert not only_decodes(Stored(1)) and not only_decodes([])
+    assert not only_decodes(Stored(1))
+    assert not only_decodes([])
 
 
 def test_where_it_runs(subtests):
@@ -233,7 +234,8 @@ def test_where_it_runs(subtests):
             facts = {"cache": given["cache"], "shown": given["shown"], "process": len}
             images: Any = SimpleNamespace(**facts, _config=args, _device=args.device)
             made = DistinctImages.prefetch(images, DistinctRows([]), InOrder(), given["dataset"])
-            assert isinstance(made, ImagePrefetch) == expected and isinstance(made, NoPrefetch)
+            assert isinstance(made, ImagePrefetch) == expected
+            assert isinstance(made, NoPrefetch)
 
 
 def recorded(folder: Path) -> list[dict[str, Any]]:

@@ -51,8 +51,8 @@ from tests.support.benchmark_data import (
     write_mathvista,
     write_mmstar,
 )
-from tests.unit.data.test_loading import ids_of_epochs
-from tests.unit.data_prep.data_prep_support import drawing, encoded
+from tests.support.pictures import drawing, encoded
+from tests.support.row_order import ids_of_epochs
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny"]
 BATCH = [
@@ -129,7 +129,8 @@ def check_of(prompt: list[int], image: list[int], limit: ContextLimit = LIMIT) -
 
 def test_what_is_refused_and_what_is_cut() -> None:
     check = check_of([50, 60, 61, 99, 100, 130], [4] * 6)
-    assert check.refused == [4, 5] and check.cut == [2, 3]
+    assert check.refused == [4, 5]
+    assert check.cut == [2, 3]
     with pytest.raises(UserError) as error:
         check.kept("error")
     assert str(error.value) == (
@@ -144,10 +145,8 @@ def test_what_is_refused_and_what_is_cut() -> None:
         "vllm_max_model_length: 100 leaves 2 of 6 prompts less than max_completion_length: 40, 1 "
         "at the least, and longer answers are cut off there; 139 would leave room",
     ]
-    assert (
-        check_of([50, 60], [4, 4]).kept("error") == [0, 1]
-        and not check_of([50, 60], [4, 4]).notes()
-    )
+    assert check_of([50, 60], [4, 4]).kept("error") == [0, 1]
+    assert not check_of([50, 60], [4, 4]).notes()
     with pytest.raises(
         UserError, match=r"^adora_overlong_prompts: drop leaves nothing to use: vllm_max_model.*170"
     ):
@@ -242,9 +241,8 @@ def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor
         )
         assert length == len(made["input_ids"][0])
         assert image == list(made["input_ids"][0]).count(processor.image_token_id)
-    assert (
-        found[0].ids == [row["id"] for row in rows] and found[0].image[0] == 0 < found[0].image[1]
-    )
+    assert found[0].ids == [row["id"] for row in rows]
+    assert found[0].image[0] == 0 < found[0].image[1]
 
 
 def test_a_language_model_is_asked_in_plain_texts(processor: Any) -> None:
@@ -269,7 +267,8 @@ def test_an_image_that_cannot_be_read_is_left_to_the_step_that_names_it(tmp_path
     texts = Dataset.from_dict({"images": [[], []]}, Features({"images": schema()["images"]}))
     assert list(sizes_in(texts.data.table)) == [[], []]
     found = measured([("a", "x", [None])], lambda text, images: 7 + images, Limits(1, 100, 1), 1)
-    assert found.prompt == [7] and found.image == [0]
+    assert found.prompt == [7]
+    assert found.image == [0]
 
 
 def test_an_image_that_the_processor_refuses_is_named(
@@ -309,19 +308,17 @@ def test_the_length_that_is_named_holds_all(
     data: Path, tmp_path: Path, capsys: Any, processor: Any
 ) -> None:
     needed = str(counted(processor, LONG + LONG) + 40)
-    run = prepare(
-        read(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed)), to_train=False
-    )
-    assert len(run.dataset) == 12 and run.overlong.left_out == [] and capsys.readouterr().out == ""
+    run = prepare(read(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed)), "look")
+    assert len(run.data.train) == 12
+    assert run.data.left_out == ()
+    assert capsys.readouterr().out == ""
     assert "overlong_rows_left_out" not in run.manifest()["data"]
     assert (
         main(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed, "--dry-run")) == 0
     )
     said = capsys.readouterr().out
-    assert (
-        f"{needed} leaves all of 12 prompts room for max_completion_length: 40." in said
-        and "It fits" in said
-    )
+    assert f"{needed} leaves all of 12 prompts room for max_completion_length: 40." in said
+    assert "It fits" in said
 
 
 def test_rows_are_left_out_and_recorded(
@@ -336,29 +333,32 @@ def test_rows_are_left_out_and_recorded(
         "--adora_overlong_prompts",
         "drop",
     )
-    run = prepare(read(words), to_train=False)
+    run = prepare(read(words), "look")
     (said,) = capsys.readouterr().out.splitlines()
     assert said.startswith(
         "adora_overlong_prompts: drop leaves out 3 of 12 rows, for whose prompts vllm_max_model_len"
     )
-    assert run.overlong.left_out == ["mine/train/7", "mine/train/9", "mine/train/11"]
-    assert [row["id"] for row in run.dataset] == [
+    assert run.data.left_out == ("mine/train/7", "mine/train/9", "mine/train/11")
+    assert [row["id"] for row in run.data.train] == [
         f"mine/train/{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 10)
     ]
-    assert {row["problem"] for row in run.dataset} == {SHORT} and run.dataset[7]["images"][
-        0
-    ].size == (140, 140)
+    assert {row["problem"] for row in run.data.train} == {SHORT}
+    assert run.data.train[7]["images"][0].size == (140, 140)
     manifest = run.manifest()
-    assert manifest["data"]["rows"] == 9 and manifest["data"]["overlong_rows_left_out"] == 3
+    assert manifest["data"]["rows"] == 9
+    assert manifest["data"]["overlong_rows_left_out"] == 3
     assert "9 rows without 3 overlong ones" in facts_of_run(manifest)["data"]
     assert "| overlong_rows_left_out | 3 |" in model_card(manifest, [], 1)
     assert prepare(read(words)).fingerprint["rows left out"].startswith("3 (")
     capsys.readouterr()
     plan = make_plan(read(words), DryRunOptions())
-    assert plan.rows == 9 and plan.lengths.longest[0] == counted(processor, SHORT)
+    assert plan.rows == 9
+    assert plan.lengths.longest[0] == counted(processor, SHORT)
     assert main([*words, "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert "drop leaves out 3 of 12 rows" in said and "9 rows make" in said and "It fits" in said
+    assert "drop leaves out 3 of 12 rows" in said
+    assert "9 rows make" in said
+    assert "It fits" in said
 
 
 def test_a_resume_sees_the_same_rows(data: Path) -> None:
@@ -427,8 +427,9 @@ def test_a_dry_run_keeps_the_rows_that_it_has_not_measured(
         "drop",
     ]
     plan = make_plan(read(words_of(data, tmp_path / "out", *limit)), DryRunOptions(rows=8))
-    assert len(plan.lengths.prompt) == 7 and plan.rows == 11
-    assert plan.run.unknown == ["measured on the first 8 of 12 rows (--rows)"]
+    assert len(plan.lengths.prompt) == 7
+    assert plan.rows == 11
+    assert plan.run.messages.unknown == ["measured on the first 8 of 12 rows (--rows)"]
 
 
 def evaluated(limit: int, policy: str, *problems: Problem) -> list[Problem]:
@@ -484,7 +485,8 @@ def test_a_benchmark_knows_the_sizes_of_its_images(
             words = ["infer", "--model", "m", "--data", str(folder), "--output", "o"]
             problems = benchmark.load(parse_evaluation(words, benchmark).ask.data).problems
             expected = [[image.size for image in problem.images()] for problem in problems]
-            assert len(problems) == 3 and all(len(sizes) == 1 for sizes in expected)
+            assert len(problems) == 3
+            assert all(len(sizes) == 1 for sizes in expected)
             patched.setattr("PIL.ImageFile.ImageFile.load", refuse)
             assert [problem.sizes() for problem in problems] == expected
 
@@ -506,13 +508,14 @@ def test_a_run_refuses_an_evaluation_that_would_stop_it(data, tmp_path, capsys, 
         )
         assert expected + "mine/test/1 has" in capsys.readouterr().err
     words += ["--adora_overlong_prompts", "drop"]
-    run = prepare(read(words), to_train=False)
+    run = prepare(read(words), "look")
     assert run.evaluations is not None
     assert [problem.pid for problem in run.evaluations.tasks[0].problems] == [
         "mine/test/0",
         "mine/test/2",
     ]
-    assert run.overlong.left_out == [] and len(run.dataset) == 4
+    assert run.data.left_out == ()
+    assert len(run.data.train) == 4
     assert main([*words, "--dry-run"]) == 0
     assert "drop leaves out 1 of 3 rows of the evaluation geometry3k" in capsys.readouterr().out
     write(tmp_path / "all", [LONG], split="test")

@@ -68,8 +68,11 @@ def test_a_value_that_would_end_a_run_is_named_by_its_column_in_one_line(row, co
         # as many as it has would be their places
         row["images"] = data.draw(st.sampled_from([[], [PIXELS] * 2]))
     problem = problem_with_row(row)
-    assert problem is not None and problem.startswith(f"{column}: ") and "; " in problem
-    assert len(problem.splitlines()) == 1 and len(problem) < 300
+    assert problem is not None
+    assert problem.startswith(f"{column}: ")
+    assert "; " in problem
+    assert len(problem.splitlines()) == 1
+    assert len(problem) < 300
 
 
 @given(sound_rows, st.sampled_from(["id", "problem", "answer", "images"]))
@@ -88,7 +91,8 @@ def test_the_drawn_problems_are_sound():
 def test_every_token_that_the_tokenizer_would_not_read_as_text_is_refused():
     tokenizer = load_processor(str(PRETRAINED)).tokenizer
     special = [str(token) for token in tokenizer.added_tokens_decoder.values()]
-    assert special and set(special) <= set(CONTROL_TOKENS)
+    assert special
+    assert set(special) <= set(CONTROL_TOKENS)
 
 
 def test_two_placeholders_for_one_image_are_counted():
@@ -204,9 +208,8 @@ def test_anything_else_is_one_line(subtests):
         with subtests.test(source):
             with pytest.raises(UserError, match=message) as refused:
                 template(source)
-            assert str(refused.value).startswith("adora_prompt: ") and "\n" not in str(
-                refused.value
-            )
+            assert str(refused.value).startswith("adora_prompt: ")
+            assert "\n" not in str(refused.value)
 
 
 def test_a_column_that_is_not_there_is_named_with_the_nearest():
@@ -224,4 +227,5 @@ def test_whatever_is_written_it_is_the_value_or_one_line(source, value):
         assert "\n" not in str(error)
         return
     text = made(row)
-    assert value in text and set(made.names) <= row.keys()
+    assert value in text
+    assert set(made.names) <= row.keys()

@@ -56,9 +56,8 @@ def test_a_recorded_run_and_stored_answers_are_read(tmp_path, capsys):
         write_part(tmp_path / ROLLOUTS, table, step, step)
     assert main(["filter", "--attenuation", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "24 of 24" in said and said.endswith(
-        "short answers are right more often than long ones.\n"
-    )
+    assert "24 of 24" in said
+    assert said.endswith("short answers are right more often than long ones.\n")
     (tmp_path / ROLLOUTS / "rollouts-00000000-00000000.parquet").write_text("torn")
     assert main(["filter", "--attenuation", str(tmp_path)]) == 2
     assert "is no file of a run's record" in capsys.readouterr().err

@@ -26,9 +26,10 @@ from eval.geometry3k import BENCHMARK as GEOMETRY3K
 from eval.knights import BENCHMARK as KNIGHTS
 from eval.mathvista import BENCHMARK as MATHVISTA
 from eval.mmstar import BENCHMARK as MMSTAR
-from tests.conftest import Case
 from tests.support.benchmark_data import mathvista_rows, mmstar_rows
-from tests.unit.data_prep.data_prep_support import drawing, encoded, prepare, quarantined
+from tests.support.cases import Case
+from tests.support.geometry3k import prepare, quarantined
+from tests.support.pictures import drawing, encoded
 
 pytestmark = pytest.mark.slow
 
@@ -359,7 +360,8 @@ def test_a_file_that_is_no_config_is_named(
             for path in (folder / "c.yaml", folder, folder / "missing"):
                 assert evaluate(GEOMETRY3K, ["run", "--config", str(path)]) == 2
                 said = capsys.readouterr().err
-                assert said.startswith("error: config: ") and said.count("\n") == 1
+                assert said.startswith("error: config: ")
+                assert said.count("\n") == 1
 
 
 def test_null_is_null_on_the_command_line() -> None:

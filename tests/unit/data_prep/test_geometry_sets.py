@@ -15,7 +15,7 @@ import pytest
 
 from adora_vl.rewards import grade
 from data_prep.cli import main
-from tests.unit.data_prep.own_data_support import PICTURES, kept
+from tests.support.user_tables import PICTURES, rows_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "data.md"
 ANGLES = ("50", "65", "72")  # the right answers, of which each stands at B
@@ -234,7 +234,7 @@ def test_the_command_of_a_set_makes_rows_that_an_answer_can_meet(
     monkeypatch.chdir(tmp_path)
     words = [*commands()[name], "--output", "out", "--workers", "1"]
     assert main(["convert", *words]) == 0
-    rows = kept(tmp_path / "out")
+    rows = rows_of(tmp_path / "out")
     assert len(rows) == len(ANGLES)
     for row, angle in zip(rows, ANGLES, strict=True):
         answers = [f"{angle}{end}", *("B" for _ in range(with_choices))]

@@ -27,8 +27,8 @@ from datasets import Image as ImageFeature
 from PIL import Image
 
 from adora_vl.data.dataset import read_manifest, stored_rows
-from tests.unit.data_prep.data_prep_support import prepare, refused
-from tests.unit.data_prep.own_data_support import EXPECTED, convert, found, parquet_hub
+from tests.support.geometry3k import prepare, refused
+from tests.support.user_tables import EXPECTED, convert, fields_by_id, parquet_hub
 
 REPOSITORY = Path(__file__).parents[3]
 # commits
@@ -145,7 +145,8 @@ class _Client:
         """The exit code and what was said on stderr since the start."""
         words = ["--source", "hub", "--input", DATASET, "--output", str(self._tmp_path / output)]
         command = ["geometry3k", *words, *options]
-        assert self._process.stdin and self._process.stdout
+        assert self._process.stdin
+        assert self._process.stdout
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
         while not (line := self._process.stdout.readline()).strip().isdigit():
@@ -178,15 +179,14 @@ def test_the_manifest_has_the_full_commit_of_what_was_read(
             code, error = client.prepare(output, *options)
             assert code == 0, error
             manifest = read_manifest(tmp_path / output)
-            assert (
-                manifest is not None
-                and manifest["revision"] == commit
-                and manifest["input"] == DATASET
-            )
+            assert manifest is not None
+            assert manifest["revision"] == commit
+            assert manifest["input"] == DATASET
             (row,) = stored_rows(tmp_path / output, "train")
             assert (row["problem"], row["answer"]) == (problem, "2\\sqrt{221}")
         code, error = client.prepare("wrong", "--revision", "v9")
-        assert code == 2 and error.count("error: ") == 1
+        assert code == 2
+        assert error.count("error: ") == 1
         assert f"'{DATASET}' at revision 'v9' cannot be loaded" in error.splitlines()[-1]
         assert not (tmp_path / "wrong").exists()
     assert not [path for path in asked if path.endswith("README.md")], (
@@ -227,13 +227,12 @@ def test_a_hub_id_is_streamed_at_one_commit(
     assert convert("someone/theirs", tmp_path / "out", *options) == 0
     assert asked == [("someone/theirs", "all", "1" * 40, True)]
     manifest = read_manifest(tmp_path / "out")
-    assert (
-        manifest is not None
-        and manifest["revision"] == "1" * 40
-        and found(tmp_path / "out") == EXPECTED
-    )
+    assert manifest is not None
+    assert manifest["revision"] == "1" * 40
+    assert fields_by_id(tmp_path / "out") == EXPECTED
     assert convert("someone/theirs@v1", tmp_path / "few", "--limit", "2", "--name", "mine") == 0
-    assert len(found(tmp_path / "few")) == 2 and asked[-1][2] == "1" * 40
+    assert len(fields_by_id(tmp_path / "few")) == 2
+    assert asked[-1][2] == "1" * 40
     assert convert("someone/theirs", tmp_path / "no", "--splits", "test=test") == 2
 
 

@@ -13,7 +13,7 @@ from adora_vl.geometry.figure import figure_from, residual_of
 from adora_vl.geometry.verdict import verdict
 from data_prep.cli import main
 from data_prep.question_words import question_in_words
-from tests.unit.geometry.geometry_support import form
+from tests.support.geometry_forms import form
 
 SIDES = ["AB", "BC", "CA"]
 PLACES = {"A": [0.0, 200.0], "B": [300.0, 200.0], "C": [0.0, 10.0]}
@@ -84,8 +84,10 @@ def test_labels_that_the_facts_contradict_are_listed_first(
     ]
     assert list(rows["1"]) == fields
     assert (rows["1"]["answer"], rows["1"]["agrees"], rows["2"]["agrees"]) == ("13", True, False)
-    assert rows["3"]["status"] == "open" and rows["4"]["status"] == "conflict"
-    assert rows["2500"]["answer"] is None and rows["2500"]["agrees"] is True
+    assert rows["3"]["status"] == "open"
+    assert rows["4"]["status"] == "conflict"
+    assert rows["2500"]["answer"] is None
+    assert rows["2500"]["agrees"] is True
 
 
 def test_what_the_picture_shows_counts_where_it_is_asked_for(
@@ -125,7 +127,8 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     (tmp_path / name).write_text(content)
     assert main(["solve", str(tmp_path / name), "--output", str(tmp_path / "out.jsonl")]) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert said in error
+    assert error.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [name]
 
 
@@ -146,18 +149,15 @@ def test_solved_problems_become_rows_with_their_figures(
     assert "1 problem left out: they are open" in capsys.readouterr().out
     rows = {row["id"]: row for split in ("train", "test") for row in stored_rows(output, split)}
     assert set(rows) == {"geometry3k/train/1", "geometry3k/train/2", "geometry3k/test/2500"}
-    assert (
-        rows["geometry3k/train/1"]["problem"] == "Find BC."
-        and rows["geometry3k/train/1"]["answer"] == "13"
-    )
+    assert rows["geometry3k/train/1"]["problem"] == "Find BC."
+    assert rows["geometry3k/train/1"]["answer"] == "13"
     rounded = rows["geometry3k/test/2500"]
-    assert (
-        rounded["problem"] == "Find AB. Round to the nearest hundredth."
-        and rounded["answer"] == "11.78"
-    )
+    assert rounded["problem"] == "Find AB. Round to the nearest hundredth."
+    assert rounded["answer"] == "11.78"
     for row in rows.values():
         assert residual_of(figure_from(row["figure"])) < 1e-6
-        assert row["figure"] not in row["problem"] and "figure" not in row["problem"]
+        assert row["figure"] not in row["problem"]
+        assert "figure" not in row["problem"]
 
 
 def test_a_stored_figure_that_misses_its_facts_is_refused() -> None:
@@ -193,15 +193,14 @@ def test_variants_are_decided_by_seed_and_number_and_solved_by_their_own_facts(
         arguments = ["variants", str(folder), "--output", str(output), "--per", "4", "--seed", "5"]
         assert main([*arguments, *(["--workers", "1"] if name != "two" else []), *more]) == 0
         made[name] = list(stored_rows(output, "train"))
-    assert made["all"] == made["two"] and made["all"][:3] == made["some"]
+    assert made["all"] == made["two"]
+    assert made["all"][:3] == made["some"]
     assert len(made["all"]) >= 6
     for row in made["all"]:
         original, _, number = row["id"].partition("~")
-        assert (
-            row["meta"]["family"] == "variant"
-            and row["meta"]["kind"] == original
-            and number.isdecimal()
-        )
+        assert row["meta"]["family"] == "variant"
+        assert row["meta"]["kind"] == original
+        assert number.isdecimal()
         figure = figure_from(row["figure"])
         again = verdict(figure.form, looks=False)
         assert again.status == "answered"

@@ -27,8 +27,8 @@ from adora_vl.synthetic.generate import KNOWN, LEVELS, generate, split_of
 from adora_vl.synthetic.generated import ensure_drawn, prepare_drawn, synthetic
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main
-from tests.conftest import Case
-from tests.unit.data_prep.data_prep_support import files
+from tests.support.cases import Case
+from tests.support.disk import file_contents
 
 ROWS = 100
 TEST_ROWS = 40
@@ -52,7 +52,7 @@ def _diagrams(folder: Path, split: str) -> set[str]:
 
 def test_the_same_arguments_give_the_samefiles(prepared: Path, tmp_path: Path) -> None:
     prepare_drawn(tmp_path / "again", synthetic(rows=ROWS, test_rows=TEST_ROWS))
-    assert files(prepared) == files(tmp_path / "again")
+    assert file_contents(prepared) == file_contents(tmp_path / "again")
 
 
 def test_no_diagram_stands_in_both_splits_even_across_seeds_and_arguments(
@@ -79,7 +79,8 @@ def test_every_row_is_sound(prepared: Path) -> None:
         ), row["id"]
         assert grade(row["meta"]["solution"], row["answer"]).verdict == "correct", row["id"]
         image = Image.open(io.BytesIO(row["images"][0]["bytes"]))
-        assert (image.mode, image.size) == ("RGB", (56, 56)) and "<image>" not in row["problem"]
+        assert (image.mode, image.size) == ("RGB", (56, 56))
+        assert "<image>" not in row["problem"]
         assert split_of(image) == row["split"], (
             "no seed or size can put a held-out diagram into training"
         )
@@ -135,7 +136,9 @@ def test_wrong_arguments_end_with_code_2_one_line_and_no_output(
                 main(["synthetic", *[word for option in options.items() for word in option]]) == 2
             )
             error = capsys.readouterr().err
-            assert error.startswith("error: ") and error.count("\n") == 1 and expected in error
+            assert error.startswith("error: ")
+            assert error.count("\n") == 1
+            assert expected in error
             assert not list(folder.iterdir())
 
 
@@ -151,10 +154,12 @@ def test_what_is_drawn_is_made_only_where_something_is_missing_or_another(tmp_pa
     assert ensured() == first
     (lost,) = folder.glob("data/test-*")
     lost.unlink()
-    assert ensured() != first and lost.is_file()
+    assert ensured() != first
+    assert lost.is_file()
     ensured(rows=5)
     manifest = read_manifest(folder)
-    assert manifest is not None and manifest["counts"] == {"train": 5, "test": 2}
+    assert manifest is not None
+    assert manifest["counts"] == {"train": 5, "test": 2}
     other = ensured(rows=5)
     monkeypatch.setattr("adora_vl.synthetic.generated.SYNTHETIC_REVISION", "another")
     assert ensured(rows=5) != other, "of older drawing code"
@@ -236,9 +241,8 @@ def test_lettered_problems_have_golds_that_verify_and_choices_of_which_one_is_ri
                 assert len(row["choices"]) == 4
                 boxes = [f"\\boxed{{{choice}}}" for choice in row["choices"]]
                 right = [grade(box, row["answer"]).verdict == "correct" for box in boxes]
-                assert right.count(True) == 1 and right.index(True) == "ABCD".index(
-                    row["answer_raw"]
-                )
+                assert right.count(True) == 1
+                assert right.index(True) == "ABCD".index(row["answer_raw"])
                 letters.add(row["answer_raw"])
                 assert split_of(row["images"][0]) == "train"
             assert letters == set("ABCD")
@@ -250,7 +254,8 @@ def test_styles_change_the_picture_and_nothing_else() -> None:
     for style in STYLES:
         problem = KNOWN["triangle_angle"](random.Random(1), 168, 2, STYLES[style])
         pictures[diagram_hash(problem.image)] = (problem.question, problem.answer)
-    assert len(pictures) == len(STYLES) and len(set(pictures.values())) == 1
+    assert len(pictures) == len(STYLES)
+    assert len(set(pictures.values())) == 1
 
 
 def test_families_levels_styles_and_choices_from_the_command_line(tmp_path: Path) -> None:
@@ -285,7 +290,8 @@ def test_families_levels_styles_and_choices_from_the_command_line(tmp_path: Path
     assert Image.open(io.BytesIO(rows[0]["images"][0]["bytes"])).size == (224, 224)
     assert all(len(row["choices"]) == 4 and row["answer_raw"] in "ABCD" for row in rows)
     manifest = read_manifest(tmp_path / "out")
-    assert manifest is not None and manifest["arguments"]["level"] == 3
+    assert manifest is not None
+    assert manifest["arguments"]["level"] == 3
     assert manifest["arguments"]["styles"] == ["board", "pencil"]
 
 

@@ -30,7 +30,6 @@ from adora_vl.checkpoint import store
 from adora_vl.checkpoint.fingerprint import Seen, check_ranks, leave_token, problem_among
 from adora_vl.checkpoint.store import facts_of, publish
 from adora_vl.checkpoint.writer import CheckpointWriter
-from adora_vl.config.checks import check_machines
 from adora_vl.config.run_context import (
     DryRunOptions,
     RunContext,
@@ -39,6 +38,7 @@ from adora_vl.config.run_context import (
     from_file,
 )
 from adora_vl.config.schema import parse
+from adora_vl.preflight.check_machine import check_machines
 from adora_vl.train import main
 from adora_vl.training.guards import errors_with_step
 from adora_vl.utils.errors import RunError, UserError, lost_contact
@@ -318,7 +318,8 @@ def test_processes_of_equal_number_do_not_write_into_each_others_file(tmp_path, 
     with replacing(tmp_path / "a.png") as one, replacing(tmp_path / "a.png") as other:
         one.write(b"whole")
         other.write(b"whole")
-    assert (tmp_path / "a.png").read_bytes() == b"whole" and len(list(tmp_path.iterdir())) == 1
+    assert (tmp_path / "a.png").read_bytes() == b"whole"
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def staged(folder: Path) -> Path:
@@ -384,10 +385,8 @@ def test_the_loss_of_a_machine_is_said_in_one_line(monkeypatch, capsys, tmp_path
             monkeypatch.setattr("adora_vl.train.train", lose)
             assert main(["--config", "configs/train/smoke_cpu.yaml"]) == 1
             last = capsys.readouterr().err.splitlines()[-1]
-            assert (
-                last.startswith("error: outside the training: another process has ended")
-                and words in last
-            )
+            assert last.startswith("error: outside the training: another process has ended")
+            assert words in last
     assert not lost_contact(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not lost_contact(ValueError("Connection closed by peer"))
 
@@ -461,7 +460,8 @@ def test_a_slurm_job_starts_each_node_and_queues_itself_again_when_it_was_stoppe
     first, second, *_ = done.stdout.splitlines()
     assert first == launched("n1", 22345)
     assert second == first.replace("--machine_rank|0", "--machine_rank|1")
-    assert done.returncode == 75 and (slurm / "requeued").read_text() == "12345\n"
+    assert done.returncode == 75
+    assert (slurm / "requeued").read_text() == "12345\n"
 
 
 def test_both_scripts_divide_the_cores_among_the_processes_of_a_machine(slurm):
@@ -493,16 +493,17 @@ def test_a_slurm_job_that_fails_is_not_queued_again(slurm):
     stub(slurm, "launch", "exit 1")
     environment = {**SLURM, "SLURM_SUBMIT_DIR": str(slurm), "LAUNCH": "./launch"}
     done = script("slurm/train.sbatch", "--output_dir=out", folder=slurm, **environment)
-    assert done.returncode == 1 and not (slurm / "requeued").exists()
+    assert done.returncode == 1
+    assert not (slurm / "requeued").exists()
     done = script("slurm/train.sbatch", "--config", "a.yaml", folder=slurm, **environment)
-    assert done.returncode == 2 and "--output_dir: not among the arguments" in done.stderr
+    assert done.returncode == 2
+    assert "--output_dir: not among the arguments" in done.stderr
 
 
 def test_port_0_is_refused_for_machines_that_meet_over_ssh(tmp_path):
     done = script("ssh/train.sh", "--output_dir", "out", folder=tmp_path, HOSTS="one two", PORT="0")
-    assert done.returncode == 2 and done.stderr.startswith(
-        "error: PORT: 0 is no port for several machines"
-    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: PORT: 0 is no port for several machines")
 
 
 @pytest.fixture
@@ -535,9 +536,8 @@ def test_over_ssh_a_machine_that_fails_ends_the_others(ssh):
     stub(ssh, "launch", 'if [ "$HOST" = two ]; then exit 3; fi; sleep 55 & wait')
     environment = {"HOSTS": "one two", "LAUNCH": "./launch", "GRACE": "0"}
     done = script("ssh/train.sh", "--output_dir", "out", folder=ssh, **environment)
-    assert (
-        done.returncode == 3 and "two ended with 3; the others have 0 seconds to end" in done.stderr
-    )
+    assert done.returncode == 3
+    assert "two ended with 3; the others have 0 seconds to end" in done.stderr
 
 
 def test_over_ssh_a_stopped_run_ends_with_75(ssh):
@@ -620,7 +620,8 @@ def test_a_port_is_free_and_no_connection_will_be_given_it(monkeypatch):
     ports = {free_port() for _ in range(20)}
     ends = Path("/proc/sys/net/ipv4/ip_local_port_range")
     low = int(ends.read_text().split()[0]) if ends.exists() else 32_768
-    assert len(ports) > 10 and max(ports) < low
+    assert len(ports) > 10
+    assert max(ports) < low
     with socket.socket() as taken, socket.socket() as other:
         taken.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))

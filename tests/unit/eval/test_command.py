@@ -177,7 +177,8 @@ def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(data, case, cap
             else:
                 damaged.write_text(json.dumps({**json.loads(content), damage[0]: damage[1]}))
             said = refusal(data, str(folder / "model"), folder / "out", capsys)
-            assert said.startswith("error: model: ") and said.count("\n") == 1
+            assert said.startswith("error: model: ")
+            assert said.count("\n") == 1
             assert not (folder / "out").exists()
 
 
@@ -195,11 +196,9 @@ def test_a_model_that_vllm_would_run_otherwise(data, case, capsys):
                 del config["text_config"]["rope_parameters"]["mrope_interleaved"]
                 (model / "config.json").write_text(json.dumps(config))
             said = refusal(data, str(model), folder / "out", capsys, "vllm")
-            assert (
-                said.startswith(f"error: model: {str(model)!r} ")
-                and why in said
-                and said.count("\n") == 1
-            )
+            assert said.startswith(f"error: model: {str(model)!r} ")
+            assert why in said
+            assert said.count("\n") == 1
             assert not (folder / "out").exists()
 
 
@@ -216,8 +215,10 @@ def test_an_engine_that_cannot_be_built_leaves_nothing_and_takes_nothing_away(
     (used / "notes.txt").write_text("mine")
     for output in (empty, used):
         said = refusal(data, "a/b", output, capsys)
-        assert "error: model: 'a/b' cannot be loaded\n" in said and "its copy" not in said
-    assert not empty.exists() and (used / "notes.txt").read_text() == "mine"
+        assert "error: model: 'a/b' cannot be loaded\n" in said
+        assert "its copy" not in said
+    assert not empty.exists()
+    assert (used / "notes.txt").read_text() == "mine"
 
 
 def test_the_loser_of_two_that_start_together_leaves_the_files_alone(data, tmp_path, capsys):
@@ -257,11 +258,10 @@ def test_a_problem_too_long_for_the_context_is_recorded_and_the_others_are_answe
     words += ["--engine", "transformers", "--max-tokens", "4"]
     assert main(GEOMETRY3K, words) == 0
     shown = capsys.readouterr()
-    assert (
-        f"warning: {rows[1]['id']!r} is not asked: its text has " in shown.err
-        and "3 answered" in shown.err
-    )
-    assert "1 prompt too long" in shown.err and "--max-pixels" not in shown.err
+    assert f"warning: {rows[1]['id']!r} is not asked: its text has " in shown.err
+    assert "3 answered" in shown.err
+    assert "1 prompt too long" in shown.err
+    assert "--max-pixels" not in shown.err
     assert (
         "warning: 1 problem not asked (prompt too long for the model's context), counted as wrong"
         in shown.out

@@ -42,8 +42,10 @@ def test_the_difference_its_tests_and_the_groups(tmp_path, capsys):
     score_file(tmp_path / "two" / "score.json", "1" * 8 + "0" * 2 + "1" * 9 + "0")
     text = shown(capsys, one, str(tmp_path / "two"), "--by", "task")
     # 8 gained and 1 lost: 2 * (1 + 9) / 2^9.
-    assert "+35.0 points" in text and "McNemar p = 0.0391 (8 gained, 1 lost)" in text
-    assert "50.0 [29.9, 70.1] of 20" in text and text.index("task = a") < text.index("task = b")
+    assert "+35.0 points" in text
+    assert "McNemar p = 0.0391 (8 gained, 1 lost)" in text
+    assert "50.0 [29.9, 70.1] of 20" in text
+    assert text.index("task = a") < text.index("task = b")
     assert main([one, "--by", "tsk"]) == 2
     assert "no run has the group 'tsk'; they have task" in capsys.readouterr().err
 
@@ -56,7 +58,8 @@ def test_published_rows_are_there_and_marked_as_quoted(tmp_path, capsys):
     assert any("not measured here" in line for line in lines)
     assert "quoted" not in shown(capsys, path, "--no-published")
     mmstar = shown(capsys, score_file(tmp_path / "m.json", "01", "mmstar"))
-    assert "GRPO (quoted)" in mmstar and "Vision-R1" not in mmstar  # which has no MMStar figure
+    assert "GRPO (quoted)" in mmstar
+    assert "Vision-R1" not in mmstar  # which has no MMStar figure
 
 
 def test_what_is_published_of_geometry3k_stands_beside_its_whole_test_split_alone(tmp_path, capsys):
@@ -88,7 +91,8 @@ def test_problems_are_compared_under_both_names_of_their_grader(tmp_path, capsys
     one = score_file(tmp_path / "one.json", "0110", "geometry3k")
     other = score_file(tmp_path / "other.json", "0111", "problems")
     text = shown(capsys, one, other)
-    assert "4 common problems" in text and "quoted" not in text
+    assert "4 common problems" in text
+    assert "quoted" not in text
 
 
 def test_what_makes_a_comparison_unfair_is_said(tmp_path, capsys):
@@ -96,10 +100,8 @@ def test_what_makes_a_comparison_unfair_is_said(tmp_path, capsys):
     other = score_file(tmp_path / "two.json", "01101", rules={"rules": "official"})
     text = shown(capsys, one, other)
     assert "4 common problems" in text
-    assert (
-        "warning: the runs were scored by different rules" in text
-        and "score with --rules vlmevalkit to" in text
-    )
+    assert "warning: the runs were scored by different rules" in text
+    assert "score with --rules vlmevalkit to" in text
     assert "warning: the runs do not have the same problems" in text
     part = score_file(
         tmp_path / "part.json", "0110", coverage={"answers": 7, "asked": 40, "in_data": 40}
@@ -146,7 +148,8 @@ def test_several_answers_have_columns_and_are_compared_by_their_share(tmp_path, 
     head, line = shown(capsys, score_file(tmp_path / "a.json", "01", samples=samples)).splitlines()[
         1:3
     ]
-    assert head.split() == ["all", "avg@4", "pass@4"] and line.split()[-2:] == ["50.0", "75.0"]
+    assert head.split() == ["all", "avg@4", "pass@4"]
+    assert line.split()[-2:] == ["50.0", "75.0"]
 
 
 def test_what_is_no_score_is_named(case, tmp_path, capsys):
@@ -211,11 +214,9 @@ def test_every_setting_that_differs_is_a_warning_here_and_in_the_gained(case, ca
                 warnings = [
                     line for line in run(one, other).splitlines() if line.startswith("warning")
                 ]
-                assert (
-                    len(warnings) == 1
-                    and f"differ in {name}" in warnings[0]
-                    and '"different"' in warnings[0]
-                )
+                assert len(warnings) == 1
+                assert f"differ in {name}" in warnings[0]
+                assert '"different"' in warnings[0]
 
 
 # Seven of ten problems, twice; what is solved from words, from the picture and blindly decides what
@@ -251,8 +252,11 @@ def test_four_views_say_whether_a_model_sees_or_reasons(tmp_path, capsys, text, 
         for name, right in views.items()
     }
     lines = shown(capsys, *files.values())
-    assert said in lines and "20 common problems" in lines and "differ in view" not in lines
-    assert f"  text   {5 * text.count('1'):.1f} % (95 %" in lines and "the picture adds +" in lines
+    assert said in lines
+    assert "20 common problems" in lines
+    assert "differ in view" not in lines
+    assert f"  text   {5 * text.count('1'):.1f} % (95 %" in lines
+    assert "the picture adds +" in lines
     remains = 100 * blank.count("1") / image.count("1")
     assert f"without looking {remains:.1f} % (95 %: " in lines
     both = sum(a == b == "1" for a, b in zip(text, image, strict=True)) / text.count("1")
@@ -269,13 +273,14 @@ def test_four_views_say_whether_a_model_sees_or_reasons(tmp_path, capsys, text, 
         )
         for name in ("blank", "image")
     )
-    assert "version = Text Lite" in shown(capsys, grey, seen) and "version =" not in shown(
-        capsys, seen
-    )
-    assert f"without looking {remains:.1f} %" in two and said not in two
+    assert "version = Text Lite" in shown(capsys, grey, seen)
+    assert "version =" not in shown(capsys, seen)
+    assert f"without looking {remains:.1f} %" in two
+    assert said not in two
     another = score_file(tmp_path / "another.json", image, **made_with(model="n"))
     said = shown(capsys, another, files["blank"])
-    assert "without looking" not in said and "warning: the runs differ in view" in said
+    assert "without looking" not in said
+    assert "warning: the runs differ in view" in said
     assert "without looking" not in shown(capsys, files["blank"], files["blank"])
 
 
@@ -312,7 +317,8 @@ def test_a_run_with_tools_and_one_without_say_what_the_tools_gain_and_harm(
             f"gain {won} (solved only with zoom), harm {lost} (only without), McNemar p = {p}"
             in text
         )
-        assert f"having zoom {said}" in text and "warning" not in text
+        assert f"having zoom {said}" in text
+        assert "warning" not in text
     assert "warning: the runs differ in tools" in gained(
         capsys, bare, zoom
     )  # which does not say what tools gain

@@ -16,9 +16,9 @@ from adora_vl.evaluation import _load as task
 from eval.command import main
 from eval.mathvision import BENCHMARK, build_query, official_answer, official_hit, officially_equal
 from eval.mathvision_value import latex_value
-from tests.conftest import SHARED
 from tests.support import benchmark_data
 from tests.support.benchmark_data import mathvision_rows, to_score, write_mathvision
+from tests.support.paths import SHARED
 
 scored = partial(benchmark_data.scored, BENCHMARK)
 DATA = SHARED / "data" / "mathvision"
@@ -49,7 +49,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_a_sample_of_published_verdicts_is_reproduced():
     sample = lines(SAMPLE)
-    assert len(sample) > 50 and {row["model"] for row in sample} == TOTALS.keys()
+    assert len(sample) > 50
+    assert {row["model"] for row in sample} == TOTALS.keys()
     wrong = [
         (row["model"], row["id"])
         for row in sample
@@ -136,7 +137,8 @@ def test_the_official_score_compares_as_text_as_tuples_and_as_numbers(subtests):
     for one, other, equal in cases:
         with subtests.test(f"{one} and {other}"):
             assert officially_equal(one, other) is equal is officially_equal(other, one)
-    assert official_hit("b", "B", ["1", "2"]) and official_hit("2", "B", ["1", "2"])
+    assert official_hit("b", "B", ["1", "2"])
+    assert official_hit("2", "B", ["1", "2"])
     assert not official_hit("1", "B", ["1", "2"])
 
 
@@ -201,7 +203,8 @@ def test_the_prompt_has_the_picture_at_its_first_place():
     assert [part["type"] for part in message["content"]] == ["text", "image", "text"]
     assert message["content"][2]["text"].startswith(" or right image 2?")
     drawn = build_query({"question": "Which?\n<image1>", "options": list("ABCDE")})
-    assert drawn.endswith("\nWhich?\n<image>\n") and "(A)" not in drawn
+    assert drawn.endswith("\nWhich?\n<image>\n")
+    assert "(A)" not in drawn
 
 
 def test_a_training_is_evaluated_on_it_and_logs_its_figures(tmp_path):
@@ -211,9 +214,8 @@ def test_a_training_is_evaluated_on_it_and_logs_its_figures(tmp_path):
     assert [problem.pid for problem in first.problems] == ["1", "2", "3"]
     (mini,) = task(f"mathvision={data / 'testmini.jsonl'}", None, None)
     rows = [{**problem.fields, "response": r"\boxed{A}"} for problem in mini.problems]
-    assert [row["pid"] for row in rows] == ["2"] and figures(mini.benchmark, rows)[
-        "mathvision_accuracy"
-    ] == 1.0
+    assert [row["pid"] for row in rows] == ["2"]
+    assert figures(mini.benchmark, rows)["mathvision_accuracy"] == 1.0
 
 
 def answered(
@@ -257,7 +259,8 @@ def test_a_score_has_levels_subjects_and_the_rows_of_several_parts(tmp_path, cap
         "subject": {"algebra", "logic"},
         "form": {"free form"},
     }
-    assert made["several_parts"] == 1 and made["rules"] == {"rules": "official"}
+    assert made["several_parts"] == 1
+    assert made["rules"] == {"rules": "official"}
     assert "1 question with several numbered images" in capsys.readouterr().out
 
 

@@ -22,8 +22,9 @@ from eval.mathvista import (
     judge_extraction,
     question_of,
 )
-from tests.conftest import SHARED, Case
 from tests.support import benchmark_data
+from tests.support.cases import Case
+from tests.support.paths import SHARED
 
 DATA = SHARED / "data" / "mathvista"
 MODELS = ("bard", "chatgpt", "idefics_9b_instruct", "llava_llama_2_13b")

@@ -14,9 +14,9 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from adora_vl.models.load import PRETRAINED
 from eval.command import main
 from eval.mmstar import BENCHMARK, official_hit, options_of
-from tests.conftest import SHARED
 from tests.support import benchmark_data
 from tests.support.benchmark_data import mmstar_rows, to_score, write_lines, write_mmstar
+from tests.support.paths import SHARED
 
 DATA = SHARED / "data" / "mmstar"
 real = pytest.mark.skipif(

@@ -17,7 +17,7 @@ from adora_vl.evals.scoring.judge import Question, by_rules, messages_for, repor
 from adora_vl.evals.scoring.number import extract_list, extract_number
 from adora_vl.evals.scoring.score import score
 from adora_vl.evals.scoring.table import table
-from adora_vl.rollout.rollouts import SamplingResult
+from adora_vl.rollout.rollouts import FinishReason, SamplingResult
 from data_prep.filter import tallies
 from eval.logicvista import by_rules as letters_by_rules
 from eval.mathvista import BENCHMARK as MATHVISTA
@@ -91,7 +91,8 @@ def test_a_prompt_that_opens_the_block_is_known_by_the_row_or_by_the_other_answe
         choice("cut", "The answer is A, but", **cut),
     ]
     found = scored(served).score
-    assert found["correct"] == 2 and found["thinking"] == {"set_aside": 3, "without_answer": 1}
+    assert found["correct"] == 2
+    assert found["thinking"] == {"set_aside": 3, "without_answer": 1}
 
 
 def test_a_judge_reads_and_is_read_behind_the_thinking(tmp_path: Path, serve: Any) -> None:
@@ -104,7 +105,8 @@ def test_a_judge_reads_and_is_read_behind_the_thinking(tmp_path: Path, serve: An
         free_form("2", "<think>a draft of 15", finish_reason="length"),
     ]
     found = scored(rows, output=tmp_path, **options).score
-    assert found["correct"] == 1 and len(server.requests) == 1
+    assert found["correct"] == 1
+    assert len(server.requests) == 1
     assert "draft" not in server.requests[0]["messages"][1]["content"]
     with pytest.raises(Exception, match="no <answer>"):
         reported("<think><answer>15</answer></think>")
@@ -167,8 +169,9 @@ def test_an_engine_in_this_process_says_whether_the_prompt_opens_the_block(
         overlong=lambda ids, context: None,
         decode=lambda ids: "".join(map(chr, ids)),
     )
-    answer = SamplingResult([ord("5")], [None], "stop")
+    answer = SamplingResult(tokens=[ord("5")], logps=[None], finish_reason=FinishReason.STOP)
     engine = Conversations(chat, lambda asks: [answer for _ in asks], 10, 4)
     (reply,) = engine.generate([AnswerRequest([], [])])
     assert not isinstance(reply, tuple)
-    assert reply.text == "5" and reply.thinking_opened is opened
+    assert reply.text == "5"
+    assert reply.thinking_opened is opened

@@ -58,10 +58,8 @@ def test_every_pattern_of_steps_has_its_place():
         "RM",
         "CM",
     ]
-    assert (
-        diagnosis([False] * 3, True, strict=False) == "RM"
-        and diagnosis([True] * 3, False, strict=True) == "IG"
-    )
+    assert diagnosis([False] * 3, True, strict=False) == "RM"
+    assert diagnosis([True] * 3, False, strict=True) == "IG"
 
 
 def test_the_scores_by_hand(tmp_path, capsys):
@@ -86,7 +84,8 @@ def test_the_scores_by_hand(tmp_path, capsys):
     }
     assert steps == {"one step": (13, 25), "two steps": (3, 5), "three steps": (3, 5)}
     shown = capsys.readouterr().out
-    assert "We-Math's score, strict: 30.0 % (95 %: " in shown and "loose: 50.0 %" in shown
+    assert "We-Math's score, strict: 30.0 % (95 %: " in shown
+    assert "loose: 50.0 %" in shown
 
 
 def test_a_score_without_a_right_answer_has_an_interval(tmp_path, capsys):
@@ -97,13 +96,15 @@ def test_a_score_without_a_right_answer_has_an_interval(tmp_path, capsys):
 def test_a_problem_that_lacks_a_step_is_left_out_of_the_diagnosis_and_said(tmp_path, capsys):
     rows = composite("p0", "111", 0) + composite("p1", "0000", 10)[:3]
     result = scored(tmp_path, rows)
-    assert result["diagnosis"]["IK"]["total"] == 1 and result["score"]["strict"]["accuracy"] == 1
+    assert result["diagnosis"]["IK"]["total"] == 1
+    assert result["score"]["strict"]["accuracy"] == 1
     assert (
         "warning: 1 problem without an answer to every step and the whole, left out"
         in capsys.readouterr().out
     )
     result = scored(tmp_path, rows[:2])
-    assert result["score"]["strict"] is None and "diagnosis" not in result
+    assert result["score"]["strict"] is None
+    assert "diagnosis" not in result
 
 
 def test_both_rules_read_the_official_form_and_only_ours_reads_a_box(tmp_path):

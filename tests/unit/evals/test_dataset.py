@@ -124,7 +124,8 @@ def test_each_row_that_lacks_a_field_has_a_line(tmp_path):
 
 def test_a_value_that_could_not_be_scored_is_said_before_anything_is_asked(tmp_path):
     rows = mathvista_rows(4)
-    rows[0]["choices"], rows[2]["precision"] = None, None
+    rows[0]["choices"] = None
+    rows[2]["precision"] = None
     with pytest.raises(UserError) as error:
         mathvista.load(options(write_mathvista(tmp_path / "v", rows), "testmini"))
     assert ["row 1 is multiple choice with" in line for line in str(error.value).splitlines()] == [

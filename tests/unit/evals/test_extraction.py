@@ -13,8 +13,8 @@ from adora_vl.evals.scoring.judge import Question, by_rules, messages_for
 from adora_vl.evals.scoring.number import extract_list, extract_number
 from eval.command import main
 from eval.mathvista import BENCHMARK, question_of
-from tests.conftest import Case
 from tests.support import benchmark_data
+from tests.support.cases import Case
 from tests.support.endpoint_server import Answer, Reply, Server, completion
 
 FRUIT = ["apple", "pear", "plum tree", "fig"]

@@ -33,13 +33,13 @@ from eval import command
 from eval.geometry3k import BENCHMARK
 from eval.geometry3k import BENCHMARK as GEOMETRY3K
 from eval.mathvista import BENCHMARK as MATHVISTA
-from tests.conftest import Case
 from tests.support.benchmark_data import (
     mathvista_rows,
     write_geometry3k,
     write_lines,
     write_mathvista,
 )
+from tests.support.cases import Case
 
 
 def prediction(pid: str, response: str, answer: str = "5", **fields: Any) -> dict[str, Any]:
@@ -89,7 +89,8 @@ def test_the_tests_of_a_difference_are_those_of_the_textbook() -> None:
     assert mcnemar(1, 8) == mcnemar(8, 1) == pytest.approx(20 / 512)
     assert sign_flips([0.0, 0.0]) == sign_flips([1.0, -1.0]) == 1.0
     assert sign_flips([0.1, 0.2, 0.3]) == 2 / 8, "all plus and all minus"
-    assert sign_flips([0.1, 0.2, -0.3]) == 1.0 and sign_flips([1.0, 2.0, -1.0]) == 6 / 8
+    assert sign_flips([0.1, 0.2, -0.3]) == 1.0
+    assert sign_flips([1.0, 2.0, -1.0]) == 6 / 8
     assert 0 < mcnemar(2000, 2400) < 1e-8
     # pass@k is the unbiased estimate.
     assert pass_at(1, 4, 1) == pytest.approx(0.25)
@@ -136,7 +137,8 @@ def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case: Case) -
                 [prediction("1", "<answer>5</answer>"), prediction("2", r"\boxed{5}")],
             )
             score, _ = score_file(BENCHMARK, file, GraderOptions())
-            assert score["correct"] == 1 and score["rules"] == {"rounding": False}
+            assert score["correct"] == 1
+            assert score["rules"] == {"rounding": False}
             fields = {
                 "split": "test",
                 "model": "m",
@@ -145,7 +147,8 @@ def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case: Case) -
             }
             (folder / "fingerprint.json").write_text(json.dumps({"fields": fields}))
             scored = score_file(BENCHMARK, file, GraderOptions())
-            assert scored.score["correct"] == 2 and scored.score["rules"]["answer_tags"]
+            assert scored.score["correct"] == 2
+            assert scored.score["rules"]["answer_tags"]
             assert "in <answer> tags too" in table(scored)
 
 

@@ -16,7 +16,7 @@ from adora_vl.evals.inference.local import _Local
 from adora_vl.evals.inference.predictions import read_predictions
 from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.models.load import PRETRAINED
-from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
+from adora_vl.rollout.rollouts import FinishReason, SamplingRequest, SamplingResult
 from adora_vl.synthetic.generate import generate
 from adora_vl.utils.openai_client import Reply
 from eval.command import main, parse
@@ -64,20 +64,21 @@ def test_with_its_tool_the_start_reads_what_it_cannot_see(folder, capsys):
         assert (score["accuracy"] > 0.8) is (name == "with")
     called = groups["with"]["called"]
     (first, *_) = read_predictions(folder / "with" / "predictions.jsonl")
-    assert (
-        called["yes"]["total"] >= 14
-        and called["yes"]["accuracy"] > 0.9
-        and "called" not in groups["without"]
-    )
+    assert called["yes"]["total"] >= 14
+    assert called["yes"]["accuracy"] > 0.9
+    assert "called" not in groups["without"]
     [call] = first["calls"]
     assert (call["name"], call["text"], call["failed"]) == (
         "zoom",
         "<image>",
         False,
-    ) and "x1" in call["arguments"]
-    assert "<tool_call>" not in first["response"] and r"\boxed" in first["response"]
+    )
+    assert "x1" in call["arguments"]
+    assert "<tool_call>" not in first["response"]
+    assert r"\boxed" in first["response"]
     assert compare([str(folder / "without"), str(folder / "with")]) == 0
-    assert "having zoom helps" in (text := capsys.readouterr().out) and "warning" not in text
+    assert "having zoom helps" in (text := capsys.readouterr().out)
+    assert "warning" not in text
 
 
 @pytest.mark.parametrize(
@@ -93,9 +94,8 @@ def test_with_its_tool_the_start_reads_what_it_cannot_see(folder, capsys):
 def test_answers_with_other_tools_are_not_mixed(folder, capsys, other, named):
     assert main(BENCHMARK, words(folder, *other, "--output", str(folder / "with"))) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        error.startswith(f"error: {named}: the predictions in ") and "use another --output" in error
-    )
+    assert error.startswith(f"error: {named}: the predictions in ")
+    assert "use another --output" in error
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,8 @@ def test_tools_of_a_file_beside_the_config(tmp_path):
         3,
         ["own.py"],
     )
-    assert '"name": "two"' in str(settings.with_tool_prompt("Think.")) and str(
-        settings.with_tool_prompt("Think.")
-    ).startswith("Think.\n\n")
+    assert '"name": "two"' in str(settings.with_tool_prompt("Think."))
+    assert str(settings.with_tool_prompt("Think.")).startswith("Think.\n\n")
 
 
 class Scripted(_Local):
@@ -166,7 +165,9 @@ class Scripted(_Local):
         ids = [self.chat.processor.tokenizer(next(self.said))["input_ids"] for _ in asks]
         return [
             SamplingResult(
-                [*one, self.chat.processor.tokenizer.eos_token_id], [None] * (len(one) + 1), "stop"
+                tokens=[*one, self.chat.processor.tokenizer.eos_token_id],
+                logps=[None] * (len(one) + 1),
+                finish_reason=FinishReason.STOP,
             )
             for one in ids
         ]
@@ -209,15 +210,12 @@ def test_a_conversation_is_that_of_a_rollout(said, max_tokens, reason, calls):
         calls,
         engine.chat.decode(own[-1]),
     )
-    assert reply.n_tokens == sum(len(ids) + 1 for ids in own) and reply.n_prompt_tokens == len(
-        engine.asked[0].prompt_ids
-    )
+    assert reply.n_tokens == sum(len(ids) + 1 for ids in own)
+    assert reply.n_prompt_tokens == len(engine.asked[0].prompt_ids)
     if len(said) > 1:
         first, second = engine.asked
-        assert (
-            second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
-            and first.seed == 5 != second.seed
-        )
+        assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
+        assert first.seed == 5 != second.seed
         assert [len(one.images) for one in engine.asked] == [1, 2]
         assert second.max_tokens == max_tokens - (len(second.prompt_ids) - len(first.prompt_ids))
     assert engine.generate([]) == []
@@ -245,6 +243,10 @@ def test_what_a_model_writes_into_a_call_ends_no_evaluation(tmp_path, call):
     picture = Image.new("RGB", (112, 112), "white")
     request = AnswerRequest(conversation_with_images("Find x.", 1, None), [picture], 5)
     [reply] = engine.generate([request])
-    assert isinstance(reply, Reply) and reply.text == "It is 7." and reply.calls is not None
+    assert isinstance(reply, Reply)
+    assert reply.text == "It is 7."
+    assert reply.calls is not None
     [said] = reply.calls
-    assert said["failed"] and said["text"].startswith("Error: ") and "\n" not in said["text"]
+    assert said["failed"]
+    assert said["text"].startswith("Error: ")
+    assert "\n" not in said["text"]

@@ -15,9 +15,9 @@ from transformers import AutoModelForImageTextToText
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.train import main
-from tests.integration.support import launch
+from tests.support.adapters import TEXT, sft_adapter
 from tests.support.hub_cache import keep_in_hub_cache
-from tests.support.sft_adapter import TEXT, sft_adapter
+from tests.support.launch import launch
 from tests.support.tiny_run import arguments, train
 
 LORA = {
@@ -51,34 +51,28 @@ def test_an_adapter_goes_on_training_and_is_its_own_reference(sft, tmp_path, cap
     )
     before = load_file(sft / "adapter_model.safetensors")
     after = load_file(run / "adapter_model.safetensors")
-    assert before.keys() == after.keys() and all(
-        not torch.equal(before[name], after[name]) for name in before
-    )
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[name], after[name]) for name in before)
     reference = load_file(run / "ref" / "adapter_model.safetensors")
     assert all(torch.equal(tensor, reference[name]) for name, tensor in before.items()), (
         "of the head, too"
     )
     model = json.loads((run / "manifest.json").read_text())["model"]
-    assert (
-        model["name"] == str(sft)
-        and model["base"] == str(PRETRAINED)
-        and " on " in model["fingerprint"]
-    )
+    assert model["name"] == str(sft)
+    assert model["base"] == str(PRETRAINED)
+    assert " on " in model["fingerprint"]
     assert "goes on training" in capsys.readouterr().out
     assert export([str(run), str(tmp_path / "out")]) == 0
     assert apart(whole(tmp_path / "out"), whole(run / "merged")) < 1e-6
     assert export([str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
     served = capsys.readouterr().out
-    assert (
-        f"vllm serve {tmp_path / 'out'}" in served and "vLLM serves it merged alone" in served
-    )  # it has a head
+    assert f"vllm serve {tmp_path / 'out'}" in served
+    assert "vLLM serves it merged alone" in served  # it has a head
     other = sft_adapter(tmp_path / "other", modules_to_save=None, r=5)
     held = (run / "manifest.json").read_bytes()
     assert main(arguments(run, model_name_or_path=other, beta=0.1, max_steps=3)) == 2
-    assert (
-        "of another run: model: " in capsys.readouterr().err
-        and (run / "manifest.json").read_bytes() == held
-    )
+    assert "of another run: model: " in capsys.readouterr().err
+    assert (run / "manifest.json").read_bytes() == held
     assert export([str(other), str(tmp_path / "plain"), "--adapter"]) == 0
     words = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert words[2:5] == ["vllm", "serve", str(PRETRAINED)]
@@ -91,7 +85,8 @@ def test_a_new_adapter_on_top_is_trained_and_exported_with_the_one_beneath(sft, 
     assert "is merged into its base" in capsys.readouterr().out
     new = json.loads((run / "adapter_config.json").read_text())
     assert (new["r"], new["base_model_name_or_path"]) == (2, str(sft))
-    assert not list(sft.glob("tokenizer*")) and export([str(sft), str(tmp_path / "start")]) == 0
+    assert not list(sft.glob("tokenizer*"))
+    assert export([str(sft), str(tmp_path / "start")]) == 0
     assert load_processor(str(tmp_path / "start")).chat_template, (
         "the base's, as the adapter has none"
     )
@@ -133,10 +128,8 @@ def test_an_adapter_of_the_hub_is_that_of_its_revision_and_so_is_its_base(
     pinned = f"{'3' * 40} on {'1' * 40}"
     for folder, base in ((run, ("somebody/tiny", "1" * 40)), (new, ("somebody/sft", "3" * 40))):
         manifest = json.loads((folder / "manifest.json").read_text())
-        assert (
-            manifest["model"]["fingerprint"] == pinned
-            and manifest["model"]["base"] == "somebody/tiny"
-        )
+        assert manifest["model"]["fingerprint"] == pinned
+        assert manifest["model"]["base"] == "somebody/tiny"
         config = json.loads((folder / "adapter_config.json").read_text())
         assert (config["base_model_name_or_path"], config["revision"]) == base, (
             "of what is merged into it later"

@@ -53,7 +53,8 @@ def test_the_side_of_an_image_token_is_that_of_transformers_defaults(subtests):
         with subtests.test(kind):
             vision = families.FAMILIES[kind].vision
             own = AutoConfig.for_model(kind).vision_config
-            assert vision is not None and vision.unit == own.patch_size * own.spatial_merge_size
+            assert vision is not None
+            assert vision.unit == own.patch_size * own.spatial_merge_size
             assert pixels.VISIONS[kind] is vision
             assert vision.min_pixels % vision.unit**2 == vision.max_pixels % vision.unit**2 == 0
             assert (families.DEEPSTACK in vision.features) == bool(
@@ -94,7 +95,8 @@ def test_what_can_share_a_prompt():
     )
     sliding = config_of("qwen2")
     sliding.layer_types = ["full_attention", "sliding_attention"]
-    assert not families.shares_prompts(sliding) and not families.shares_prompts(LlamaConfig())
+    assert not families.shares_prompts(sliding)
+    assert not families.shares_prompts(LlamaConfig())
     assert packable(on_meta(config_of("qwen3_vl")).config)
 
 
@@ -113,7 +115,8 @@ def test_a_known_family_says_nothing_but_what_is_off():
         check(AutoConfig.for_model(kind)) == [] for kind in families.FAMILIES if kind != "qwen3_5"
     )
     (line,) = check(AutoConfig.for_model("qwen3_5"))
-    assert "linear attention" in line and "share_prompt" in line
+    assert "linear attention" in line
+    assert "share_prompt" in line
 
 
 def test_a_config_that_the_engine_would_run_otherwise_is_refused(subtests):
@@ -151,7 +154,8 @@ def test_a_family_with_images_that_is_not_in_the_table_is_refused_in_one_line():
     with pytest.raises(UserError, match=r"set .*adora_freeze: \[\] to train"):
         check(LlavaConfig(), adora_freeze=["projector"], **OFF)
     (line,) = check(LlavaConfig(), **OFF)
-    assert "the way of stock TRL" in line and "\n" not in line
+    assert "the way of stock TRL" in line
+    assert "\n" not in line
 
 
 def test_a_kind_that_transformers_lacks_is_named_and_its_code_is_not_run(tmp_path, monkeypatch):
@@ -169,7 +173,8 @@ def test_a_kind_that_transformers_lacks_is_named_and_its_code_is_not_run(tmp_pat
         with pytest.raises(UserError) as caught:
             load()
         assert "model_type internvl_chat, which Transformers" in str(caught.value)
-        assert "qwen3_vl" in str(caught.value) and "\n" not in str(caught.value)
+        assert "qwen3_vl" in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_nobody_is_asked_whether_to_run_the_code_of_a_tokenizer(tmp_path, monkeypatch):
@@ -186,7 +191,8 @@ def test_nobody_is_asked_whether_to_run_the_code_of_a_tokenizer(tmp_path, monkey
 
 def test_a_language_model_that_is_not_in_the_table_only_shares_no_prompt():
     (line,) = check(LlamaConfig())
-    assert "model_type llama" in line and "everything else works" in line
+    assert "model_type llama" in line
+    assert "everything else works" in line
 
 
 @pytest.mark.slow

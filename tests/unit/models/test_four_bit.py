@@ -24,8 +24,8 @@ from adora_vl.models.four_bit import FrozenBase, bytes_of, four_bit_folder, keep
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.models.shape import config_for_planning, describe
 from adora_vl.rollout.llm import PolicyLLM
-from tests.integration.support import run as in_a_process
-from tests.support.sft_adapter import TEXT, sft_adapter
+from tests.support.adapters import TEXT, sft_adapter
+from tests.support.launch import run as in_a_process
 from tests.support.tiny_run import arguments, train
 
 INIT = {"dtype": torch.bfloat16, "device_map": None}
@@ -58,14 +58,13 @@ def test_gradients_come_through_4_bits_after_a_pass_without_them_and_vision_and_
     model = load_merged(base, (), INIT)
     keep_gradients(model)
     four = {name for name, module in model.named_modules() if isinstance(module, Linear4bit)}
-    assert len(four) == 7 * 3 and not any("visual" in name or "lm_head" in name for name in four)
+    assert len(four) == 7 * 3
+    assert not any("visual" in name or "lm_head" in name for name in four)
     config = config_for_planning(str(PRETRAINED))[0]
     shape = describe(config, dtype="bfloat16", four_bit_bytes=bytes_of(nested=True))
     held = sum(parameter.nbytes for parameter in model.parameters())
-    assert (
-        shape.base_bytes(2) == pytest.approx(held, rel=0.01)
-        and shape.base_bytes(2) < 2 * shape.total
-    )
+    assert shape.base_bytes(2) == pytest.approx(held, rel=0.01)
+    assert shape.base_bytes(2) < 2 * shape.total
     policy = PeftModel.from_pretrained(model, sft, is_trainable=True)
     ids = torch.arange(20, 40)[None]
     policy.eval()
@@ -140,7 +139,8 @@ def test_a_run_in_4_bits_goes_on_from_its_checkpoint_to_the_bit(home, tmp_path):
     )
     train(halved, max_steps=2, save_steps=1, **new)
     one, other = (load_file(folder / "adapter_model.safetensors") for folder in (whole, halved))
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_the_adapter_that_is_sent_has_each_layer_s_scaling_and_is_no_view_of_the_policy_s(
@@ -209,7 +209,8 @@ def test_one_copy_of_the_base_is_on_the_card_and_the_engine_keeps_its_own(monkey
     assert events == [("weights", True), ("kv_cache", True), 1], (
         "level 2 would discard what no sync brings back"
     )
-    assert not llm.base.away and llm.base.moves == 2
+    assert not llm.base.away
+    assert llm.base.moves == 2
     with llm.awake():
         llm.wake_up(tags="weights")
         llm.sleep(level=2)

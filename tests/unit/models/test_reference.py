@@ -96,7 +96,8 @@ def test_the_reference_of_an_object_is_a_copy_of_it_and_not_of_its_folder(tmp_pa
     trainer = trainer_of(tmp_path / "run", tuned)
     trainer.train()
     kl = [line["kl"] for line in trainer.state.log_history if "kl" in line]
-    assert kl[0] == 0 and kl[1] > 0
+    assert kl[0] == 0
+    assert kl[1] > 0
     weights = zip(trainer.model.parameters(), trainer.ref_model.parameters(), strict=True)
     assert any(not torch.equal(own, reference) for own, reference in weights)
 
@@ -106,7 +107,8 @@ def test_a_copy_computes_with_its_own_weights_whatever_a_trainer_before_has_put_
     own = model.get_input_embeddings()
     model.forward = lambda **_: own.weight.sum()  # as a fused head of a trainer before
     copied = copied_policy(model, "a folder", dtype=torch.bfloat16)
-    assert "forward" not in vars(copied) and not copied.training
+    assert "forward" not in vars(copied)
+    assert not copied.training
     assert copied.dtype == torch.float32
     assert not any(weight.requires_grad for weight in copied.parameters())
     before = copied.get_input_embeddings().weight.clone()
@@ -152,7 +154,8 @@ def test_policy_and_reference_are_compared_once_and_only_before_an_update():
         return batch["ref_per_token_logps"] + torch.tensor([1e-4, 0.0, 9.0])  # the last is padding
 
     guard = guard_of(beta=0.1)
-    assert guard.is_due(0) and not guard.is_due(1)
+    assert guard.is_due(0)
+    assert not guard.is_due(1)
     guard.check(batch, policy_logps)
     assert asked == [2], "the rows of a micro-batch are enough"
     assert not guard.is_due(0)

@@ -32,21 +32,21 @@ from adora_vl.packing.vision import (
     BATCHED,
     SharedVision,
     batch_windows,
-    by_size,
-    host_bounds,
-    in_passes,
-    look,
+    run_tower,
+    sort_windows,
+    split_into_passes,
+    window_arguments,
 )
 from adora_vl.utils.launch import free_port
-from tests.integration.support import REPOSITORY
-from tests.unit.packing.test_shared_prompt import (
+from tests.support.paths import REPOSITORY
+from tests.support.small_models import (
     BOUND,
     IMAGE,
     TEXT,
     VISION,
     VISION_BOUND,
     VOCABULARY,
-    build,
+    small_model,
 )
 
 SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
@@ -71,7 +71,7 @@ def pictures() -> list[Tensor]:
 
 def model_of(kind: str) -> Any:
     if kind != "qwen3_5":
-        return build(kind)
+        return small_model(kind)
     torch.manual_seed(0)
     rope = {
         "rope_type": "default",
@@ -155,7 +155,7 @@ def together(model: Any, vision: SharedVision, rows: list[list[int]]) -> Tensor:
     ids_BT = torch.stack(
         [torch.cat([torch.zeros(longest - len(t)).long(), t]) for t in map(tokens, rows)]
     )
-    held = {one: bank.hold(str(one), pictures()[one], GRIDS[one]) for row in rows for one in row}
+    held = {one: bank.store(str(one), pictures()[one], GRIDS[one]) for row in rows for one in row}
     columns: dict[str, Any] = {}
     if held:
         columns["pixel_values"] = torch.cat([held[one] for row in rows for one in row])
@@ -206,9 +206,8 @@ def assert_as_alone(kind: str, frozen: bool) -> None:
         logps_bound = LINEAR_BOUND if kind == "qwen3_5" else BOUND
         assert (found - expected).abs().max() <= logps_bound * expected.abs().max()
         own = gradients(model, found)
-        assert (
-            own.keys() == reference.keys() and any("visual." in name for name in own) is not frozen
-        )
+        assert own.keys() == reference.keys()
+        assert any("visual." in name for name in own) is not frozen
         scale = max(tensor.norm() for tensor in reference.values())
         for name, gradient in reference.items():
             assert (own[name] - gradient).norm() <= bound_of(kind, name) * max(
@@ -331,7 +330,8 @@ def test_a_frozen_tower_runs_as_often_on_a_process_without_images(one_of_many, s
                 assert len(calls) == 1
                 inner = model.model
                 bank = vision.banks.of_training()
-                assert bank is not None and not bank.features_due
+                assert bank is not None
+                assert not bank.features_due
                 none = torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long)
                 assert inner.get_image_features(*none).pooler_output[0].shape == (0, 32)
                 assert len(calls) == 1, "a later pass of the generation"
@@ -339,10 +339,11 @@ def test_a_frozen_tower_runs_as_often_on_a_process_without_images(one_of_many, s
 
 
 def test_images_are_divided_into_passes_by_their_patches():
-    assert in_passes([0, 7, 9, 30], [7, 2, 21, 4], 9) == [[0, 7], [9], [30]], (
+    assert split_into_passes([0, 7, 9, 30], [7, 2, 21, 4], 9) == [[0, 7], [9], [30]], (
         "a larger one has a pass of its own"
     )
-    assert in_passes([0, 7], [7, 2], 100) == [[0, 7]] and in_passes([], [], 9) == []
+    assert split_into_passes([0, 7], [7, 2], 100) == [[0, 7]]
+    assert split_into_passes([], [], 9) == []
 
 
 def test_a_frozen_tower_in_several_passes_gives_the_same_features(monkeypatch, subtests):
@@ -359,7 +360,8 @@ def test_a_frozen_tower_in_several_passes_gives_the_same_features(monkeypatch, s
                 calls = passes_of(model.model.visual)
                 vision.install(model)
                 found.append(together(model, vision, rows))
-                assert len(calls) == (1 if limit > 1 else 3) and vision.seen == 3
+                assert len(calls) == (1 if limit > 1 else 3)
+                assert vision.seen == 3
             assert (found[0] - found[1]).abs().max() <= LINEAR_BOUND * found[0].abs().max()
 
 
@@ -380,10 +382,8 @@ def test_a_frozen_tower_makes_as_many_passes_as_on_the_process_with_the_most(
             vision.install(model)
             found = together(model, vision, rows)
             assert len(calls) == 4
-            assert (
-                found.shape == expected.shape
-                and (found - expected).abs().max() <= BOUND * expected.abs().max()
-            )
+            assert found.shape == expected.shape
+            assert (found - expected).abs().max() <= BOUND * expected.abs().max()
 
 
 class Reader(SimpleNamespace):
@@ -429,7 +429,7 @@ def test_scored_beside_a_generation_no_process_waits_for_another(one_of_many, mo
         model.model.visual.requires_grad_(False)
         model.model.visual.register_forward_hook(lambda *_: asked.append("weights"))
         vision.install(model)
-        vision.banks.new("train").hold("of the generation", pictures()[1], GRIDS[1])
+        vision.banks.new("train").store("of the generation", pictures()[1], GRIDS[1])
         pixels = torch.cat(
             [torch.zeros(0, 16, dtype=torch.float64), *(pictures()[one] for one in shown)]
         )
@@ -483,17 +483,17 @@ def test_features_and_gradients_are_those_of_the_loop(grids):
     loop = looked_at(eye, pixels, sizes)
     assert batch_windows(eye, True)
     batched = looked_at(eye, pixels, sizes)
-    assert not batch_windows(eye, False) and eye.config._attn_implementation == "sdpa"
+    assert not batch_windows(eye, False)
+    assert eye.config._attn_implementation == "sdpa"
     for one, other in zip(loop, batched, strict=True):
         assert (one - other).norm() <= 1e-12 * max(one.norm(), 1e-3)
 
 
 @given(st.lists(st.sampled_from([64, 32, 16, 4]), min_size=1, max_size=30))
 def test_every_patch_has_its_place_and_its_way_back(lengths):
-    sizes, order, back = by_size(tuple(lengths), torch.device("cpu"))
-    assert sum(size * windows for size, windows in sizes) == sum(lengths) and len(sizes) == len(
-        set(lengths)
-    )
+    sizes, order, back = sort_windows(tuple(lengths), torch.device("cpu"))
+    assert sum(size * windows for size, windows in sizes) == sum(lengths)
+    assert len(sizes) == len(set(lengths))
     if order is not None and back is not None:
         assert torch.equal(order[back], torch.arange(sum(lengths)))
 
@@ -526,7 +526,8 @@ def test_bounds_from_the_host_change_no_bit(grids):
     sizes = torch.tensor(grids)
     pixels = torch.randn(int(sizes.prod(dim=1).sum()), 1176, dtype=torch.float64)
     given = {
-        name.removeprefix("image_"): value for name, value in host_bounds(eye, sizes, "cpu").items()
+        name.removeprefix("image_"): value
+        for name, value in window_arguments(eye, sizes, "cpu").items()
     }
     for batched in (False, True):
         batch_windows(eye, batched)
@@ -538,7 +539,7 @@ def test_a_tower_on_a_device_reads_nothing_back(subtests):
     """The meta device has no values: whatever would wait for one raises an error there."""
     for batched, trained in product((False, True), (False, True)):
         with subtests.test(f"{batched=} {trained=}"):
-            model = build("qwen2_5_vl")
+            model = small_model("qwen2_5_vl")
             vision = SharedVision(ImageBanks())
             model.to("meta").model.visual.requires_grad_(trained)
             original = model.model.get_image_features
@@ -546,10 +547,12 @@ def test_a_tower_on_a_device_reads_nothing_back(subtests):
             vision.batch_windows(batched)
             bank = vision.banks.new("train")
             starts = [
-                int(bank.hold(str(n), p.to("meta"), GRIDS[n])[0]) for n, p in enumerate(pictures())
+                int(bank.store(str(n), p.to("meta"), GRIDS[n])[0]) for n, p in enumerate(pictures())
             ]
             output = vision._pass(
-                bank, starts, partial(look, model.model.visual, original, {}, torch.device("meta"))
+                bank,
+                starts,
+                partial(run_tower, model.model.visual, original, {}, torch.device("meta")),
             )
             assert [len(own) for own in output.pooler_output] == [6, 2, 6]
             with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
@@ -559,7 +562,7 @@ def test_a_tower_on_a_device_reads_nothing_back(subtests):
 def test_flash_attention_gets_its_bounds_on_the_device():
     eye = tower()
     eye.config._attn_implementation = "flash_attention_2"
-    given = host_bounds(eye, torch.tensor([[1, 24, 20], [1, 8, 10]]), "meta")
+    given = window_arguments(eye, torch.tensor([[1, 24, 20], [1, 8, 10]]), "meta")
     on_device = {
         name for name, value in given.items() if isinstance(value, Tensor) and value.is_meta
     }
@@ -567,7 +570,7 @@ def test_flash_attention_gets_its_bounds_on_the_device():
     assert on_device == {*bounds, "image_window_index", "image_position_ids"}
     assert (given["image_max_seqlen"], given["image_max_window_seqlen"]) == (480, 64)
     eye.config._attn_implementation = "sdpa"
-    given = host_bounds(eye, torch.tensor([[1, 24, 20]]), "meta")
+    given = window_arguments(eye, torch.tensor([[1, 24, 20]]), "meta")
     assert all(given[name].device.type == "cpu" for name in bounds)
 
 
@@ -587,7 +590,8 @@ def test_another_tower_and_another_attention_stay_as_they_are(subtests):
     for attention, eye in (("eager", tower()), ("flash_attention_2", tower()), ("sdpa", other)):
         with subtests.test(attention):
             eye.config._attn_implementation = attention
-            assert not batch_windows(eye, True) and eye.config._attn_implementation == attention
+            assert not batch_windows(eye, True)
+            assert eye.config._attn_implementation == attention
 
 
 def test_the_name_is_in_no_saved_model(tmp_path):
@@ -596,7 +600,8 @@ def test_the_name_is_in_no_saved_model(tmp_path):
     Qwen2_5_VLConfig(vision_config=eye.config.to_dict()).save_pretrained(tmp_path)
     eye.save_pretrained(tmp_path / "eye")
     saved = [path.read_text() for path in tmp_path.rglob("config.json")]
-    assert len(saved) == 2 and not any(BATCHED in text for text in saved)
+    assert len(saved) == 2
+    assert not any(BATCHED in text for text in saved)
 
 
 def test_another_tower_can_be_built_from_its_configuration():

@@ -12,8 +12,8 @@ from adora_vl.planning.memory import HEADROOM, Setup, fits, predict, proposed_ut
 from adora_vl.planning.memory_report import memory_lines, remedy
 from adora_vl.prepare import prepare
 from adora_vl.utils.files import GIB
+from tests.support.recipes import CONFIGS
 from tests.support.tiny_run import arguments
-from tests.unit.config.test_recipes import CONFIGS
 
 # recipe -> the accelerate config and the GPU, in GB as it is sold, that the recipe is for
 CARDS = {
@@ -60,7 +60,7 @@ def test_what_is_said_about_four_gpus_fits_them(name, words):
     whole = make_plan(
         read(command[:2]), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate)
     )
-    sizes = [each.run.plan.generation_batch for each in (plan, whole)]
+    sizes = [each.run.layout.generation_batch for each in (plan, whole)]
     assert sizes[0] == sizes[1], "a generation is as large as on eight"
 
 
@@ -71,7 +71,8 @@ def test_a_run_that_fits_with_a_smaller_share_alone_is_told_that_first():
         read(command), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate, processes=4)
     )
     share = proposed_utilization(plan.setup, plan.card)
-    assert share is not None and not fits(plan.setup, plan.card)
+    assert share is not None
+    assert not fits(plan.setup, plan.card)
     assert remedy(plan).startswith(
         f"Try, in this order: vllm_gpu_memory_utilization: {share:g}; the optimizer in host"
     )
@@ -89,7 +90,9 @@ def test_a_recipe_fits_and_takes_nearly_all_that_is_free_on_its_card(name):
     share = proposed_utilization(plan.setup, plan.card)
     engine = plan.setup.engine
     assert fits(plan.setup, plan.card)
-    assert share is not None and engine is not None and share - 0.05 <= engine.utilization <= share
+    assert share is not None
+    assert engine is not None
+    assert share - 0.05 <= engine.utilization <= share
 
 
 def test_no_recipe_trains_weights_whose_updates_rounding_swallows():
@@ -128,9 +131,11 @@ def test_where_all_rollouts_run_at_once_no_more_is_proposed():
     short = ["--max_completion_length", "64", "--vllm_max_model_length", "700"]
     plan = planned("adora_qwen3_vl_2b_1gpu", *short)
     share = proposed_utilization(plan.setup, plan.card)
-    assert share is not None and share < 0.5
+    assert share is not None
+    assert share < 0.5
     found = predict(with_share(plan.setup, share), plan.card).engine
-    assert found is not None and found.concurrent == plan.setup.generation
+    assert found is not None
+    assert found.concurrent == plan.setup.generation
 
 
 def test_without_room_or_without_an_engine_nothing_is_proposed():

@@ -76,10 +76,8 @@ def test_the_shipped_shapes_have_the_published_number_of_parameters(subtests):
             shape = describe(config)
             assert (shape.total, shape.tied, shape.weight_bytes) == (total, tied, 2)
             assert "ships here" in note  # the tests are offline
-            assert (
-                shape.image_token_pixels == side * side
-                and shape.patch_values == 3 * 2 * (side // 2) ** 2
-            )
+            assert shape.image_token_pixels == side * side
+            assert shape.patch_values == 3 * 2 * (side // 2) ** 2
 
 
 def test_the_language_model_of_the_puzzles_has_the_published_number_of_parameters():
@@ -89,7 +87,8 @@ def test_the_language_model_of_the_puzzles_has_the_published_number_of_parameter
         7_615_616_512,
         False,
         None,
-    ) and "ships here" in note
+    )
+    assert "ships here" in note
 
 
 def test_another_model_that_cannot_be_reached_is_named():
@@ -114,9 +113,8 @@ def test_zero3_does_not_shard_what_is_only_counted():
         assert deepspeed.is_deepspeed_zero3_enabled(), "and is on again"
     finally:
         deepspeed.unset_hf_deepspeed_config()
-    assert (
-        shape.total == json.loads((PRETRAINED / "build.json").read_text())["parameters"] and config
-    )
+    assert shape.total == json.loads((PRETRAINED / "build.json").read_text())["parameters"]
+    assert config
 
 
 def test_freezing_and_lora_leave_fewer_to_train():
@@ -137,7 +135,8 @@ def test_freezing_and_lora_leave_fewer_to_train():
 def test_sharding_is_read_from_the_shipped_files():
     found = {path.stem: from_file(path) for path in ACCELERATE.glob("*.yaml")}
     assert found["cpu"] == found["gpu1"] == Sharding(1)
-    assert found["zero2"] == Sharding(8, 2) and found["zero3"] == Sharding(8, 3)
+    assert found["zero2"] == Sharding(8, 2)
+    assert found["zero3"] == Sharding(8, 3)
     assert found["zero3_offload"] == Sharding(8, 3, offload_optimizer=True)
     assert from_file(ACCELERATE / "zero3.yaml", processes=4).processes == 4
     with pytest.raises(
@@ -336,7 +335,8 @@ def test_no_batch_that_is_advised_breaks_groups_up_more_than_it_must(group, grou
     sizes = batch_sizes(setup)
     assert {1, group, group * groups} <= set(sizes)
     for size in sizes:
-        assert unit_size(size, group) == min(size, group) and (group * groups) % size == 0
+        assert unit_size(size, group) == min(size, group)
+        assert (group * groups) % size == 0
 
 
 def test_a_group_has_one_image_where_its_rollouts_are_together(recipe):
@@ -348,7 +348,8 @@ def test_a_group_has_one_image_where_its_rollouts_are_together(recipe):
     before, after = (
         predict(setup, 80 * GIB).phases["forward and backward"] for setup in (alone, shared)
     )
-    assert after["pixels"] * 8 == before["pixels"] and after["vision"] * 8 == before["vision"]
+    assert after["pixels"] * 8 == before["pixels"]
+    assert after["vision"] * 8 == before["vision"]
     assert after["activations"] < before["activations"], "the prompt of a group is computed once"
     for sequences, images in ((2, 1), (4, 1), (7, 7), (12, 3), (16, 2)):
         batch = replace(shared, batch=replace(shared.batch, sequences=sequences)).micro_batch
@@ -400,10 +401,8 @@ def test_a_pass_of_the_frozen_7b_tower_holds_what_is_predicted_at_most():
 def test_a_packed_group_has_its_prompt_once(recipe):
     short = replace(recipe, batch=MicroBatch(8, 1580, 200, 1280), generations=8)
     packed = replace(short, sharing=SHARED)
-    assert (
-        packed.micro_batch.packed
-        and packed.micro_batch.tokens == 1580 + 8 * 199 < short.micro_batch.tokens
-    )
+    assert packed.micro_batch.packed
+    assert packed.micro_batch.tokens == 1580 + 8 * 199 < short.micro_batch.tokens
     before, after = (
         predict(setup, 80 * GIB).phases["forward and backward"] for setup in (short, packed)
     )

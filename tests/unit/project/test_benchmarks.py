@@ -85,7 +85,8 @@ def test_where_short_is_right_chains_cannot_be_relied_on():
 def test_a_chain_that_ends_right_after_a_wrong_step_is_wrong():
     problem = task.problems(1, task.Regime(2), "x")[0]
     broken = problem.chain.replace("=", "=0", 1)
-    assert not task.is_right(broken, problem) and task.is_right(broken, problem, "digit")
+    assert not task.is_right(broken, problem)
+    assert task.is_right(broken, problem, "digit")
     other = problem.chain[:-1] + str((problem.answer + 1) % 10)
     for reward in task.REWARDS:
         assert not task.is_right(other, problem, reward)
@@ -95,7 +96,8 @@ def test_a_chain_that_ends_right_after_a_wrong_step_is_wrong():
 
 def test_the_tests_of_a_difference_know_its_unit():
     assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.303 / 3**0.5, rel=1e-3)
-    assert scanned.interval([1.0, -1.0]).startswith("+0.0 [") and scanned.interval([1.0]) == "-"
+    assert scanned.interval([1.0, -1.0]).startswith("+0.0 [")
+    assert scanned.interval([1.0]) == "-"
 
 
 def trial(settings: task.Settings, arm: str = "adora") -> task.Trial:
@@ -126,11 +128,14 @@ def test_a_run_of_the_experiment_ends_with_a_figure_for_each_step(tmp_path):
     )
     job = trial(settings)
     result = train(settings, job, tmp_path)
-    assert [point["step"] for point in result["held_out"]] == [0, 2] and len(result["steps"]) == 2
+    assert [point["step"] for point in result["held_out"]] == [0, 2]
+    assert len(result["steps"]) == 2
     assert {**result, **asdict(job)} == result
     assert all("chains" in step for step in result["steps"])
     first, *points = lines_of(result)
-    assert first == "adora:" and len(points) == 2 and points[1].startswith("  step 2: accuracy ")
+    assert first == "adora:"
+    assert len(points) == 2
+    assert points[1].startswith("  step 2: accuracy ")
     assert train(replace(settings, steps=9), job, tmp_path) == result, "what is there stays"
 
 
@@ -217,7 +222,9 @@ def test_a_killed_run_is_compared_figure_by_figure():
 
 def test_answers_have_the_median_and_some_are_at_the_limit():
     lengths = answer_lengths(400, 1024, 8, equal=False)
-    assert lengths == sorted(lengths) and lengths[-1] == 1024 and len(lengths) == 8
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == 1024
+    assert len(lengths) == 8
     assert statistics.median(lengths) == pytest.approx(400, rel=0.02)
     assert answer_lengths(400, 1024, 8, equal=True) == [400] * 8
 
@@ -247,10 +254,8 @@ def test_a_seed_of_the_scanned_digits_counts_if_it_is_whole():
     two = [place for place in order if place[2] < 2]
     made = [scanned_run(p, 0.4 + p[2] / 10 + p[1] / 100 + 0.1 * (p[3] == "adora")) for p in two]
     said = scanned.tables(plan, [*made, scanned_run(order[len(two)], 0.0)])
-    assert (
-        said.startswith(f"{len(two)} runs of commit abc; ")
-        and "\nlong is better: 2 of 5 seeds are whole" in said
-    )
+    assert said.startswith(f"{len(two)} runs of commit abc; ")
+    assert "\nlong is better: 2 of 5 seeds are whole" in said
     assert "| `grpo`, GRPO | 4 | 46.5 (41.5 to 51.5) | 46.0 / 47.0 |" in said
     assert (
         "| `grpo`, ADORA 0.1 - `grpo`, GRPO | 2 | +0.0 [+0.0, +0.0] | **+10.0 [+10.0, +10.0]** |"

@@ -18,14 +18,14 @@ from adora_vl.advantage import AdvantagePipeline, Groups, Schedule, group_advant
 from adora_vl.config.batch_plan import batch_plan
 from adora_vl.config.schema import parse
 from adora_vl.packing.image_store import ImageBanks
-from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup
+from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, StepKey
 from adora_vl.training.extensions import chosen_extensions
 from adora_vl.training.generation import Generation
 from adora_vl.types import Row
 from tests.support.examples import EXAMPLES, entry, example
+from tests.support.reward_groups import random_groups, weighed_by
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
-from tests.unit.advantage.methods_support import random_batch, run
 
 
 def advantages_of(method, rewards, lengths=None):
@@ -47,10 +47,10 @@ def test_canon_compares_a_rollout_with_one_half_of_its_group():
     assert upper_half(torch.tensor([[5.0, 5, 9, 1]])).tolist() == [[0.5, 0.5, 1.0, 0.0]]
     assert upper_half(torch.tensor([[1.0, 2, math.nan]])).tolist() == [[0.0, 1.0, 0.0]]
     neutral = canon(inter=Schedule(0.5))
-    groups = random_batch()
+    groups = random_groups()
     stock = group_advantages(groups.rewards_PG, scale="none")
-    assert torch.equal(run("canon", groups, neutral, "none"), stock)
-    assert not torch.equal(run("canon", groups, canon(), "none"), stock)
+    assert torch.equal(weighed_by("canon", groups, neutral, "none"), stock)
+    assert not torch.equal(weighed_by("canon", groups, canon(), "none"), stock)
 
 
 def test_ngrpo_gives_groups_that_are_wrong_throughout_negative_advantages():
@@ -65,8 +65,8 @@ def test_ngrpo_gives_groups_that_are_wrong_throughout_negative_advantages():
     wrong = -(1 / 3) / (math.sqrt(1 / 3) + 1e-4)
     assert advantages_of(ngrpo(), torch.zeros(1, 2)).tolist() == [pytest.approx([wrong] * 2)]
     assert advantages_of(ngrpo(), torch.ones(1, 4)).tolist() == [[0.0] * 4]
-    groups = random_batch()
-    assert torch.equal(run("ngrpo", groups, ngrpo(virtual=0)), run("grpo", groups))
+    groups = random_groups()
+    assert torch.equal(weighed_by("ngrpo", groups, ngrpo(virtual=0)), weighed_by("grpo", groups))
 
 
 def started(name: str, log: dict[str, float] | None = None, **options: Any) -> Any:
@@ -88,8 +88,14 @@ def noisy_at(progress: float, log: dict[str, float] | None = None, **options: An
 
 def part(place: int, members: int = 8, first: int = 0, step: int = 0) -> RolloutGroup:
     """A group, or the part of it that a rank has."""
-    drawn = DrawnProblem(5, f"train/{step}/0", place)
-    return RolloutGroup(drawn, Row(), 0, (Rollout(),) * members, first)
+    drawn = DrawnProblem(row_number=5, key=StepKey(mode="train", step=step, micro=0), slot=place)
+    return RolloutGroup(
+        problem=drawn,
+        row=Row(),
+        began=0,
+        rollouts=(Rollout(),) * members,
+        first_member=first,
+    )
 
 
 def drawing(seed: int = 0, size: tuple[int, int] = (56, 28)) -> Image.Image:
@@ -134,7 +140,7 @@ def test_the_last_rollouts_of_a_group_see_one_image_of_the_same_patches():
     for nothing in (noisy_at(0, share=0.0), noisy_at(0, strength=0.0)):
         assert nothing.images_of(part(0), images) == [None] * 8
     log: dict[str, float] = {}
-    noisy_at(0, log).after_weighing(Generation([], "train", 400, "400/0", 0, 4))
+    noisy_at(0, log).after_weighing(Generation([], StepKey(mode="train", step=400, micro=0), 4))
     assert log == {"noisy_rollouts/level": 250.0}
     distorted, as_seen = (example(f"noisy_rollouts.py:{name}") for name in ("distorted", "as_seen"))
     processor = Qwen2VLImageProcessor(min_pixels=12544, max_pixels=50176)
@@ -153,7 +159,8 @@ def test_the_recipe_of_noisy_rollouts_is_that_of_its_repository():
     assert config.reward_weights == [0.9, 0.1]
     plan = batch_plan(config, 8)
     assert (plan.prompts_per_generation, plan.updates_per_generation) == (512, 4)
-    assert plan.optimizer_batch == 128 * 12 and config.save_steps == 2101 // 512 * 4
+    assert plan.optimizer_batch == 128 * 12
+    assert config.save_steps == 2101 // 512 * 4
     noisy: Any = chosen_extensions(config)["NoisyRollouts"]
     assert noisy.count(config.num_generations) == 6
     for number in (1, 20, 35, 39, 41, 45, 60):  # a generation as it is counted there
@@ -194,7 +201,9 @@ def test_visual_tokens_weigh_a_batch_by_hand():
     advantages: Any = SimpleNamespace(live_B=torch.ones(3, dtype=torch.bool))
     rows: Any = [{}, {}, {}]
     visual.after_weighing(
-        Generation(rows, "train", 0, "0/0", 0, 3, batch=batch, advantages=advantages)
+        Generation(
+            rows, StepKey(mode="train", step=0, micro=0), 3, batch=batch, advantages=advantages
+        )
     )
     # Two rollouts, at 0 and 1 of the range: 0.9 and 0.9 + 0.1 / 0.5.
     expected = [[1.1, 0, 1.1, 0], [-1.8, 0, 0, -1.8], [3, 3, 3, 3]]
@@ -228,12 +237,11 @@ def test_half_of_every_image_is_black_alike_for_the_rollouts_of_a_group():
     grid = looks[0]["image_grid_thw"]
     pixels: Any = {"pixel_values": first.repeat(2, 1), "image_grid_thw": grid.repeat(2, 1)}
     with half_black(ImageBanks(), processor, pixels, "x") as pixels_now:
-        assert torch.equal(*pixels_now.split(len(first))) and not torch.equal(
-            pixels_now[: len(first)], first
-        )
+        assert torch.equal(*pixels_now.split(len(first)))
+        assert not torch.equal(pixels_now[: len(first)], first)
     banks = ImageBanks()
     bank = banks.new("train")
-    references_of = [bank.hold(f"image{n}", one, grid[0]) for n, one in enumerate((first, second))]
+    references_of = [bank.store(f"image{n}", one, grid[0]) for n, one in enumerate((first, second))]
     order = [0, 0, 1, 0]  # two rollouts of one image, one of another, and the first again
     references: Any = {
         "pixel_values": torch.cat([references_of[number] for number in order]),
@@ -241,7 +249,8 @@ def test_half_of_every_image_is_black_alike_for_the_rollouts_of_a_group():
     }
     with half_black(banks, processor, references, "42/1/0") as pixels_now:
         other = banks.of_training()
-        assert other is banks.of(int(pixels_now[0])) is not bank and len(other) == 2
+        assert other is banks.of(int(pixels_now[0])) is not bank
+        assert len(other) == 2
         starts = pixels_now.view(4, -1)[:, 0].tolist()
         assert starts[0] == starts[1] == starts[3] != starts[2], "an image is passed once"
         assert torch.equal(other.pixels(starts[:1])[0], blackened(first, black_D, "42/1/0/image0"))
@@ -260,4 +269,5 @@ def test_a_run_learns_from_the_tokens_that_depend_on_the_image(tmp_path):
     steps = [line for line in lines if "visual_tokens/share" in line]
     assert len(steps) == STEPS
     for line in steps:
-        assert 0.4 <= line["visual_tokens/share"] < 0.45 and line["visual_tokens/dependency"] > 0
+        assert 0.4 <= line["visual_tokens/share"] < 0.45
+        assert line["visual_tokens/dependency"] > 0

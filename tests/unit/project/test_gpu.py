@@ -101,7 +101,8 @@ def test_a_check_runs_in_its_own_process_and_finds_nothing_wrong(name):
 def test_frequencies_that_a_cast_has_rounded_fail(monkeypatch):
     monkeypatch.setattr(precision, "restore_buffers", lambda model: [])
     what = {line.what for line in failures(lines_of("rounding"))}
-    assert "rotary frequencies" in what and "from float32 at token 1000" in what
+    assert "rotary frequencies" in what
+    assert "from float32 at token 1000" in what
 
 
 @slow
@@ -122,7 +123,8 @@ def test_a_head_that_is_off_by_a_hundredth_fails(monkeypatch):
 def test_a_card_without_room_for_a_plain_head_is_told_so(monkeypatch):
     monkeypatch.setattr(lm_head, "free_bytes", lambda setting: 2**20)
     (line,) = lm_head.run(replace(SMALL, full=True))
-    assert line.verdict is CheckResult.SKIPPED and "does not fit" in line.note
+    assert line.verdict is CheckResult.SKIPPED
+    assert "does not fit" in line.note
 
 
 @pytest.mark.parametrize(("gap", "verdict"), [(0.9, CheckResult.OK), (3.0, CheckResult.FAIL)])
@@ -197,11 +199,15 @@ def test_what_was_found_stays_and_the_end_has_its_reason(broken):
         "memory": "OutOfMemoryError: tried to allocate 80 GiB",
     }.items():
         found, end = broken[name]
-        assert found.verdict is CheckResult.OK and found.figure == "1 s"
-        assert end.verdict is CheckResult.FAIL and reason in end.note and "\n" not in end.note
+        assert found.verdict is CheckResult.OK
+        assert found.figure == "1 s"
+        assert end.verdict is CheckResult.FAIL
+        assert reason in end.note
+        assert "\n" not in end.note
     assert "not done after 1 s" in broken["hangs"][-1].note
     (line,) = broken["absent"]
-    assert line.verdict is CheckResult.SKIPPED and "no_such_package not installed" in line.note
+    assert line.verdict is CheckResult.SKIPPED
+    assert "no_such_package not installed" in line.note
 
 
 @slow
@@ -219,7 +225,8 @@ def test_what_the_time_cuts_off_is_named_with_its_reason(monkeypatch, capsys):
     assert "no_such_package not installed" in printed
     for name, what in (("cut", "the rest of it"), ("late", "all of it")):
         (line,) = [line for line in printed.splitlines() if line.startswith(name)]
-        assert what in line and f"the time for all checks was over: `--only {name}`" in line
+        assert what in line
+        assert f"the time for all checks was over: `--only {name}`" in line
 
 
 @slow
@@ -235,7 +242,8 @@ def test_what_one_check_has_compiled_serves_the_next_unless_it_is_half_done(caps
     (line,) = [
         line for line in capsys.readouterr().out.splitlines() if line.startswith("finds_compiled")
     ]
-    assert "finished" in line and "half" not in line
+    assert "finished" in line
+    assert "half" not in line
 
 
 def test_a_check_for_two_cards_sees_both(monkeypatch, subtests):
@@ -268,7 +276,8 @@ def test_a_run_without_a_gpu_says_so_and_ends_well(capsys, monkeypatch):
     two = [GPUCheck(name, f"{BROKEN}:fine", 300, ("no_such_package",)) for name in ("one", "two")]
     assert main(["--only", "one"], two) == 0
     printed = capsys.readouterr()
-    assert "accepts no GPU" in printed.out and "Left out: two" in printed.out
+    assert "accepts no GPU" in printed.out
+    assert "Left out: two" in printed.out
     assert "[1/1] one: 0 ok, 0 FAIL, 1 skipped" in printed.err
 
 
@@ -300,7 +309,9 @@ def test_the_table_gives_the_reasons_and_the_exit_code_is_that_of_its_worst_line
     assert exit_code([fine, bad, left]) == 1
     assert exit_code([]) == 1, "a table without a line accepts nothing"
     printed = table([left, bad])
-    assert "3 s" in printed and "(none here)" in printed and "-> broke" in printed
+    assert "3 s" in printed
+    assert "(none here)" in printed
+    assert "-> broke" in printed
     assert printed.endswith("0 ok, 1 FAIL, 1 skipped")
 
 
@@ -321,7 +332,8 @@ def test_what_a_smaller_card_has_no_room_for_is_left_out_and_the_next_goes_on(
         setting.as_far_as_it_fits(replace(SMALL, device=torch.device("cuda", 0)), "7B", lines())
     )
     assert [line.verdict for line in found] == [CheckResult.OK, verdict]
-    assert found[1].what == "7B: the rest" and "GiB" in found[1].note
+    assert found[1].what == "7B: the rest"
+    assert "GiB" in found[1].note
 
 
 def test_the_reference_of_the_vision_tower_has_the_frequencies_of_its_config(monkeypatch):
@@ -333,7 +345,8 @@ def test_the_reference_of_the_vision_tower_has_the_frequencies_of_its_config(mon
 
     monkeypatch.setattr(vision, "_image", noted)
     assert len(list(vision.run(SMALL))) == 3
-    assert len(towers) == 6 and [wrong_buffers(tower) for tower in towers] == [[]] * 6
+    assert len(towers) == 6
+    assert [wrong_buffers(tower) for tower in towers] == [[]] * 6
 
 
 HEALTHY = """
@@ -369,12 +382,16 @@ def test_the_server_is_started_as_the_page_says():
     options = {
         way: set(server.server_words(Path("model"), 1, way, "bfloat16")) for way in ("file", "nccl")
     }
-    assert len(said) > 3 and said <= options["file"]
+    assert len(said) > 3
+    assert said <= options["file"]
     (further,) = {word for word in options["nccl"] - options["file"] if word.startswith("--")}
-    assert f"`{further} " in page and further not in command
+    assert f"`{further} " in page
+    assert further not in command
     named = {"CUDA_VISIBLE_DEVICES": "3, 5,6"}
-    assert server.cards(named, 3) == ("3", "5") and server.cards(named, 1) == ("3", "3")
-    assert server.cards({}, 2) == ("0", "1") and server.cards({}, 1) == ("0", "0")
+    assert server.cards(named, 3) == ("3", "5")
+    assert server.cards(named, 1) == ("3", "3")
+    assert server.cards({}, 2) == ("0", "1")
+    assert server.cards({}, 1) == ("0", "0")
 
 
 def on_a_card(monkeypatch: pytest.MonkeyPatch, free: list[float]) -> Setting:
@@ -404,7 +421,8 @@ def test_one_cold_engine_that_hangs_is_stopped(tmp_path, monkeypatch):
     assert engine._command(["stuck"], {}, seconds=1) == "not done after 1 s; stopped"
     monkeypatch.setattr(engine, "_command", lambda *_: "not done after 1 s; stopped")
     (line,) = engine.doctor(SMALL, "float32", tmp_path)
-    assert line.verdict is CheckResult.FAIL and "not done after 1 s" in line.note
+    assert line.verdict is CheckResult.FAIL
+    assert "not done after 1 s" in line.note
 
 
 def test_one_card_is_told_what_two_would_show(monkeypatch):
@@ -415,7 +433,8 @@ def test_one_card_is_told_what_two_would_show(monkeypatch):
     )
     for check, before in ((cards, 0), (server, 1)):
         *found, line = check.run(Setting(full=True, device=torch.device("cuda", 0)))
-        assert line.verdict is CheckResult.SKIPPED and "NCCL needs 2 cards, here is 1" in line.note
+        assert line.verdict is CheckResult.SKIPPED
+        assert "NCCL needs 2 cards, here is 1" in line.note
         assert len(found) == before, "weights go by files to a server on the same card"
 
 
@@ -428,7 +447,8 @@ def test_a_package_that_is_not_here_is_named_and_no_failure(tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "needs_it", raising=False)
     (line,) = checks.guarded(GPUCheck("x", "needs_it:run", 300), SMALL)
-    assert line.verdict is verdict and module.split(".")[0] in line.note
+    assert line.verdict is verdict
+    assert module.split(".")[0] in line.note
     assert verdict is CheckResult.FAIL or line.note == "no_such_package not installed"
 
 

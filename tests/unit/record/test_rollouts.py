@@ -22,7 +22,7 @@ from adora_vl.record.metrics import METRICS, ToolUse, read_metrics, tool_figures
 from adora_vl.record.recorder import Recorder
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
-from adora_vl.rollout.rollouts import Call, Picture, Rollout, Segment
+from adora_vl.rollout.rollouts import Call, FinishReason, Picture, Rollout, Segment
 from adora_vl.training.advantages import Advantages
 from adora_vl.training.generation import Generation
 from adora_vl.training.scoring import Rewards, Scores, weighted_sum
@@ -86,11 +86,13 @@ def test_a_figure_that_is_not_there_is_null():
         rows(1, 2, drift=[NAN, 0.5], extracted=[None, "7"], tds=[], **{"reward/x": [1.0, None]}),
         {"k": 1},
     )
-    assert table["drift"].to_pylist() == [None, 0.5] and table["reward/x"].to_pylist() == [
+    assert table["drift"].to_pylist() == [None, 0.5]
+    assert table["reward/x"].to_pylist() == [
         1.0,
         None,
     ]
-    assert table["tds"].to_pylist() == [None, None] and b"adora_vl" in table.schema.metadata
+    assert table["tds"].to_pylist() == [None, None]
+    assert b"adora_vl" in table.schema.metadata
 
 
 def test_generations_of_one_step_are_numbered_through(tmp_path):
@@ -100,10 +102,8 @@ def test_generations_of_one_step_are_numbered_through(tmp_path):
     record.add(rows(1), generations=2)
     record.flush(1)
     table = recorded(record.folder)
-    assert (
-        table["group"].to_pylist() == [0, 0, 1, 1, 2, 2, 3, 3]
-        and table["rollout"].to_pylist() == [0, 1] * 4
-    )
+    assert table["group"].to_pylist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert table["rollout"].to_pylist() == [0, 1] * 4
     record.flush(2)  # a step whose rollouts are those of the one before
     assert len(rollouts.parts(record.folder)) == 1
 
@@ -156,10 +156,8 @@ def test_a_resume_cuts_at_its_step_also_inside_a_merged_file(tmp_path):
             rollouts.merge_small(folder)
         rollouts.cut_after(folder, step)
         assert steps(folder) == [number for number in range(1, step + 1) for _ in range(4)]
-        assert (
-            rollouts.parts(folder)[-1].last == step
-            and b"adora_vl" in recorded(folder).schema.metadata
-        )
+        assert rollouts.parts(folder)[-1].last == step
+        assert b"adora_vl" in recorded(folder).schema.metadata
         (folder / "notes.txt").write_text("somebody else's")
         rollouts.cut_after(folder, 0)
         assert [path.name for path in folder.iterdir()] == ["notes.txt"]
@@ -191,7 +189,8 @@ def test_rollouts_and_diagrams_have_half_of_the_room_each(tmp_path):
         7,
         8,
         9,
-    ] and record.diagrams.limit_bytes == pytest.approx(3.5 * size)
+    ]
+    assert record.diagrams.limit_bytes == pytest.approx(3.5 * size)
 
 
 def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, capsys):
@@ -204,9 +203,8 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, caps
 
     monkeypatch.setattr(pq, "write_table", full)
     record.flush(1)
-    assert (
-        record.failed and "step 1: the rollouts are no longer recorded" in capsys.readouterr().err
-    )
+    assert record.failed
+    assert "step 1: the rollouts are no longer recorded" in capsys.readouterr().err
 
 
 def generation_of(asked: list[Any], ranks: int) -> Generation:
@@ -231,11 +229,20 @@ def test_a_rollout_with_tools_is_recorded_as_a_conversation(tmp_path):
     )
     recorder.record.start(0)
     image = Image.new("RGB", (8, 8))
-    call = Call("zoom", "{}", "Picture", 0.5, False, 1)
-    spans = Segment((1, 2), (0.0, 0.0), 0), Segment((5, 6, 7), None, 0), Segment((3,), (0.0,), 0)
-    looked = Rollout(spans, "stop", pictures=(Picture("x", image, 1),), calls=(call,))
+    call = Call(name="zoom", arguments="{}", text="Picture", seconds=0.5, failed=False, span=1)
+    spans = (
+        Segment(tokens=(1, 2), logps=(0.0, 0.0), step=0),
+        Segment(tokens=(5, 6, 7), logps=None, step=0),
+        Segment(tokens=(3,), logps=(0.0,), step=0),
+    )
+    looked = Rollout(
+        segments=spans,
+        finish_reason=FinishReason.STOP,
+        pictures=(Picture(digest="x", image=image, span=1),),
+        calls=(call,),
+    )
     generation = generation_of([{"id": 7, "problem": "?", "prompt": "?"}] * 2, 1)
-    generation.rollouts = [looked, Rollout(spans[:1], "stop")]
+    generation.rollouts = [looked, Rollout(segments=spans[:1], finish_reason=FinishReason.STOP)]
     recorder.add(generation, {"completion": ["so 3"] * 2, "extra": {}}, ["accuracy"])
     recorder.record.flush(1)
     first, second = recorded(recorder.record.folder).to_pylist()
@@ -254,14 +261,11 @@ def test_what_a_call_gains_is_counted_within_groups_that_have_both():
         [[1, 0, 0.5, 0], [0, 0, 0, 0], [2, 1, 0.5, 0], [1, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
     )
     figures = tool_figures(rewards_PG, ToolUse.unstack(facts))
-    assert (
-        figures["adora/tool_gain"] == 1
-        and figures["adora/called"] == 0.5
-        and figures["adora/tools_s"] == 1
-    )
-    assert figures["tools/failure_frequency"] == 0.25 and figures[
-        "tools/call_frequency"
-    ] == pytest.approx(4 / 6)
+    assert figures["adora/tool_gain"] == 1
+    assert figures["adora/called"] == 0.5
+    assert figures["adora/tools_s"] == 1
+    assert figures["tools/failure_frequency"] == 0.25
+    assert figures["tools/call_frequency"] == pytest.approx(4 / 6)
     assert "adora/tool_gain" not in tool_figures(rewards_PG[1:], ToolUse.unstack(facts[2:]))
 
 
@@ -283,16 +287,6 @@ def test_a_problem_is_recorded_with_its_choices(tmp_path):
     assert [one["choices"] for one in found] == [["3", "4"], ["3", "4"], None, None]
     for one in found:
         assert (one["id"], one["problem"], one["answer"], one["images"]) == ("7", "Which?", "B", [])
-
-
-def test_every_second_generation_is_recorded_whole_however_many_steps_learn_from_it(tmp_path):
-    sizes: dict[str, Any] = {
-        "steps_per_generation": 4,
-        "gradient_accumulation_steps": 2,
-        "num_iterations": 1,
-    }
-    recorder = Recorder(step_context(output_dir=str(tmp_path), adora_record_every=2, **sizes))
-    assert [step for step in range(12) if recorder.records(step)] == [0, 1, 4, 5, 8, 9]
 
 
 def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_path, monkeypatch):
@@ -325,10 +319,8 @@ def test_a_diagram_is_stored_once_and_small(tmp_path):
     wide = Image.effect_noise((1000, 100), 50).convert("RGB")
     diagrams = rollouts.Diagrams(tmp_path / "images", 1e9)
     names = diagrams.keep("a", [wide])
-    assert (
-        diagrams.keep("b", [wide.copy()]) == names == diagrams.keep("a", [])
-        and diagrams.keep("c", []) == []
-    )
+    assert diagrams.keep("b", [wide.copy()]) == names == diagrams.keep("a", [])
+    assert diagrams.keep("c", []) == []
     assert diagrams.keep(None, [wide.rotate(90)]) != names
     with Image.open(tmp_path / "images" / names[0]) as stored:
         assert stored.size == (512, 51)
@@ -348,11 +340,9 @@ def test_a_real_run_records_what_its_metrics_say(adora_run):
     assert sorted(metrics) == list(range(1, STEPS + 1))
     for step, of_step in table.groupby("step"):
         groups = of_step.groupby("group")
-        assert (
-            len(groups) == 4
-            and groups["id"].nunique().eq(1).all()
-            and (groups["weight"].nunique() == 1).all()
-        )
+        assert len(groups) == 4
+        assert groups["id"].nunique().eq(1).all()
+        assert (groups["weight"].nunique() == 1).all()
         # float32: a mean of 16 numbers up to 1 is off by 16 x 6e-8 at most, in any order
         line = metrics[step]
         assert of_step["reward"].mean() == pytest.approx(line["reward"], abs=1e-6)
@@ -366,17 +356,20 @@ def test_a_real_run_records_what_its_metrics_say(adora_run):
         assert {
             f"seconds/{phase}" for phase in ("rollout", "grading", "policy", "sync", "other")
         } <= line.keys()
-        assert line["seconds/rollout"] > 0 and line["seconds/policy"] > 0
+        assert line["seconds/rollout"] > 0
+        assert line["seconds/policy"] > 0
     uneven = table.groupby(["step", "group"])["reward"].transform("nunique") > 1
     # one float32 product of a number below 4: 2.4e-7 at most
     weighted = table["advantage_raw"] * table["weight"]
     assert table.loc[uneven, "advantage"].tolist() == pytest.approx(
         weighted[uneven].tolist(), abs=1e-6
     )
-    assert (table.loc[~uneven, "advantage"] == 0).all() and uneven.any()
+    assert (table.loc[~uneven, "advantage"] == 0).all()
+    assert uneven.any()
     assert (table["reward/adora_reward"] == table["reward"]).all()
     for names in table["images"]:
-        assert len(names) == 1 and (adora_run / "rollouts" / "_images" / names[0]).is_file()
+        assert len(names) == 1
+        assert (adora_run / "rollouts" / "_images" / names[0]).is_file()
 
 
 @pytest.mark.slow
@@ -400,5 +393,7 @@ def test_a_run_that_went_on_has_every_step_once(adora_run, resumed_run, tmp_path
     )
     assert before == after
     longer = shutil.copytree(resumed_run.folder, tmp_path / "out")
-    train(longer, max_steps=STEPS + 4, adora_record_every=2, adora_record_gb=1)
-    assert sorted(set(steps(longer / "rollouts"))) == [1, 2, 3, 4, 5, 7]
+    train(longer, max_steps=STEPS + 2, adora_record_gb=1)
+    assert sorted(set(steps(longer / "rollouts"))) == [1, 2, 3, 4, 5, 6]
+    train(longer, max_steps=STEPS + 4, adora_record_gb=0)
+    assert sorted(set(steps(longer / "rollouts"))) == [1, 2, 3, 4, 5, 6], "0 records nothing"

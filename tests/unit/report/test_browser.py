@@ -54,7 +54,8 @@ def test_texts_of_a_model_do_nothing(browser, attacked, tmp_path):
     browser.put("#other-figure", ATTACK)
     browser.click("#follow")
     assert browser.text("#charts figcaption") == ATTACK
-    assert "training report" in browser.js("document.title") and browser.errors == []
+    assert "training report" in browser.js("document.title")
+    assert browser.errors == []
     assert (
         browser.js("document.querySelectorAll('iframe, script:not(#data), #charts img').length")
         == 1
@@ -86,10 +87,12 @@ def test_a_person_finds_a_group(browser, page):
     browser.look()
     browser.open(page)
     count = lambda: browser.text("#count").split(" groups")[0]  # noqa: E731
-    assert count() == "84 of 84" and len(browser.texts("#list button")) == 50
+    assert count() == "84 of 84"
+    assert len(browser.texts("#list button")) == 50
     assert browser.text("#page-number") == "1 of 2"
     browser.click("#page-on")
-    assert len(browser.texts("#list button")) == 34 and browser.text("#page-number") == "2 of 2"
+    assert len(browser.texts("#list button")) == 34
+    assert browser.text("#page-number") == "2 of 2"
     for field, value, expected in (
         ("run", "1", 60),
         ("weight", "tds", 12),
@@ -113,7 +116,8 @@ def test_a_person_finds_a_group(browser, page):
         browser.wait("document.getElementById('count').textContent.startsWith('84 of')")
     browser.put("#filter-weight", "tds")
     browser.put("#filter-from", "7")
-    assert count() == "6 of 84" and browser.text("#detail h3") == "Step 7, adora problem/1"
+    assert count() == "6 of 84"
+    assert browser.text("#detail h3") == "Step 7, adora problem/1"
     browser.click("#list li:nth-child(3) button")
     assert browser.text("#detail h3") == "Step 9, adora problem/1"
     assert browser.text(".why") == (
@@ -127,9 +131,11 @@ def test_a_person_finds_a_group(browser, page):
     assert "1.5 → 0.15" in browser.text(".rollout .facts")
     assert browser.js("document.querySelector('#detail img').naturalWidth") == 60
     browser.click("#follow")
-    assert count() == "12 of 84" and browser.text("#detail h3") == "Step 9, adora problem/1"
+    assert count() == "12 of 84"
+    assert browser.text("#detail h3") == "Step 9, adora problem/1"
     browser.click("#followed tbody tr:nth-child(2) button")
-    assert browser.text("#detail h3") == "Step 2, adora problem/1" and browser.errors == []
+    assert browser.text("#detail h3") == "Step 2, adora problem/1"
+    assert browser.errors == []
 
 
 def test_the_keyboard_is_enough(browser, page):
@@ -295,7 +301,8 @@ def test_formulas_are_printed_and_their_source_is_a_click_away(browser, tmp_path
     browser.click(".rollout button")  # the rest of a long text
     assert browser.js("document.querySelectorAll('.rollout msub').length") == 1
     browser.click("#source")
-    assert browser.text(".problem .text") == problem and browser.text(".gold") == texts["answer"]
+    assert browser.text(".problem .text") == problem
+    assert browser.text(".gold") == texts["answer"]
     assert browser.js("document.querySelectorAll('math').length") == 0
     assert (
         browser.js(
@@ -304,10 +311,8 @@ def test_formulas_are_printed_and_their_source_is_a_click_away(browser, tmp_path
         == "sourcetrue"
     )
     browser.press("Enter")
-    assert (
-        browser.js("document.querySelectorAll('.problem math').length") == 3
-        and browser.errors == []
-    )
+    assert browser.js("document.querySelectorAll('.problem math').length") == 3
+    assert browser.errors == []
 
 
 def test_formulas_of_a_model_do_nothing(browser, tmp_path):
@@ -332,7 +337,8 @@ def test_formulas_of_a_model_do_nothing(browser, tmp_path):
     browser.click(".problem math mi")
     wrong = ".formula :is(a, script, img, svg, iframe), math :is([href], [style], [class])"
     assert browser.js(f"document.querySelectorAll('{wrong}').length") == 0
-    assert "training report" in browser.js("document.title") and browser.errors == []
+    assert "training report" in browser.js("document.title")
+    assert browser.errors == []
     assert [
         url for url in browser.requests if not url.startswith(("data:", "file:", "about:"))
     ] == []
@@ -350,7 +356,8 @@ def test_a_click_enlarges_a_diagram_and_escape_closes_it(browser, page):
     assert not browser.js("document.getElementById('enlarged').open")
     browser.click(".diagram")
     browser.click("#enlarged button")
-    assert not browser.js("document.getElementById('enlarged').open") and browser.errors == []
+    assert not browser.js("document.getElementById('enlarged').open")
+    assert browser.errors == []
 
 
 def test_the_first_screen_says_what_a_run_did_and_why(browser, page, tmp_path):
@@ -466,10 +473,8 @@ def test_a_print_has_the_groups_of_the_filter_and_the_figures_and_no_buttons(
         "[...document.querySelectorAll('form, nav, .buttons, .keys')].every(n => "
         "n.getClientRects().length === 0)"
     )
-    assert (
-        browser.js(hidden)
-        and browser.js("document.querySelector('#figures').getClientRects().length") == 1
-    )
+    assert browser.js(hidden)
+    assert browser.js("document.querySelector('#figures').getClientRects().length") == 1
     assert len(browser.texts("#printed article")) == 20
     assert browser.text("#printed .hint") == "The first 20 of 84 groups of the filter."
     assert browser.js("document.querySelector('#detail').getClientRects().length") == 0
@@ -549,7 +554,5 @@ def test_two_real_runs_over_each_other(browser, adora_run, grpo_run, tmp_path):
     )
     browser.put("#filter-run", "1")
     assert browser.text(".why").startswith("GRPO, weight 1; ADORA's criteria say ")
-    assert (
-        browser.js("document.querySelector('#detail img').naturalWidth") > 0
-        and browser.errors == []
-    )
+    assert browser.js("document.querySelector('#detail img').naturalWidth") > 0
+    assert browser.errors == []

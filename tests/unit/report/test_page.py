@@ -182,7 +182,9 @@ def test_what_is_no_run_is_said_in_one_line(tmp_path, capsys):
     ):
         assert main([str(tmp_path / folder)]) == 2
         error = capsys.readouterr().err
-        assert error.startswith("error: RUN: ") and words in error and error.count("\n") == 1
+        assert error.startswith("error: RUN: ")
+        assert words in error
+        assert error.count("\n") == 1
 
 
 def test_a_damaged_record_and_a_strangers_file_are_the_users_to_see(tmp_path, capsys):
@@ -198,10 +200,8 @@ def test_a_damaged_record_and_a_strangers_file_are_the_users_to_see(tmp_path, ca
     damaged.write_bytes(b"PAR1 not a table PAR1")
     assert main([str(run)]) == 2
     (said,) = capsys.readouterr().err.splitlines()
-    assert (
-        str(damaged) in said
-        and "move it out of the run, and the record lacks the steps 1 to 1" in said
-    )
+    assert str(damaged) in said
+    assert "move it out of the run, and the record lacks the steps 1 to 1" in said
     damaged.rename(tmp_path / damaged.name)
     assert main([str(run)]) == 0
     assert (tmp_path / "mine.html").read_text() == "<h1>my thesis</h1>"
@@ -337,11 +337,12 @@ def test_the_page_is_self_contained(tmp_path):
     attacked = attacked_page(tmp_path)
     text = attacked.read_text()
     for _, attributes in Tags(text).tags:
-        assert (
-            not [name for name in attributes if name.startswith("on")] and "src" not in attributes
-        )
+        assert not [name for name in attributes if name.startswith("on")]
+        assert "src" not in attributes
         assert (attributes.get("href") or "#").startswith("#")
-    assert ATTACK not in text and "<script>document" not in text and "<img" not in text
+    assert ATTACK not in text
+    assert "<script>document" not in text
+    assert "<img" not in text
     # names, which nothing fetches
     namespaces = {
         "http://www.w3.org/2000/svg",
@@ -361,9 +362,11 @@ def test_every_phase_of_the_clock_has_a_place_and_a_colour_in_the_chart():
     """Else its seconds would be missing from a step's."""
     listed = re.search(r"const PHASES = (\[.*\]);", (_VIEWER / "curves.js").read_text())
     styles = (_VIEWER / "viewer.css").read_text()
-    assert listed is not None and sorted(json.loads(listed[1])) == sorted(PHASES)
+    assert listed is not None
+    assert sorted(json.loads(listed[1])) == sorted(PHASES)
     for phase in PHASES:
-        assert f".area.phase-{phase} {{" in styles and f".swatch.phase-{phase} {{" in styles
+        assert f".area.phase-{phase} {{" in styles
+        assert f".swatch.phase-{phase} {{" in styles
         assert styles.count(f"--{phase}: #") == 2, "for light and dark screens"
 
 
@@ -465,7 +468,9 @@ def allowed(children) -> bool:
 @settings(max_examples=300)
 def test_whatever_is_written_the_tree_is_small_and_plain(text):
     for tree in formulas([f"${text}$", text], [text]).values():
-        assert tree[0] == "math" and allowed(tree[2:]) and len(json.dumps(tree)) < 60_000
+        assert tree[0] == "math"
+        assert allowed(tree[2:])
+        assert len(json.dumps(tree)) < 60_000
 
 
 GROWING = [

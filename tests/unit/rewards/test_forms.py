@@ -80,10 +80,8 @@ def test_a_tuple_is_right_in_its_order_only(values: list[str], data: st.DataObje
     named = f"({', '.join('pqrstu'[: len(values)])}) = {gold}"
     assert verdict(gold, gold) == verdict(f"P{gold}", gold) == verdict(named, gold) == "correct"
     exchanged = named.replace("(p, q", "(q, p")
-    assert (
-        verdict(gold, named) == verdict(named, named) == "correct"
-        and verdict(exchanged, named) == "wrong"
-    )
+    assert verdict(gold, named) == verdict(named, named) == "correct"
+    assert verdict(exchanged, named) == "wrong"
     place = data.draw(st.integers(0, len(values) - 1))
     changed = [*values[:place], "77", *values[place + 1 :]]
     for other in (changed, values[:-1], [*values, "0"], values[::-1]):
@@ -103,7 +101,8 @@ def test_a_line_may_be_scaled_turned_and_solved_for_y(
         rf"y=\frac{{{c}-({a})x}}{{{b}}}",
         f"{a}x+({b})y-({c})=0",
     ]
-    assert verify_gold(gold) is None and [verdict(one, gold) for one in spelled] == ["correct"] * 4
+    assert verify_gold(gold) is None
+    assert [verdict(one, gold) for one in spelled] == ["correct"] * 4
     wrong = [
         f"{a}x+({b})y={c + 1}",
         f"{a + 10}x+({b})y={c}",
@@ -218,10 +217,8 @@ def test_a_reference_with_one_value_never_accepts_several(gold: str) -> None:
         f"x < {value}",
         f"{value}; {value}",
     ]
-    assert (
-        verify_gold(gold) is None
-        and [one for one in several if verdict(one, gold) == "correct"] == []
-    )
+    assert verify_gold(gold) is None
+    assert [one for one in several if verdict(one, gold) == "correct"] == []
     assert grade(rf"\boxed{{{value}}} and \boxed{{77}}", gold).verdict != "correct"
 
 
@@ -295,17 +292,16 @@ def test_the_work_on_lists_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict(", ".join(f"y={n}x" for n in range(MAX_PARTS, 0, -1)), longest) == "correct"
     assert MAX_PARTS < len(compared) <= MAX_PARTS**2 + 1
     compared.clear()
-    assert verdict(longest + ", y=77x", longest) == "wrong" and compared == [1]
+    assert verdict(longest + ", y=77x", longest) == "wrong"
+    assert compared == [1]
 
 
 @pytest.mark.parametrize("gold", sorted({case.gold for case in CASES}))
 def test_a_stored_form_is_stable_and_graded_as_the_one_it_was_made_from(gold: str) -> None:
     stored = canonical_gold(gold)
-    assert (
-        verify_gold(gold) is None
-        and verify_gold(stored) is None
-        and canonical_gold(stored) == stored
-    )
+    assert verify_gold(gold) is None
+    assert verify_gold(stored) is None
+    assert canonical_gold(stored) == stored
     for case in CASES:
         if case.gold == gold:
             assert grade(case.response, stored).verdict == grade(case.response, gold).verdict, (
@@ -325,15 +321,15 @@ def test_the_table_of_forms_on_the_page_is_true() -> None:
         false += [gold for gold in golds if verify_gold(gold)]
         false += [one for one in right if all(verdict(one, gold) != "correct" for gold in golds)]
         false += [one for one in wrong if any(verdict(one, gold) == "correct" for gold in golds)]
-    assert len(cells) > 10 and false == []
+    assert len(cells) > 10
+    assert false == []
 
 
 def test_the_explanation_names_every_part_and_every_reason_has_a_rule() -> None:
     lines = "\n".join(explanation(r"\boxed{CD = 5, AB = 4.1}", "AB = 4, CD = 5"))
-    assert "CD=5 against CD=5: same_part" in lines and "AB=4.1 against -: different_part" in lines
+    assert "CD=5 against CD=5: same_part" in lines
+    assert "AB=4.1 against -: different_part" in lines
     assert "3 against 3: same_number" in "\n".join(explanation(r"\boxed{(3, -4)}", "(3, -4)"))
     reasons = {grade(case.response, case.gold).reason for case in CASES}
-    assert (
-        reasons <= RULES.keys()
-        and {"same_parts", "same_solutions", "same_equation", "different_length"} <= reasons
-    )
+    assert reasons <= RULES.keys()
+    assert {"same_parts", "same_solutions", "same_equation", "different_length"} <= reasons

@@ -9,7 +9,6 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,27 +19,11 @@ from adora_vl.rewards.explain import RULES
 from adora_vl.rewards.grammar import NotReadError, read_tree
 from adora_vl.rewards.numeric import number_of
 from benchmarks.grading_corpus import LABELS, Case, cases
+from tests.support.grading_rows import ANSWERS, boxed, expanded, rows
 
-ROWS = Path(__file__).parent / "cases"
 CORPUS = cases()
 
 
-def boxed(answer: str) -> str:
-    return rf"So the answer is \boxed{{{answer}}}."
-
-
-def written(text: Any) -> str:
-    """A text of a row, which may be given as pairs of a piece and how often it is repeated."""
-    return text if isinstance(text, str) else "".join(piece * count for piece, count in text)
-
-
-def rows(name: str) -> list[tuple[str, dict[str, Any]]]:
-    """Each row with its place, as `answers.jsonl:12`."""
-    lines = (ROWS / name).read_text(encoding="utf-8").splitlines()
-    return [(f"{name}:{number}", json.loads(line)) for number, line in enumerate(lines, 1)]
-
-
-ANSWERS = rows("answers.jsonl")
 REFERENCES = rows("references.jsonl")
 KINDS = list(dict.fromkeys(row["kind"] for _, row in ANSWERS))
 
@@ -56,7 +39,7 @@ def test_every_answer_has_the_verdict_and_the_reason_of_its_row(kind: str) -> No
     for place, row in ANSWERS:
         if row["kind"] == kind:
             response = (
-                written(row["response"]) if "response" in row else boxed(written(row["answer"]))
+                expanded(row["response"]) if "response" in row else boxed(expanded(row["answer"]))
             )
             found = grade(response, row["reference"], **options(row))
             if (found.verdict, found.reason) != (row["verdict"], row["reason"]):
@@ -67,7 +50,7 @@ def test_every_answer_has_the_verdict_and_the_reason_of_its_row(kind: str) -> No
 def test_every_reference_is_stored_in_a_stable_form_or_refused() -> None:
     failing = []
     for place, row in REFERENCES:
-        reference = written(row["reference"])
+        reference = expanded(row["reference"])
         choices = row.get("choices")
         reason = verify_gold(reference, choices)
         stored = canonical_gold(reference)
@@ -123,7 +106,8 @@ def test_every_verdict_of_the_labelled_corpus_is_its_label() -> None:
 def test_the_corpus_is_large_and_has_both_sides() -> None:
     labels = Counter(case.label for case in CORPUS)
     assert min(labels[label] for label in LABELS) > 10
-    assert labels["correct"] > 300 and labels["wrong"] > 300
+    assert labels["correct"] > 300
+    assert labels["wrong"] > 300
     assert (
         len({case.name for case in CORPUS})
         == len({(c.name, c.response, c.gold) for c in CORPUS})
@@ -178,7 +162,7 @@ def test_no_complete_box_extracts_nothing_and_an_unreadable_one_its_content() ->
     for place, row in ANSWERS:
         # the reward presets count such a box
         if row["verdict"] == "unparseable" and "answer" in row:
-            assert grade(boxed(written(row["answer"])), row["reference"]).extracted is not None, (
+            assert grade(boxed(expanded(row["answer"])), row["reference"]).extracted is not None, (
                 place
             )
 

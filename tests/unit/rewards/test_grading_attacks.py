@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 
 from adora_vl.rewards import PRESETS, Grade, grade, reward_function
-from tests.unit.rewards.test_grading import ANSWERS, boxed, written
+from tests.support.grading_rows import ANSWERS, boxed, expanded
 
 GOLDS = ["12", "0.5", r"5\sqrt{3}", r"100\pi", r"\frac{39}{4}"]
 CHOICES = ["11", "12", "13", "14"]
@@ -141,7 +141,7 @@ ATTACKS = {
     "commas at the cap": r"\boxed{" + "1,000" * 95 + "}",
     "minus signs at the cap": r"\boxed{" + "-" * 490 + "}",
     "brackets at the cap": r"\boxed{" + "(" * 245 + ")" * 245 + "}",
-    **{f"the box of {place}": boxed(written(row["answer"])) for place, row in UNREADABLE},
+    **{f"the box of {place}": boxed(expanded(row["answer"])) for place, row in UNREADABLE},
 }
 
 

@@ -58,7 +58,8 @@ def test_hidden_characters_are_shown_and_no_box_is_said(capsys: pytest.CaptureFi
     assert lines["extracted"] == r"1\u200b2"
     assert lines["answer"] == "-  [unreadable: hidden_characters]"
     _, lines, _ = run(capsys, "--gold", "12", "--response", "it is 12")
-    assert lines["extracted"] == "(no complete box)" and "answer" not in lines
+    assert lines["extracted"] == "(no complete box)"
+    assert "answer" not in lines
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,9 @@ def test_hidden_characters_are_shown_and_no_box_is_said(capsys: pytest.CaptureFi
 def test_bad_input_is_one_line_and_exit_code_2(capsys, words, message):
     code, lines, error = run(capsys, *words)
     assert (code, lines) == (2, {})
-    assert re.search(message, error) and error.startswith("error: ") and error.count("\n") == 1
+    assert re.search(message, error)
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
 
 
 def test_an_answer_in_its_tags_is_read_where_they_are_asked_for(

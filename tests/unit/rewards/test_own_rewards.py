@@ -23,7 +23,7 @@ from PIL import Image, ImageDraw
 from transformers import TrainerState
 
 from adora_vl.data.images import kept
-from adora_vl.rewards.choose import ChosenRewards, choose_rewards, try_rewards
+from adora_vl.rewards.choose import RewardSet, choose_rewards, try_rewards
 from adora_vl.rewards.explain import main as explain
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
 from adora_vl.training.guards import RewardGuard
@@ -44,7 +44,7 @@ def own(tmp_path):
     """Writes a file with rewards and returns the run's functions for the entries."""
     numbers = iter(range(1000))
 
-    def write(body: str, *entries: str, options: Any = None) -> ChosenRewards:
+    def write(body: str, *entries: str, options: Any = None) -> RewardSet:
         file = tmp_path / f"own_{next(numbers)}.py"
         file.write_text(textwrap.dedent(body))
         given = dict(options or {})
@@ -213,7 +213,8 @@ def test_a_file_is_looked_for_beside_the_config_first_and_its_hash_changes_with_
     monkeypatch.setattr(own_files, "_beside", [beside])
     first = choose_rewards(["r.py:f"])
     assert [call(chosen.functions[0], ["a"]) for chosen in (first, second)] == [[1], [2]]
-    assert first.hashes.keys() == {"r.py"} and first.hashes != second.hashes
+    assert first.hashes.keys() == {"r.py"}
+    assert first.hashes != second.hashes
 
 
 def test_a_changed_neighbour_of_a_reward_file_is_another_reward(tmp_path, subtests):
@@ -284,7 +285,10 @@ def test_numbers_and_none_are_rewards_in_every_form(subtests):
     ]:
         with subtests.test(f"{returned!r:.80}"):
             found, failures = run(giving(returned))
-            assert failures == [] and found[0] == 1 and found[2] == 0.5 and found[1] in (None, 0.25)
+            assert failures == []
+            assert found[0] == 1
+            assert found[2] == 0.5
+            assert found[1] in (None, 0.25)
 
 
 def test_nonsense_is_a_failure_with_row_and_reason(subtests):
@@ -313,8 +317,10 @@ def test_nonsense_is_a_failure_with_row_and_reason(subtests):
     for returned, row, reason in cases:
         with subtests.test(f"{returned!r:.80}"):
             found, [failure] = run(giving(returned))
-            assert len(found) == 3 and failure.function == "mine"
-            assert failure.row.startswith(row) and failure.reason.startswith(reason)
+            assert len(found) == 3
+            assert failure.function == "mine"
+            assert failure.row.startswith(row)
+            assert failure.reason.startswith(reason)
 
 
 def fails_on_one(completions: Any, **kwargs: Any) -> list[float]:
@@ -346,7 +352,8 @@ def test_an_exception_of_the_batch_alone_is_said_so_and_the_search_logs_nothing(
     failures: list[RewardFailure] = []
     arguments = {"completions": ["a", "b"], "log_metric": lambda *_: logged.append(1)}
     safe_call(function, "mine", 5.0, failures)(**arguments)
-    assert failures[0].row == "2 completions together" and logged == [1]
+    assert failures[0].row == "2 completions together"
+    assert logged == [1]
 
 
 def edits_all_that_it_gets(
@@ -383,9 +390,8 @@ def test_a_function_that_edits_its_arguments_edits_its_own(function):
     before = deepcopy({**given, "prompts": None})
     failures: list[RewardFailure] = []
     called = safe_call(function, "mine", 5.0, failures)(**given)
-    assert (asyncio.run(called) if asyncio.iscoroutine(called) else called) == [
-        0.0
-    ] and failures == []
+    assert (asyncio.run(called) if asyncio.iscoroutine(called) else called) == [0.0]
+    assert failures == []
     assert given["prompts"][0][0]["content"][0]["image"] is image
     assert {**given, "prompts": None} == before
 
@@ -416,8 +422,10 @@ def test_a_function_that_draws_on_an_image_draws_on_its_own(mode):
             edit(one)
             return [float(one.tobytes() != before), float(other.tobytes() == before)]
 
-        assert safe_call(draws, "mine", 5.0, failures)(**given) == [1.0, 1.0] and failures == []
-        assert image.tobytes() == before and image.size == (8, 8)
+        assert safe_call(draws, "mine", 5.0, failures)(**given) == [1.0, 1.0]
+        assert failures == []
+        assert image.tobytes() == before
+        assert image.size == (8, 8)
 
 
 def test_a_function_that_edits_arrays_sets_and_the_log_edits_its_own():
@@ -444,9 +452,12 @@ def test_a_function_that_edits_arrays_sets_and_the_log_edits_its_own():
         return [0.0]
 
     failures: list[RewardFailure] = []
-    assert safe_call(edits, "mine", 5.0, failures)(**given) == [0.0] and failures == []
-    assert not given["points"][0].any() and not given["weights"][0].any()
-    assert given["tags"] == [{"a"}] and environment.asked == 1
+    assert safe_call(edits, "mine", 5.0, failures)(**given) == [0.0]
+    assert failures == []
+    assert not given["points"][0].any()
+    assert not given["weights"][0].any()
+    assert given["tags"] == [{"a"}]
+    assert environment.asked == 1
     assert given["trainer_state"].log_history == [{"loss": 1.0, "more": [1]}]
 
 
@@ -492,8 +503,10 @@ def test_whatever_a_function_raises_is_a_failure_of_one_short_line(subtests):
     ]:
         with subtests.test(reason):
             found, [failure] = run(function)
-            assert len(found) == 3 and failure.row == "row row/0"
-            assert failure.reason.startswith(reason) and len(failure.reason) < 300
+            assert len(found) == 3
+            assert failure.row == "row row/0"
+            assert failure.reason.startswith(reason)
+            assert len(failure.reason) < 300
     with pytest.raises(KeyboardInterrupt):  # the user's own, who waits for it
         run(raising(KeyboardInterrupt()))
 
@@ -578,7 +591,8 @@ def test_a_timer_that_was_running_goes_on_and_no_alarm_is_left():
     before = signal.getitimer(signal.ITIMER_REAL)
     run(lambda **kwargs: [1, 1, 1])
     after = signal.getitimer(signal.ITIMER_REAL)
-    assert bool(before[0]) == bool(after[0]) and after[0] <= before[0]
+    assert bool(before[0]) == bool(after[0])
+    assert after[0] <= before[0]
 
 
 def test_what_python_cannot_interrupt_ends_the_process_with_a_traceback():
@@ -603,7 +617,8 @@ asyncio.run(safe_call.safe_call(blocks, "blocks", 0.2, [])(completions=["a"]))
         timeout=50,
         check=False,
     )
-    assert done.returncode == 1 and "in blocks" in done.stderr
+    assert done.returncode == 1
+    assert "in blocks" in done.stderr
 
 
 # --------------------------------------------------------------------------------- how the run ends
@@ -632,11 +647,10 @@ def test_the_run_ends_in_one_line_with_a_checkpoint_and_only_where_something_fai
     with pytest.raises(RunError) as error:
         guard.check(2)
     text = str(error.value)
-    assert (
-        text.startswith("step 3: reward mine: completion 2 of 2: ZeroDivisionError: ")
-        and "\n" not in text
-    )
-    assert text.endswith(f"go on with --resume_from_checkpoint {tmp_path}") and saved == [tmp_path]
+    assert text.startswith("step 3: reward mine: completion 2 of 2: ZeroDivisionError: ")
+    assert "\n" not in text
+    assert text.endswith(f"go on with --resume_from_checkpoint {tmp_path}")
+    assert saved == [tmp_path]
 
 
 def test_reward_models_and_the_time_of_presets_are_left_alone():
@@ -687,7 +701,8 @@ def test_explain_tries_a_reward_without_a_model(capsys):
     ]
     assert explain(words) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert f"reward     {TEMPLATE}:brevity 0.333333" in lines and "reward     accuracy 1" in lines
+    assert f"reward     {TEMPLATE}:brevity 0.333333" in lines
+    assert "reward     accuracy 1" in lines
     words = ["--reward", f"{TEMPLATE}:whole_number", "--response", "5", "--column", "answer=x"]
     assert explain(words) == 0
     assert capsys.readouterr().out == f"reward     {TEMPLATE}:whole_number None (not scored)\n"
@@ -707,4 +722,5 @@ def test_explain_says_in_one_line_what_is_wrong(capsys, subtests):
         with subtests.test(f"{words!r:.80}"):
             assert explain(words) == 2
             error = capsys.readouterr().err
-            assert message in error and error.count("\n") == 1
+            assert message in error
+            assert error.count("\n") == 1

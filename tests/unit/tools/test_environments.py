@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from adora_vl.config.blocks import ToolOptions
-from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup
+from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, StepKey
 from adora_vl.tools.environments import environments_of
 from adora_vl.tools.run import Toolbox, choose_tools
 from adora_vl.tools.tries import unsteady_tools
@@ -52,7 +52,14 @@ def group(number, content, answer="x"):
     row = Row(
         id=f"r{number}", answer=answer, prompt=[{"role": "user", "content": content}], images=images
     )
-    return RolloutGroup(DrawnProblem(number, "train/3/0", number), row, 0, (Rollout(),) * 2)
+    return RolloutGroup(
+        problem=DrawnProblem(
+            row_number=number, key=StepKey(mode="train", step=3, micro=0), slot=number
+        ),
+        row=row,
+        began=0,
+        rollouts=(Rollout(),) * 2,
+    )
 
 
 def opens(toolbox, rollout, door):
@@ -77,12 +84,11 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
     behind = [each.rollouts[0].environment.behind for each in found]
     assert first.row["prompt"] == [{"role": "user", "content": f"Which? x: {behind[0]}."}]
     assert second.row["prompt"][0]["content"][2:] == [{"type": "text", "text": f" x: {behind[1]}."}]
-    assert third.row == asked[2].row and one.environment.behind == other.environment.behind
-    assert (
-        len(set(behind)) == 3
-        and random.getstate() == state
-        and asked[0].row["images"][0].getpixel((0, 0))[0] == 0
-    )
+    assert third.row == asked[2].row
+    assert one.environment.behind == other.environment.behind
+    assert len(set(behind)) == 3
+    assert random.getstate() == state
+    assert asked[0].row["images"][0].getpixel((0, 0))[0] == 0
     assert [opens(toolbox, one, 3), opens(toolbox, one, 4), opens(toolbox, other, 5)] == [
         "[3]",
         "[3, 4]",
@@ -92,11 +98,13 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
         2.0,
         1.0,
     ]
-    assert made.reward().__name__ == "Doors" and Doors.made == 6
+    assert made.reward().__name__ == "Doors"
+    assert Doors.made == 6
     made.entered([group(3, "Which?")], 7, anew=False)
     again, *_ = made.entered(asked, 7, anew=True)
     assert Doors.made == 8 and again.row == first.row, "they are used again"
-    assert again.rollouts[0].environment is one.environment and not one.environment.opened
+    assert again.rollouts[0].environment is one.environment
+    assert not one.environment.opened
 
 
 async def later(self):

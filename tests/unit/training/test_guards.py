@@ -37,8 +37,8 @@ from adora_vl.utils.errors import (
     engine_call,
 )
 from adora_vl.utils.files import disk_is_full
+from tests.support.disk import disk_of
 from tests.support.step_context import step_context
-from tests.unit.utils.test_half_written import disk_of
 
 
 @pytest.fixture

@@ -143,7 +143,8 @@ def test_every_correction_is_where_the_page_says():
         (ROOT / "CONTRIBUTING.md").read_text(),
         re.M,
     )
-    assert rows and [where for where in rows if pydoc.locate(where.replace(":", ".")) is None] == []
+    assert rows
+    assert [where for where in rows if pydoc.locate(where.replace(":", ".")) is None] == []
 
 
 def test_a_patch_lasts_for_its_block_and_leaves_nothing_behind():
@@ -159,9 +160,11 @@ def test_a_patch_lasts_for_its_block_and_leaves_nothing_behind():
         patch.replaced_by(lambda: "ours", on=thing),
         patch.replaced_by("ours", on=module),
     ):
-        assert thing.call() == "ours" and module.call == "ours"
+        assert thing.call() == "ours"
+        assert module.call == "ours"
         raise RuntimeError
-    assert thing.call() == "stock" and module.call == "stock"
+    assert thing.call() == "stock"
+    assert module.call == "stock"
     assert "call" not in vars(thing), "it would be saved and copied with the object"
     with pytest.raises(AttributeError), patch.replaced_by("ours", on=SimpleNamespace()):
         pass

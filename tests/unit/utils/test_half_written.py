@@ -6,10 +6,8 @@ for whichever library writes it.
 """
 
 import json
-import resource
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,37 +18,11 @@ from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
 from eval.command import main as evaluate
 from eval.geometry3k import BENCHMARK
-from tests.unit.data_prep.data_prep_support import drawing, encoded, problem_folder
+from tests.support.disk import disk_of, folder_contents
+from tests.support.geometry3k import problem_folder
+from tests.support.pictures import drawing, encoded
 
 Write = Callable[[Path], int | None]
-
-
-@contextmanager
-def disk_of(size: int) -> Iterator[None]:
-    """Inside, no file gets longer than `size` bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def contents(folder: Path) -> dict[str, bytes | None]:
-    """Every file with its bytes, where every link leads, and every folder below `folder`, hidden
-    ones too.
-    """
-
-    def held(path: Path) -> bytes | None:
-        return (
-            bytes(path.readlink())
-            if path.is_symlink()
-            else path.read_bytes()
-            if path.is_file()
-            else None
-        )
-
-    return {path.relative_to(folder).as_posix(): held(path) for path in folder.rglob("*")}
 
 
 def row(pid: str) -> dict[str, str]:
@@ -127,7 +99,7 @@ def place(prepared: Path, tmp_path: Path) -> Path:
 )
 @pytest.mark.parametrize("size", [0, 700])
 def test_what_was_there_stays_and_nothing_is_left_over(write, size, place, capsys):
-    before = contents(place)
+    before = folder_contents(place)
     size = max(size, len(before["p.jsonl"] or b"") + 50) if write is append else size
     size = min(size, 300) if write is sort else size
     with disk_of(size):
@@ -142,17 +114,18 @@ def test_what_was_there_stays_and_nothing_is_left_over(write, size, place, capsy
     assert (
         len(errors) == 1 and errors[0].startswith("error: ") and "cannot be written" in errors[0]
     ), said
-    assert contents(place) == before
+    assert folder_contents(place) == before
 
 
 def test_a_full_disk_under_the_cache_of_datasets_is_one_line(prepared, tmp_path, monkeypatch):
     """Training and evaluation read a prepared folder through it."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    before = contents(prepared)
+    before = folder_contents(prepared)
     full = pytest.raises(UserError, match="^dataset: .* cache of `datasets`, .*; make room there")
     with disk_of(200), full as caught:
         load_split(prepared / "data", "train")
-    assert len(str(caught.value).splitlines()) == 1 and contents(prepared) == before
+    assert len(str(caught.value).splitlines()) == 1
+    assert folder_contents(prepared) == before
     assert load_split(prepared / "data", "train").num_rows == 2
 
 
@@ -178,7 +151,7 @@ def test_a_file_that_is_damaged_inside_is_not_taken_for_a_full_disk(
 )
 def test_an_output_that_cannot_be_is_one_line(output, place, capsys):
     (place / "file").write_text("mine")
-    before = contents(place)
+    before = folder_contents(place)
     at = str(place / output) if output else ""
     commands = [
         lambda: data_prep(["synthetic", "--rows", "1", "--test-rows", "0", "--output", at]),
@@ -197,16 +170,16 @@ def test_an_output_that_cannot_be_is_one_line(output, place, capsys):
         assert command() == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and "output" in said, said
-        assert contents(place) == before
+        assert folder_contents(place) == before
 
 
 def test_a_score_replaces_nothing_but_a_score(place, capsys):
     words = ["score", "--predictions", str(place / "p.jsonl"), "--output"]
     (place / "notes.json").write_text('{"years": "of work"}')
-    before = contents(place)
+    before = folder_contents(place)
     for name in ("notes.json", "p.jsonl"):
         assert evaluate(BENCHMARK, [*words, str(place / name)]) == 2
-        assert contents(place) == before
+        assert folder_contents(place) == before
     capsys.readouterr()
     assert evaluate(BENCHMARK, [*words, str(place / "new")]) == 0
     assert json.loads((place / "new" / "score.json").read_text())["total"] == 2

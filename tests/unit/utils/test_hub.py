@@ -141,11 +141,9 @@ def test_a_hub_that_does_not_work_is_asked_once(endpoint: Callable[[str], None])
 def test_a_hub_that_works_is_used(endpoint: Callable[[str], None]) -> None:
     with serving(works) as (address, _):
         endpoint(address)
-        assert (
-            not hub.no_hub()
-            and not hub.only_here("nobody/nothing")
-            and not hub.notes_on("nobody/nothing")
-        )
+        assert not hub.no_hub()
+        assert not hub.only_here("nobody/nothing")
+        assert not hub.notes_on("nobody/nothing")
 
 
 def test_a_folder_and_an_offline_machine_ask_nobody(endpoint, monkeypatch, tmp_path):
@@ -153,7 +151,8 @@ def test_a_folder_and_an_offline_machine_ask_nobody(endpoint, monkeypatch, tmp_p
         endpoint(address)
         assert hub.only_here(str(tmp_path))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-        assert hub.only_here("nobody/nothing") and not asked
+        assert hub.only_here("nobody/nothing")
+        assert not asked
 
 
 def test_a_dry_run_of_a_model_on_a_hub_that_hangs(
@@ -200,7 +199,7 @@ def test_every_way_into_a_run_asks_for_the_revision_of_its_processor(monkeypatch
         asked.append(revision)
         raise UserError("not loaded here")
 
-    monkeypatch.setattr("adora_vl.preflight.run_checks.load_processor", asks)
+    monkeypatch.setattr("adora_vl.preflight.check_data.load_processor", asks)
     words = arguments(tmp_path / "run", model_name_or_path=PRETRAINED, model_revision="v1")
     config = parse(words)[1]
     config.model_init_kwargs = {"revision": "v1"}
@@ -233,10 +232,8 @@ def test_a_run_loads_a_model_that_is_here_while_the_hub_does_not_work(
             in capsys.readouterr().out
         )
         trainer = build_trainer(run)
-        assert (
-            trainer.model.config._name_or_path == cached_model
-            and os.environ["HF_HUB_OFFLINE"] == "1"
-        )
+        assert trainer.model.config._name_or_path == cached_model
+        assert os.environ["HF_HUB_OFFLINE"] == "1"
         build_engine(AnswerEngineSettings(cached_model, "transformers"))
         assert len(asked) <= 1
 
@@ -272,10 +269,9 @@ def test_data_of_a_hub_that_does_not_work_is_one_line(
             endpoint(address)
             assert command() == 2
             said = capsys.readouterr().err
-            assert (
-                said.startswith("error: ")
-                and said.count("\n") == 1
-                and f"{address} does not answer" in said
-            )
-            assert len(asked) <= 1 and not (tmp_path / "out").exists()
+            assert said.startswith("error: ")
+            assert said.count("\n") == 1
+            assert f"{address} does not answer" in said
+            assert len(asked) <= 1
+            assert not (tmp_path / "out").exists()
             asked.clear()

@@ -84,11 +84,9 @@ def test_the_key_is_sent_to_the_address_alone_and_never_shown(serve, monkeypatch
         with pytest.raises(EndpointError) as error:
             client(server).chat(HELLO)
         assert [request["key"] for request in server.requests] == [f"Bearer {KEY}"]
-        assert (
-            KEY not in str(error.value)
-            and f"HTTP {status}" in str(error.value)
-            and "\n" not in str(error.value)
-        )
+        assert KEY not in str(error.value)
+        assert f"HTTP {status}" in str(error.value)
+        assert "\n" not in str(error.value)
     with pytest.raises(UserError) as refused:
         check_url("base_url", f"http://me:{KEY}@localhost:8000/v1")
     assert KEY not in str(refused.value)
@@ -174,9 +172,12 @@ def test_a_key_with_a_line_break_is_named_before_anything_is_sent(serve, monkeyp
             EndpointError, match=r"the key in OPENAI_API_KEY has a character .* \(attempt 1\)"
         ) as error:
             client(server).chat(HELLO)
-        assert key not in str(error.value) and error.value.refused and server.requests == []
+        assert key not in str(error.value)
+        assert error.value.refused
+        assert server.requests == []
     monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\r\n")
-    assert client(server).chat(HELLO).text == "hi" and server.requests[0]["key"] == f"Bearer {KEY}"
+    assert client(server).chat(HELLO).text == "hi"
+    assert server.requests[0]["key"] == f"Bearer {KEY}"
 
 
 def test_a_reply_that_no_reader_can_read_is_a_failure_and_ends_nothing(serve):
@@ -311,7 +312,8 @@ def test_a_server_with_a_reasoning_parser_is_scored_on_all_problems(data, tmp_pa
     )
     assert infer(data, tmp_path / "a", server.url, "--concurrency", "1") == 0
     score = json.loads((tmp_path / "a" / "score.json").read_text())
-    assert score["total"] == 6 and len(server.requests) == 6
+    assert score["total"] == 6
+    assert len(server.requests) == 6
     assert (score["empty_responses"], score["truncated"]["count"]) == (2, 2)
 
 
@@ -390,14 +392,11 @@ def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
     rows = [
         json.loads(line) for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()
     ]
-    assert len(rows) == 5 and {(row["n_tokens"], row["finish_reason"]) for row in rows} == {
-        (7, "length")
-    }
+    assert len(rows) == 5
+    assert {(row["n_tokens"], row["finish_reason"]) for row in rows} == {(7, "length")}
     assert picture(server.requests[0]).size == tuple(rows[0]["image_size"])
-    assert (
-        server.requests[0]["messages"][0]["role"] == "system"
-        and server.requests[0]["temperature"] == 0
-    )
+    assert server.requests[0]["messages"][0]["role"] == "system"
+    assert server.requests[0]["temperature"] == 0
     before = len(server.requests)
     refused += ["", ""]
     assert infer(data, tmp_path / "a", server.url) == 0
@@ -434,9 +433,9 @@ def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_
     server = serve(lambda body, call: (400, long) if call == 1 else completion(r"\boxed{5}"))
     assert infer(data, tmp_path / "a", server.url, "--concurrency", "1") == 0
     said = capsys.readouterr().err
-    assert (
-        "is not asked: HTTP 400: " in said and "6 answered" in said and "1 prompt too long" in said
-    )
+    assert "is not asked: HTTP 400: " in said
+    assert "6 answered" in said
+    assert "1 prompt too long" in said
     rows = [
         json.loads(line) for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()
     ]
@@ -464,9 +463,8 @@ def test_an_interrupted_evaluation_does_not_wait_for_a_server_that_hangs(data, t
         assert asked.wait(60)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=40)
-    assert process.returncode == 130 and said.splitlines()[-1].startswith(
-        "interrupted; what was answered is kept"
-    )
+    assert process.returncode == 130
+    assert said.splitlines()[-1].startswith("interrupted; what was answered is kept")
 
 
 def test_a_server_that_gives_nothing_ends_the_run_at_once(data, tmp_path, serve, capsys):
@@ -474,7 +472,8 @@ def test_a_server_that_gives_nothing_ends_the_run_at_once(data, tmp_path, serve,
     assert infer(data, tmp_path / "a", server.url, "--batch-size", "2", "--concurrency", "1") == 2
     assert len(server.requests) == 2
     said = capsys.readouterr().err
-    assert "gave none of 2 answers: HTTP 404 at" in said and "the model `m` does not exist" in said
+    assert "gave none of 2 answers: HTTP 404 at" in said
+    assert "the model `m` does not exist" in said
 
 
 WRONG_OPTIONS = {
@@ -540,7 +539,8 @@ def test_a_failed_call_is_not_scored_counted_and_never_a_zero(tmp_path, serve, m
     assert metrics == {"judge/failed": pytest.approx(1 / 3), "judge/cached": 0.0}
     assert len(server.requests) == 4  # the failed one twice
     rewards(function, metrics)
-    assert len(server.requests) == 6 and metrics["judge/cached"] == pytest.approx(2 / 3)
+    assert len(server.requests) == 6
+    assert metrics["judge/cached"] == pytest.approx(2 / 3)
     assert (
         capsys.readouterr().err.count(
             "warning: the judge failed, the first time: HTTP 500 (attempt 2)"
@@ -548,9 +548,11 @@ def test_a_failed_call_is_not_scored_counted_and_never_a_zero(tmp_path, serve, m
         == 1
     )
     cache = (tmp_path / "judge_cache.jsonl").read_text()
-    assert len(cache.splitlines()) == 2 and KEY not in cache
+    assert len(cache.splitlines()) == 2
+    assert KEY not in cache
     again = judge(tmp_path, server.url)  # as a resumed run has it
-    assert rewards(again, metrics)[:2] == [1.0, 0.25] and len(server.requests) == 8
+    assert rewards(again, metrics)[:2] == [1.0, 0.25]
+    assert len(server.requests) == 8
 
 
 @pytest.mark.parametrize("held", ["nan", "5.0", "-3", "abc", "1e400", "", "0.25"])
@@ -585,7 +587,8 @@ def test_a_score_is_known_by_all_that_it_depends_on(tmp_path, serve):
 def test_a_budget_leaves_the_rest_unscored(tmp_path, serve):
     server = serve(lambda body, call: completion("<score>1</score>"))
     found = rewards(judge(tmp_path, server.url, budget=2, concurrency=1), {})
-    assert found == [1.0, 1.0, None] and len(server.requests) == 2
+    assert found == [1.0, 1.0, None]
+    assert len(server.requests) == 2
 
 
 def test_a_key_that_is_refused_ends_the_run_at_once(tmp_path, serve):
@@ -637,7 +640,8 @@ def test_the_trial_reads_a_right_and_a_wrong_answers_score(tmp_path, serve, caps
         )
     )
     tried(tmp_path, server.url)
-    assert len(server.requests) == 2 and not capsys.readouterr().err
+    assert len(server.requests) == 2
+    assert not capsys.readouterr().err
     tried(tmp_path, server.url, budget=1)
     assert len(server.requests) == 3
     same = serve(lambda body, call: completion("<score>0.5</score>"))
@@ -659,7 +663,8 @@ def test_a_judge_without_a_score_does_not_pass_its_trial(tmp_path, serve, reply,
     server = serve(lambda body, call: reply)
     with pytest.raises(UserError, match=message) as error:
         tried(tmp_path, server.url)
-    assert "\n" not in str(error.value) and len(server.requests) == 1
+    assert "\n" not in str(error.value)
+    assert len(server.requests) == 1
 
 
 def test_a_judge_that_is_not_there_is_asked_for_not_its_key(tmp_path, serve):

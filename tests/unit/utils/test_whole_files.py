@@ -29,7 +29,7 @@ from adora_vl.data.dataset import split_files
 from adora_vl.data.output import complete_or_absent
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.files import make_folder, replace_file, replacing_folder
-from tests.unit.utils.test_half_written import contents, disk_of
+from tests.support.disk import disk_of, folder_contents
 
 ROOT = Path(__file__).parents[3]
 WRITES = {
@@ -218,15 +218,15 @@ def place(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
 @pytest.mark.parametrize("size", [0, 60])
 def test_a_full_disk_leaves_what_was_there_and_nothing_else(write, size, place):
-    before = contents(place)
+    before = folder_contents(place)
     with disk_of(0 if write is stopped else size), pytest.raises((OSError, RunError, UserError)):
         write(place)
-    after = contents(place)
+    after = folder_contents(place)
     if write is finished_again:
         after["config.json"] = before["config.json"] = b""  # a file that is whole by itself
     assert after == before
     write(place)
-    assert contents(place) != before
+    assert folder_contents(place) != before
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
@@ -234,7 +234,7 @@ def test_what_cannot_take_its_place_is_taken_away(error, place, monkeypatch):
     """A file, also where there was none; and a folder, whose old one is back whichever of the two
     renames fails.
     """
-    before = contents(place)
+    before = folder_contents(place)
     real = Path.rename
     for fails in ("merged", "new"):
 
@@ -246,12 +246,12 @@ def test_what_cannot_take_its_place_is_taken_away(error, place, monkeypatch):
         with monkeypatch.context() as patch, pytest.raises(error):
             patch.setattr(Path, "rename", rename)
             merged(place)
-        assert contents(place) == before
+        assert folder_contents(place) == before
     monkeypatch.setattr(Path, "replace", mock.Mock(side_effect=error))
     for name in ("manifest.json", "new.json"):
         with pytest.raises(error):
             replace_file(place / name, "new")
-        assert contents(place) == before
+        assert folder_contents(place) == before
 
 
 KILLED = """
@@ -267,15 +267,15 @@ with replacing(folder / "manifest.json") as file, replacing_folder(folder / "mer
 
 
 def test_the_next_start_removes_what_a_killed_run_has_left(place):
-    before = contents(place)
+    before = folder_contents(place)
     (place / ".mine.partial").write_text("the user's")
     (place / ".mine.partial-download").write_text("the user's")
     subprocess.run(
         [sys.executable, "-c", KILLED, str(place)], env={"PYTHONPATH": str(ROOT)}, check=False
     )
-    assert len(contents(place)) > len(before) + 1
+    assert len(folder_contents(place)) > len(before) + 1
     clear_staging(place)
-    assert contents(place) == {
+    assert folder_contents(place) == {
         **before,
         ".mine.partial": b"the user's",
         ".mine.partial-download": b"the user's",
@@ -304,14 +304,14 @@ def prepared(folder: Path) -> None:
 
 def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(place):
     """With the next start of the run, and with the next writing of the folder."""
-    before = contents(place)
+    before = folder_contents(place)
     for recover in (clear_staging, prepared):
         subprocess.run(
             [sys.executable, "-c", BETWEEN, str(place)], env={"PYTHONPATH": str(ROOT)}, check=False
         )
         assert not (place / "merged").exists()
         recover(place)
-        assert contents(place) == before
+        assert folder_contents(place) == before
 
 
 def test_the_bytes_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch):
@@ -341,7 +341,8 @@ def test_the_bytes_are_on_the_disk_before_they_have_their_name(tmp_path, monkeyp
     events.clear()
     with replacing_folder(tmp_path / "merged") as staged:
         (staged / "weights").write_text("whole")
-    assert {"weights", "new"} == set(events[:2]) and events[2:] == ["named merged", tmp_path.name]
+    assert {"weights", "new"} == set(events[:2])
+    assert events[2:] == ["named merged", tmp_path.name]
 
 
 def test_what_is_no_file_is_written_to_as_it_is(tmp_path):
@@ -350,7 +351,8 @@ def test_what_is_no_file_is_written_to_as_it_is(tmp_path):
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     replace_file(pipe, "heard")
-    assert os.read(reader, 100) == b"heard" and pipe.is_fifo()
+    assert os.read(reader, 100) == b"heard"
+    assert pipe.is_fifo()
     os.close(reader)
     code = (
         "from pathlib import Path; from adora_vl.utils import files; "
@@ -359,7 +361,8 @@ def test_what_is_no_file_is_written_to_as_it_is(tmp_path):
     said = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert said.stdout == "heard" and Path("/dev/stdout").is_symlink()
+    assert said.stdout == "heard"
+    assert Path("/dev/stdout").is_symlink()
 
 
 @pytest.mark.parametrize("holds", ["a file", "other things"])
@@ -373,10 +376,10 @@ def test_the_tiny_model_is_built_over_nothing_else(holds, tmp_path, capsys):
     else:
         output.mkdir()
         (output / "thesis.txt").write_text("mine")
-    before = contents(tmp_path)
+    before = folder_contents(tmp_path)
     assert main(["--output", str(output), "--steps", "1"]) == 2
     assert capsys.readouterr().err.startswith("error: output: ")
-    assert contents(tmp_path) == before
+    assert folder_contents(tmp_path) == before
     if output.is_dir():
         shutil.rmtree(output)
         with replacing_folder(output) as staged:
@@ -417,6 +420,5 @@ def test_others_may_read_saved_weights_as_the_umask_says(tmp_path):
 @pytest.mark.slow
 def test_a_run_leaves_no_weights_that_its_owner_alone_may_read(adora_run):
     weights = list(adora_run.rglob("*.safetensors"))
-    assert len(weights) > 1 and {mode_of(path) for path in weights} == {
-        mode_of(adora_run / "config.json")
-    }
+    assert len(weights) > 1
+    assert {mode_of(path) for path in weights} == {mode_of(adora_run / "config.json")}

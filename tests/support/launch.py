@@ -2,10 +2,8 @@
 
 import atexit
 import contextlib
-import json
 import multiprocessing
 import os
-import re
 import runpy
 import subprocess
 import sys
@@ -14,11 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-REPOSITORY = Path(__file__).parents[2]
-
+from tests.support.paths import REPOSITORY
 
 # Processes of Python are forked from one that has the libraries, whose import takes longer than
 # most runs.
@@ -116,22 +110,6 @@ def launch(config: str, *arguments: str, **options: Any) -> subprocess.Completed
     return run([sys.executable, "-m", "accelerate.commands.launch", *file, *arguments], **options)
 
 
-# Where vLLM 0.31 (V1) asks for an image's features: the scheduler's books say that it has them, the
-# runner has them not ("Encoder cache miss"), has others (an assertion without words), or as many as
-# there are not places for.
-_FEATURES = re.compile(
-    r'^\s*File "[^"]*/vllm/.*, in (_gather_mm_embeddings|gather_mm_embeddings|_try_schedule_encoder_inputs|'
-    r"check_and_update_cache|can_allocate|allocate|free_encoder_input|_merge_multimodal_embeddings)$"
-    r"|^\S*(Error|Exception)\b.*encoder cache miss",
-    re.MULTILINE | re.IGNORECASE,
-)
-
-
-def lost_image_features(output: str) -> bool:
-    """Whether the engine ended with an error about its cache of image features, in whatever words."""
-    return _FEATURES.search(re.sub(r"^\[rank\d+\]: ?", "", output, flags=re.MULTILINE)) is not None
-
-
 def pids_with(mark: str) -> list[int]:
     """The processes that inherited `mark` in their environment; none that have ended."""
     found = []
@@ -153,17 +131,3 @@ def processes_with(mark: str) -> list[str]:
             break
         time.sleep(0.2)
     return found
-
-
-def history(folder: Path) -> list[dict[str, Any]]:
-    """The lines of its log that are of training steps."""
-    entries = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    return [entry for entry in entries if "reward" in entry]
-
-
-def damage(split: Path, row: int) -> None:
-    """Cut the image of a row short, in the Parquet file."""
-    table = pq.read_table(split)
-    rows = table.to_pylist()
-    rows[row]["images"][0]["bytes"] = rows[row]["images"][0]["bytes"][:60]
-    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), split)

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from adora_vl.record.metrics import METRICS, read_metrics
-from tests.integration.support import REPOSITORY, pids_with
+from tests.support.launch import pids_with
+from tests.support.paths import REPOSITORY
 
 _DEADLINE_S = 300  # for anything that a run does; a run that hangs fails the test after it
 LAUNCHER = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file"]

@@ -4,8 +4,10 @@ there anyway, the doctor's table, answers of both engines of the evaluators, and
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,10 +24,12 @@ from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.local import TransformersEngine
 from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerRequest
 from adora_vl.evaluation import SamplerEngine
+from adora_vl.models.load import PRETRAINED
 from adora_vl.rollout import turns
 from adora_vl.rollout.agreement import difference, read_prompts, score
 from adora_vl.rollout.rollouts import Call
 from adora_vl.utils.checks import as_json
+from tests.support.launch import launch
 
 Rows = Sequence[dict[str, Any]]
 WITH_ENGINE: dict[str, Any] = {
@@ -150,7 +154,7 @@ class Draws:
                 [(draw.randrange(28), draw.randrange(28)), size], "black", width=3
             )
             parts += ["\n", image]
-        call = Call("draw", seed, "", 0.0, failed=False)
+        call = Call(name="draw", arguments=seed, text="", seconds=0.0, failed=False)
         return SimpleNamespace(parts=(*parts, "\n</tool_response>"), calls=(call,))
 
 
@@ -161,3 +165,15 @@ TURNS: dict[str, Any] = {"max_completion_length": 256, "max_tool_calling_iterati
 Look = Callable[[Any, Rows], Any]
 BEFORE: dict[str, Look] = {"doctor": doctor, "answers": answers}  # the updates; they change nothing
 AFTER: dict[str, Look] = {"lora": lora}
+SCRIPT = ("-m", "tests.parity.parity_run")
+
+
+def run_parity(
+    tmp_path: Path, config: str, *words: str, check: bool = True, model: Path = PRETRAINED
+) -> dict[str, Any]:
+    output = tmp_path / "result.json"
+    done = launch(
+        config, *SCRIPT, "--model", str(model), "--output", str(output), *words, check=check
+    )
+    result: dict[str, Any] = json.loads(output.read_text()) if output.is_file() else {}
+    return {**result, "returncode": done.returncode, "stderr": done.stderr}

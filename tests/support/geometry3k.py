@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from adora_vl.data.dataset import Row, stored_rows
 from data_prep.cli import main
+from tests.support.pictures import drawing, encoded
 
 HUB_FEATURES = Features(
     {"images": List(ImageFeature()), "problem": Value("string"), "answer": Value("string")}
@@ -25,29 +25,6 @@ GOOD = {
     "problem_type_graph": ["Circle", "Triangle"],
     "problem_type_goal": ["Angle"],
 }
-
-
-def picture(size: tuple[int, int] = (30, 20)) -> Image.Image:
-    """Transparent, with a black left half: on white paper its right half is white."""
-    made = Image.new("RGBA", size, (0, 0, 0, 0))
-    made.paste((0, 0, 0, 255), (0, 0, size[0] // 2, size[1]))
-    return made
-
-
-def drawing(seed: int, size: int = 200) -> Image.Image:
-    """A figure of straight lines, another one for each seed."""
-    made = Image.new("RGB", (size, size), "white")
-    points = np.random.default_rng(seed).uniform(0.05 * size, 0.95 * size, (6, 2))
-    ImageDraw.Draw(made).line(
-        [tuple(point) for point in points], fill="black", width=max(1, size // 60)
-    )
-    return made
-
-
-def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, form, **options)
-    return stream.getvalue()
 
 
 def problem_folder(
@@ -104,7 +81,8 @@ def refused(code: int, output: Path, capsys: pytest.CaptureFixture[str]) -> str:
     lines = error.splitlines()
     assert all(line.startswith("error: ") for line in lines), error
     assert len(lines) == 1 or "all of them are in" in lines[-1], error
-    assert not output.exists() and not list(output.parent.glob(f".{output.name}*"))
+    assert not output.exists()
+    assert not list(output.parent.glob(f".{output.name}*"))
     return error
 
 
@@ -115,14 +93,6 @@ def only_row(output: Path, split: str = "train") -> Row:
 
 def stored_image(row: Row) -> Image.Image:
     return Image.open(io.BytesIO(row["images"][0]["bytes"]))
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
 
 
 Damage = Callable[[Path], object]

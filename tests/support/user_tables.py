@@ -13,7 +13,7 @@ from datasets import Image as ImageFeature
 
 from adora_vl.data.dataset import Row, stored_rows
 from data_prep.cli import main
-from tests.unit.data_prep.data_prep_support import drawing, encoded
+from tests.support.pictures import drawing, encoded
 
 PICTURES = [encoded(drawing(number, 60)) for number in range(4)]
 COLUMNS = (
@@ -78,7 +78,7 @@ def with_images(values: list[Any], alone: bool = False) -> list[dict[str, Any]]:
     return rows
 
 
-def jsonl(folder: Path, rows: list[Any] | None = None) -> Path:
+def write_jsonl(folder: Path, rows: list[Any] | None = None) -> Path:
     names = _pictures(folder)
     lines = [json.dumps(row) for row in rows or with_images(names, alone=True)]
     (folder / "mine.jsonl").write_text("\n\n".join(lines) + "\n")
@@ -92,7 +92,7 @@ def json_list(folder: Path) -> Path:
     return folder / "mine.json"
 
 
-def table(folder: Path, ending: str, rows: list[dict[str, Any]] | None = None) -> Path:
+def write_cells(folder: Path, ending: str, rows: list[dict[str, Any]] | None = None) -> Path:
     """CSV or TSV, as Excel saves it: with a mark of UTF-8 before the first name."""
     path = folder / f"mine.{ending}"
     rows = rows or with_images(_pictures(folder), alone=True)
@@ -129,15 +129,15 @@ def parquet_hub(folder: Path) -> Path:
 
 def image_folder(folder: Path) -> Path:
     """The layout of the hub's ImageFolder: pictures with `metadata.csv` beside them."""
-    table(folder / "mine", "csv").rename(folder / "mine" / "metadata.csv")
+    write_cells(folder / "mine", "csv").rename(folder / "mine" / "metadata.csv")
     return folder / "mine"
 
 
 FORMATS = {
-    "jsonl": jsonl,
+    "jsonl": write_jsonl,
     "json with data URLs": json_list,
-    "csv": lambda folder: table(folder, "csv"),
-    "tsv": lambda folder: table(folder, "tsv"),
+    "csv": lambda folder: write_cells(folder, "csv"),
+    "tsv": lambda folder: write_cells(folder, "tsv"),
     "parquet with paths": parquet_paths,
     "parquet of the hub": parquet_hub,
     "a folder of images with a table": image_folder,
@@ -161,11 +161,11 @@ def convert(
     )
 
 
-def kept(output: Path, split: str = "train") -> list[Row]:
+def rows_of(output: Path, split: str = "train") -> list[Row]:
     return list(stored_rows(output, split))
 
 
-def found(output: Path, split: str = "train") -> dict[str, tuple[Any, ...]]:
+def fields_by_id(output: Path, split: str = "train") -> dict[str, tuple[Any, ...]]:
     """The rows of a prepared folder as in `EXPECTED`."""
     return {
         row["id"]: (
@@ -177,3 +177,11 @@ def found(output: Path, split: str = "train") -> dict[str, tuple[Any, ...]]:
         )
         for row in stored_rows(output, split)
     }
+
+
+def truncate_image(split: Path, row: int) -> None:
+    """Cut the image of a row short, in the Parquet file."""
+    table = pq.read_table(split)
+    rows = table.to_pylist()
+    rows[row]["images"][0]["bytes"] = rows[row]["images"][0]["bytes"][:60]
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), split)

@@ -25,25 +25,27 @@ def float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def batch(rewards, lengths=None, surprisal=None, **facts) -> Groups:
+def groups_of_rewards(rewards, lengths=None, surprisal=None, **facts) -> Groups:
     rewards = torch.tensor(rewards)
     lengths = torch.tensor(lengths) if lengths is not None else torch.full(rewards.shape, 10)
     surprisal = torch.tensor(surprisal) if surprisal is not None else lengths / 10
     return Groups(rewards, lengths, lengths >= 100, surprisal_PG=surprisal, **facts)
 
 
-def random_batch(prompts=40, generations=8, seed=0, step=0) -> Groups:
+def random_groups(prompts=40, generations=8, seed=0, step=0) -> Groups:
     generator = torch.Generator().manual_seed(seed)
     rewards = torch.tensor([0.0, 0.1, 1.0])[
         torch.randint(0, 3, (prompts, generations), generator=generator)
     ]
-    rewards[0], rewards[1] = 0.1, 1.0  # without signal
+    # without signal
+    rewards[0] = 0.1
+    rewards[1] = 1.0
     lengths = torch.randint(1, 110, (prompts, generations), generator=generator)
     surprisal = torch.rand(prompts, generations, generator=generator)
     return Groups(rewards, lengths, lengths >= 100, surprisal_PG=surprisal, step=step)
 
 
-def run(name, groups, options=None, scale="group"):
+def weighed_by(name, groups, options=None, scale="group"):
     """A method as the trainer applies it, on GRPO's advantages."""
     method = AdvantagePipeline({name: METHODS[name]() if options is None else options}, scale=scale)
     return method(groups, group_advantages(groups.rewards_PG, scale=scale))

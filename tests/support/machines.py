@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from adora_vl.record.metrics import METRICS, read_metrics
-from tests.integration.support import REPOSITORY, pids_with
+from tests.support.launch import pids_with
+from tests.support.paths import REPOSITORY
 
 _DEADLINE_S = 600  # for anything that a run does
 _CABLE = "cable0"  # the network interface of each machine
