@@ -23,6 +23,8 @@ def table(scored: Scored) -> str:
     rows = list[tuple[str, str, Cell]]([("all", "", everything)])
     hidden = list[str]()
     for key, group in score["groups"].items():
+        if _says_nothing(group, everything):
+            continue
         values = list(group.items())[:_MANY]
         rows += _rows(key, dict(values))
         if len(group) > _MANY:
@@ -42,6 +44,11 @@ def table(scored: Scored) -> str:
     ]
     lines += ["", *samples, *summary.lines, *_answers(score), *_warnings(score, summary)]
     return "\n".join(lines)
+
+
+def _says_nothing(group: Mapping[str, Cell], everything: Cell) -> bool:
+    """Whether a group has one value, which all problems have, so that its row repeats the first."""
+    return [cell.get("total") for cell in group.values()] == [everything.get("total")]
 
 
 def made_with(score: Score, summary: OwnFigures) -> str:
