@@ -23,7 +23,7 @@ def table(scored: Scored) -> str:
     rows = list[tuple[str, str, Cell]]([("all", "", overall)])
     left_out = []
     for key, group in score["groups"].items():
-        if _says_nothing(group, everything):
+        if _says_nothing(group, overall):
             continue
         values = list(group.items())[:_MANY]
         rows += _rows(key, dict(values))
