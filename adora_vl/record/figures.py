@@ -47,11 +47,11 @@ class Figure:
     short: str = ""
 
     def in_table(self, value: float) -> str:
-        """The value as it stands in a table."""
+        """Return the value as it stands in a table."""
         return _IN_TABLE[self.format].format(value)
 
     def in_line(self, value: float) -> str:
-        """The short title and the value, as they stand in a line."""
+        """Return the short title and the value, as they stand in a line."""
         number = _IN_LINE[self.format].format(value)
         # A small share, such as of rollouts without a reward, would be 0 %.
         if self.format == "share" and 0 < value < 0.1:
