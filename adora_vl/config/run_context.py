@@ -20,11 +20,13 @@ class Messages:
     """What the checks say to the user, in their order.
 
     `notes`: lines about the run, printed before it starts. `unknown`: lines about what could not be
-    checked; only a dry run has any.
+    checked; only a dry run has any. `refusals`: what a run would stop with, where a dry run goes on
+    to predict its memory.
     """
 
     notes: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
 
     @classmethod
     def for_context(cls, context: RunContext) -> Messages:

@@ -261,8 +261,8 @@ def _seconds(setting: Setting, turns: dict[str, list[Turn]]) -> Iterator[Line]:
     policy = {way: spent["log-probabilities"] + spent["backward"] for way, spent in medians.items()}
     ratios = {"policy's pass and backward": policy["ours"] / policy["stock"]}
     ratios["whole step"] = medians["ours"]["step"] / medians["stock"]["step"]
-    for (what, ratio), bound in zip(ratios.items(), (1.0, 1.1), strict=True):
-        name = f"ours, of stock's seconds: {what}"
+    for (part, ratio), bound in zip(ratios.items(), (1.0, 1.1), strict=True):
+        name = f"ours, of stock's seconds: {part}"
         if setting.on_gpu:
             yield at_most(
                 name,

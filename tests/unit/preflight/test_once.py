@@ -59,9 +59,11 @@ class Counted:
         finally:
             self._depth -= 1
 
-    def build_methods(self, value: str | Mapping[str, Any]) -> methods.MethodSet:
+    def build_methods(
+        self, value: str | Mapping[str, Any], functions: Mapping[str, Any]
+    ) -> methods.MethodSet:
         self.builds += 1
-        return self._build_methods(value)
+        return self._build_methods(value, functions)
 
 
 def words_of(output_dir: Path, **keys: object) -> list[str]:

@@ -20,6 +20,7 @@ from datasets import load_dataset
 from adora_vl.advantage import METHODS, Adora, AdoraWeighting, Groups, weigh_groups
 from adora_vl.checkpoint.store import problem_of
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.dataset import MADE_BY
 from adora_vl.export import main as export
 from adora_vl.models.load import MERGED
@@ -667,3 +668,20 @@ def test_the_summary_of_a_real_run_names_files_and_commands_that_exist(resumed_r
     assert json.loads((Path(folder[1]) / "manifest.json").read_text())["made_by"] == "data_prep"
     expected = " ".join(arguments(resumed_run.folder)) + f" --max_steps {2 * STEPS}"
     assert words["Train longer"] == f"{interpreter()} -m adora_vl.train {expected}"
+
+
+def test_a_run_with_tools_is_evaluated_with_them(tmp_path):
+    config = AdoraGRPOConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        max_steps=10,
+        tools=["zoom"],
+        max_tool_calling_iterations=2,
+        adora_tool_options=ToolOptions(images=3),
+    )
+    lines = summary_lines([], config, tmp_path, 1)
+    [evaluate] = [line for line in lines if line.startswith("Evaluate it")]
+    assert evaluate.endswith(
+        "--tools zoom --max-tool-calling-iterations 2 --tool-options '{images: 3}'"
+    )
