@@ -74,7 +74,7 @@ def policy() -> Any:
     """A pass over a model that is dropout alone, `score(learns)`, and the model."""
     model = nn.Dropout(0.5)
     model.train()
-    config: Any = SimpleNamespace(own=lambda part: False)
+    config: Any = SimpleNamespace(uses=lambda part: False)
     policy_pass = PolicyPass(Accelerator(cpu=True), config)
 
     def separate(model: nn.Module, ids_BS: Tensor, *_: object) -> tuple[Tensor, None, None]:

@@ -360,7 +360,9 @@ def test_a_run_that_is_interrupted_before_its_first_step(tmp_path, monkeypatch, 
     monkeypatch.setattr(
         train,
         "prepare",
-        lambda *_: type("Run", (), {"finished": None, "config": config, "is_main_process": True}),
+        lambda *_: SimpleNamespace(
+            finished=None, config=config, request=SimpleNamespace(is_main_process=True)
+        ),
     )
     for place in ("build_trainer", "prepare"):
         monkeypatch.setattr(train, place, interrupted)

@@ -23,9 +23,9 @@ PATCHES = {name: value for name, value in vars(compat).items() if isinstance(val
 
 # setattr with a key of a dataclass of settings
 SETS_KEYS = {
-    "adora_vl/config/advantage.py",
+    "adora_vl/config/methods.py",
     "adora_vl/config/values.py",
-    "adora_vl/prepare.py",
+    "adora_vl/config/schema.py",
     "adora_vl/rewards/safe_call.py",  # the copy of a record that a function is handed
 }
 IMAGES = "adora_vl/data/images.py"  # gives pictures a class of ours
