@@ -280,10 +280,12 @@ def _table(overview: Survey) -> list[str]:
     blocks: dict[str, dict[str, list[str]]] = {"rows": {"rows": row_counts}}
     for name in PROPERTIES:
         total: Counter[str] = sum((facts.counts[name] for facts in splits.values()), Counter())
+        # A property that no row has gets no block.
         if set(total) <= {UNKNOWN}:
-            continue  # no row has it
+            continue
         title = "image size (longest side)" if name == "image size" else name
         blocks[title] = _property_block(name, total, splits)
+    # Tables of texts alone have no image tokens.
     tokens = [facts.tokens for facts in splits.values()]
     if any(map(any, tokens)):
         title = f"image tokens per row ({FAMILIES[overview.family].name}'s own limits)"

@@ -646,6 +646,7 @@ class ToolUse(NamedTuple):
         """Return the use of tools by these rollouts, on the CPU."""
 
         def column(values: Iterable[float]) -> Tensor:
+            """Return one value for each rollout."""
             return torch.tensor([*values], dtype=torch.float32)
 
         calls_of_rollouts = [rollout.calls for rollout in rollouts]
