@@ -261,6 +261,7 @@ def _read_folder(folder: ProblemFolder, split: str, diagram: str) -> RawProblem:
             remedy="put the file there",
             originals=originals,
         ) from error
+    # From here on a refused row is kept with the bytes that were read.
     refuse = partial(RowError, row_id, originals=originals)
     try:
         data = read_json(originals[0].decode("utf-8"))
@@ -273,6 +274,7 @@ def _read_folder(folder: ProblemFolder, split: str, diagram: str) -> RawProblem:
         raise refuse("not_json", wrong, "download the problem again")
     field = partial(_field, data, refuse, f"{folder}/data.json")
     problem = field("problem_text", str)
+    # A logic form that is missing or broken costs the row its facts, not its place.
     facts = None
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         facts = facts_in_words(
@@ -509,6 +511,7 @@ def prepare_geometry3k(
         )
 
     def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
+        """Open the source, and return its description and the chosen rows of each split."""
         splits, commit = open_source(
             source,
             location=location,
@@ -525,6 +528,7 @@ def prepare_geometry3k(
             split: _chosen_of(split, rows, chosen_options) for split, rows in splits.items()
         }
 
+    # Rows from the authors' logic forms have a column more, and solved ones have two.
     features = None
     if source in ("intergps", FORMS):
         features = replace(PRESET.columns, extras=(("facts", "facts"),)).features

@@ -175,7 +175,7 @@ def noun(term: Term) -> str | None:
         return _leaf(head)
     if head in COLOURS:
         return _coloured(head, term.arguments[0])
-    if head in _KINDS:
+    if head in _KINDS:  # an adjective, such as `regular`
         part_noun = noun(term.arguments[0])
         return part_noun and part_noun.replace("the ", f"the {head.lower()} ", 1)
     if head in ("Line", "Point"):

@@ -215,10 +215,12 @@ def describe(overview: Survey) -> str:
 def counts(overview: Survey) -> str:
     """Return what `describe` does, without the prompt."""
     manifest = overview.manifest
+    # A folder that somebody else made can be surveyed too.
     origin = " (no manifest of ours)"
     if manifest:
         origin = f" ({manifest['source']}, input {manifest['input'] or 'drawn'})"
     unit = "characters" if overview.model is None else f"tokens of {overview.model}"
+    # The longest problems are those that a limit on the prompt would refuse first.
     longest = [f"longest problems ({unit}, without system prompt and image)"]
     for split, facts in overview.splits.items():
         for measure, row_id, problem in facts.longest[:3]:

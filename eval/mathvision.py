@@ -162,6 +162,7 @@ def _respelt(answer: str) -> str:
         head, *fractions = answer.split("\\frac")
         if all(fraction.startswith("{") or len(fraction) > 1 for fraction in fractions):
             answer = head + "".join("\\frac" + _braced(fraction, 2) for fraction in fractions)
+    # The official code knows this decimal alone.
     if answer == "0.5":
         return "\\frac{1}{2}"
     numerator, slash, denominator = answer.partition("/")
