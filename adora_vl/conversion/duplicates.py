@@ -146,6 +146,7 @@ def leave_out(
     again = folder / "again"
 
     def remaining_rows() -> Iterator[Row]:
+        """Yield the rows that contradict no other, and put the others into the quarantine."""
         for row in stored_rows(folder, split):
             if row["id"] not in contradicting:
                 yield row
@@ -166,6 +167,7 @@ def leave_out(
             )
             quarantine.add(split, fault)
 
+    # The old files go only when the new ones are whole.
     count = write_split(remaining_rows(), folder=again, split=split, features=features)
     for old_file in (folder / "data").glob(f"{split}-*.parquet"):
         old_file.unlink()

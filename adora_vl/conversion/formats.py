@@ -166,6 +166,7 @@ def _arrow(path: Path, columns: Columns) -> tuple[Table, Mapping[str, Any]]:
     names = columns.to_read(schema.names)
 
     def batches() -> Iterator[Any]:
+        """Yield the needed columns a batch of rows at a time, so that a large table fits."""
         if format_of(path) != ".parquet":
             yield from _stored(path).select_columns(names).with_format("arrow").iter(_BATCH_ROWS)
             return
@@ -173,6 +174,7 @@ def _arrow(path: Path, columns: Columns) -> tuple[Table, Mapping[str, Any]]:
             yield from file.iter_batches(_BATCH_ROWS, columns=names)
 
     def records() -> Records:
+        """Begin to read the rows, numbered from 1."""
         return ((f"row {number}", record) for number, record in enumerate(_rows_of(batches()), 1))
 
     return (schema.names, "", records), features

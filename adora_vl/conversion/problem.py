@@ -39,6 +39,7 @@ class RowError(UserError):
         originals: Sequence[bytes] = (),
         record: dict[str, Any] | None = None,
     ) -> None:
+        """Begin an error of the row `row_id`. `wrong`: what is wrong; `remedy`: what to do."""
         super().__init__(row_id, kind, wrong, remedy)  # pickling needs the arguments
         self.row_id = row_id
         self.sentence = f"{wrong}; {remedy}"

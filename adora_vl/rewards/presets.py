@@ -135,6 +135,7 @@ def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunct
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float]:
+        """Grade the completions by their reference answers, and return the preset's rewards."""
         references = _references(answer, choices, len(completions))
         texts = response_texts(completions, thinking_opened)
         answers = [final_part(text) for text in texts]

@@ -166,6 +166,7 @@ def safe_call(
             return [*failed(error, arguments, row)]
 
     async def call_async(**arguments: Any) -> list[float | None]:
+        """Return the rewards of an `async def`; of a failure what `failed` makes of it."""
         try:
             with back_in(folder), backstop(timeout), in_one_process(f"reward {name}"):
                 async with asyncio.timeout(timeout) as limit:
@@ -263,6 +264,7 @@ def _failure(
         reason = f"it called sys.exit({code}){location}"
     else:
         reason = f"{in_one_line(error)[:_REASON_CHARS]}{location}"
+    # A row of the data set is named by its id, where it has one; else by its place in the batch.
     count = len(arguments["completions"])
     ids = arguments.get("id")
     index = 0 if row is None else row

@@ -407,6 +407,7 @@ class Toolbox:
                 ) from None
             raise CallError(f"the tool's picture cannot be read ({error})") from None
         (width, height) = image.size
+        # A side has at least one image token, and the image processor refuses a narrow strip.
         unit = self.view.unit
         if min(width, height) < unit or max(width, height) >= WIDEST * min(width, height):
             raise CallError(

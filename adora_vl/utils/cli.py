@@ -295,10 +295,12 @@ def _loader() -> Any:
 
     class Loader(yaml.SafeLoader):
         def get_single_node(self) -> Any:
+            """Read the whole document, and refuse one that aliases make too large."""
             node = super().get_single_node()
             remaining_visits = iter(range(_MOST_YAML))
 
             def visit(node: Any) -> None:
+                """Visit a node and all below it, those behind an alias each time."""
                 if next(remaining_visits, None) is None:
                     raise yaml.constructor.ConstructorError(
                         None, None, "its aliases make it larger than any config"
