@@ -41,6 +41,7 @@ class Share:
     total: int
 
     def __str__(self) -> str:
+        """Return the share with its 95 % interval and its counts."""
         if not self.total:
             return "-"
         low, high = wilson(self.count, self.total)

@@ -421,6 +421,7 @@ class _Diagram:
         half_height = _FONT / _SIZE / 2
 
         def box_at(point: complex) -> _Box:
+            """Return the box of the text around a point."""
             return (
                 point.real - half_width,
                 point.imag - half_height,

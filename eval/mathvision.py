@@ -60,6 +60,7 @@ def build_query(row: dict[str, Any]) -> str:
     is_first = True
 
     def place_image(match: re.Match[str]) -> str:
+        """Return the marker of the image at its first place, and its name at all later ones."""
         nonlocal is_first
         if is_first:
             is_first = False

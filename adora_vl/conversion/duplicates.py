@@ -60,6 +60,7 @@ class SeenRows:
         self._number = 0
 
     def __enter__(self) -> SeenRows:
+        """Open the data base in its file. Raises `OSError` where the disk has no room for it."""
         self._base = sqlite3.connect(self._file, isolation_level=None)
         try:
             self._base.executescript(_TABLES + "BEGIN")

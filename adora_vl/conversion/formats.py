@@ -94,6 +94,7 @@ def open_table(path: Path, columns: Columns) -> tuple[str, Callable[[], Records]
         names = class_names(columns, {**_described(path), **features})
 
     def records() -> Records:
+        """Yield the place of each row with its wanted columns, or with what is broken in it."""
         with _readable(path):
             for position, record in begin():
                 if isinstance(record, dict):

@@ -129,6 +129,7 @@ class Deduplicator:
     """
 
     def __init__(self, quarantine: Quarantine, seen_rows: SeenRows, *, keep_leaks: bool) -> None:
+        """Begin with no rows. `keep_leaks`: training rows that are test problems too stay."""
         self.quarantine = quarantine
         self.seen_rows = seen_rows
         self._keep_leaks = keep_leaks

@@ -62,6 +62,7 @@ def several_faults() -> Iterator[Callable[..., Any]]:
     faults: list[RowError] = []
 
     def tried(part: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what `part` returns; None where it raises a `RowError`, which is kept."""
         try:
             return part(*arguments)
         except RowError as error:

@@ -87,6 +87,7 @@ class Ball:
         return Ball(-self.value, self.error, step=self.step)
 
     def __add__(self, addend: Ball) -> Ball:
+        """Return the sum; the errors add up."""
         if self.exact and addend.exact:
             return _fraction(self.value + addend.value)
         first = self.inexact()

@@ -114,6 +114,7 @@ class _Grader:
         self._grades: list[Grade] = []
 
     def __call__(self, texts: list[str], references: _References) -> list[Grade]:
+        """Grade a batch, once for all presets that ask for the same one in turn."""
         if (texts, references) != self._last:
             answers = [gold for gold, _ in references]
             choices = [options for _, options in references]

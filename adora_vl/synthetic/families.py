@@ -311,6 +311,7 @@ def clear(family: Family) -> Family:
 
     @functools.wraps(family)
     def drawn(rng: random.Random, size: int, level: int, style: Style) -> SyntheticProblem:
+        """Draw problems until one has its labels clear of each other."""
         while True:
             try:
                 return family(rng, size, level, style)

@@ -175,6 +175,7 @@ class ChatClient:
         """
 
         def asked() -> str:
+            """Return what `read` makes of one reply."""
             reply = self._call(messages, {})
             try:
                 return read(reply.text)
