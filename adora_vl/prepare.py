@@ -8,7 +8,8 @@ from adora_vl.utils.launch import prepare_engine_environment, use_expandable_seg
 
 if TYPE_CHECKING:
     from adora_vl.config.command import CliArgs
-    from adora_vl.config.run_context import DryRunOptions, OutputDirMode
+    from adora_vl.config.dry_run_options import DryRunOptions
+    from adora_vl.config.run_context import OutputDirMode
     from adora_vl.preflight.facts import ResolvedRun
 
 

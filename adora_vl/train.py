@@ -24,8 +24,8 @@ from adora_vl.utils.versions import check_versions
 
 with imports():
     from adora_vl.config.command import CliArgs, read
+    from adora_vl.config.dry_run_options import take_options
     from adora_vl.config.help import asks_for_help, help_text
-    from adora_vl.config.run_context import take_options
     from adora_vl.prepare import prepare
 
 if TYPE_CHECKING:

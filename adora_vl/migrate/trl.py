@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from adora_vl.config.help import read_keys
+from adora_vl.config.trl_keys import read_keys
 from adora_vl.migrate.migration import Launch, Migration, words_in
 
 # What TRL's own reward functions are called here.

@@ -19,7 +19,8 @@ from trl import ModelConfig
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.config.batch_plan import regroup_obstacle
 from adora_vl.config.command import CliArgs
-from adora_vl.config.run_context import DryRunOptions, Sharding
+from adora_vl.config.dry_run_options import DryRunOptions
+from adora_vl.config.sharding import Sharding
 from adora_vl.data.dataset import example_row, row_count
 from adora_vl.data.prompt_lengths import ContextLimit, LengthCheck, Measured, sizes_in
 from adora_vl.data.prompts import Message, as_text, conversation_with_images, shown_lines, template
@@ -153,6 +154,11 @@ def _larger_pictures(run: ResolvedRun) -> list[str]:
 
 
 def _card(options: DryRunOptions, config: AdoraGRPOConfig, processes: int) -> tuple[int, str]:
+    """Return the memory of a card in bytes, and the card in words.
+
+    It is what the user says, else this machine's, else an assumed one. Without a GPU it is a
+    process's share of the machine's memory.
+    """
     if options.card_gib is not None:
         return int(options.card_gib * GIB), f"a card of {options.card_gib:g} GiB"
     import torch
@@ -266,13 +272,15 @@ def prompt_lines(plan: Plan) -> list[str]:
     if not plan.rows:
         return []
     script = plan.script
-    folders = [Path(folder) for folder in plan.run.data.folders]
-    rows = [row for folder in folders if (row := example_row(folder, [script.dataset_train_split]))]
+    rows = []
+    for folder in plan.run.data.folders:
+        example = example_row(Path(folder), [script.dataset_train_split])
+        if example:
+            rows.append(example)
     row = next((row for row in rows if row.get("choices")), rows[0])
     problem = template(script.adora_prompt)(row) if script.adora_prompt else row["problem"]
-    text = _rendered(
-        plan, conversation_with_images(problem, len(row["images"] or []), plan.run.system_prompt)
-    )
+    image_count = len(row["images"] or [])
+    text = _rendered(plan, conversation_with_images(problem, image_count, plan.run.system_prompt))
     return section(f"One whole prompt, of {row['id']}", shown_lines(text))
 
 
@@ -325,7 +333,7 @@ def config_lines(plan: Plan, set_keys: Collection[str]) -> list[str]:
 
 
 def steps_of(plan: Plan) -> tuple[int | None, int | None]:
-    """Return optimizer steps of an epoch and of the whole run; None where they are not known."""
+    """Return the optimizer steps of an epoch and of the whole run, None where not known."""
     batches = plan.run.layout
     config = plan.run.config
     fixed = config.max_steps if config.max_steps > 0 else None
@@ -391,6 +399,7 @@ def batch_lines(plan: Plan) -> list[str]:
 
 
 def _spread(name: str, values: Sequence[int]) -> str:
+    """Return a line of the table of lengths."""
     return f"{name:14}" + "".join(f"{figure:>9}" for figure in _spread_of(values).values())
 
 
@@ -555,6 +564,7 @@ def launch_command(plan: Plan, arguments: Sequence[str], launcher: Path | None) 
 
 
 def _check_outputs(options: DryRunOptions) -> None:
+    """Raise `UserError` where a file of the dry run cannot be written, before it is computed."""
     if options.json is not None:
         check_json(
             "--json",
@@ -572,6 +582,7 @@ def _check_outputs(options: DryRunOptions) -> None:
 
 
 def _write(option: str, path: Path, text: str) -> None:
+    """Write a file of the dry run. Raises `UserError` that names the option."""
     with written_to(option, path):
         replace_file(path, text)
 
@@ -594,7 +605,8 @@ def resolved(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
     }
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
+    """Return whether YAML can write a value."""
     try:
         yaml.safe_dump(value)
     except yaml.YAMLError:
@@ -644,6 +656,7 @@ def figures(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
 
 
 def _spread_of(values: Sequence[int]) -> dict[str, int]:
+    """Return how at least one value spreads: smallest, median, 95 % quantile and largest."""
     return {
         "min": min(values),
         "median": quantile(values, 0.5),

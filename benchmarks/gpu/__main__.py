@@ -108,7 +108,7 @@ def machine() -> str:
         else f"CPU ({platform.machine()})"
     )
     return ", ".join(
-        [device, *(f"{name} {found}" for name in _PACKAGES if (found := installed(name)))]
+        [device, *(f"{name} {version}" for name in _PACKAGES if (version := installed(name)))]
     )
 
 

@@ -104,14 +104,14 @@ def doctor(
 
     `words`: further arguments; `runner`: vLLM's model runner, V1 or V2; `of`: what is examined.
     """
-    what = ", ".join(filter(None, (of, dtype, runner)))
-    output = folder / f"{what}.json"
+    title = ", ".join(filter(None, (of, dtype, runner)))
+    output = folder / f"{title}.json"
     module = ["adora_vl.doctor", *arguments(setting, dtype, folder), *words, "--json", str(output)]
     last_words = run_module(module, chosen(runner))
     if not output.is_file():
-        yield failed(f"doctor, {what}", last_words)
+        yield failed(f"doctor, {title}", last_words)
         return
-    yield from engine_lines(json.loads(output.read_text(encoding="utf-8")), what)
+    yield from engine_lines(json.loads(output.read_text(encoding="utf-8")), title)
 
 
 def chosen(runner: str | None) -> dict[str, str]:
@@ -200,7 +200,7 @@ def seeded(setting: Setting, folder: Path) -> Iterator[Line]:
         )
     finally:
         trainer.close()
-    same = sum(one == two for one, two in zip(first, again, strict=True))
+    same = sum(tokens == tokens_again for tokens, tokens_again in zip(first, again, strict=True))
     yield holds(
         "seeded rollouts, drawn again",
         f"{same} of {len(first)} equal",
@@ -215,16 +215,16 @@ def seeded(setting: Setting, folder: Path) -> Iterator[Line]:
 
 def free_after_sleeps(setting: Setting, sample_and_sleep: Callable[[], object]) -> Line:
     """Whether the card has as much memory free after the last of some sleeps as after the first."""
-    what = f"memory lost over {SLEEPS} sleeps"
+    title = f"memory lost over {SLEEPS} sleeps"
     if not setting.on_gpu:
-        return skipped(what, "a CPU engine does not sleep")
+        return skipped(title, "a CPU engine does not sleep")
     free = []
     for _ in range(SLEEPS):
         sample_and_sleep()
         torch.cuda.synchronize(setting.device)
         free.append(torch.cuda.mem_get_info(setting.device)[0] / GIB)
     source = f"{LEAK} GiB a sleep, since allocators round; {free[0]:.3g} GiB free after the first"
-    return at_most(what, value=free[0] - free[-1], bound=LEAK * SLEEPS, unit="GiB", source=source)
+    return at_most(title, value=free[0] - free[-1], bound=LEAK * SLEEPS, unit="GiB", source=source)
 
 
 def rate(what: str, steps: Sequence[dict[str, Any]]) -> Line:
@@ -270,13 +270,13 @@ def recipe_on(setting: Setting, of: str) -> Iterator[Line]:
                 "the doctor got no engine to answer",
             )
             return
-        what = f"{GENERATIONS} generations{f', {runner}' if runner else ''}"
+        title = f"{GENERATIONS} generations{f', {runner}' if runner else ''}"
         run = folder / f"run-{runner}"
         yield from generations(
-            what, [*arguments(setting, dtype, folder), *words], dtype, run, chosen(runner)
+            title, [*arguments(setting, dtype, folder), *words], dtype, run, chosen(runner)
         )
         if run.is_dir():
-            yield ran_by(what, run, runner or "V1")
+            yield ran_by(title, run, runner or "V1")
     if not setting.on_gpu:
         yield skipped("tied embeddings, sleep, model runner V2", "a CPU engine has none of them")
 

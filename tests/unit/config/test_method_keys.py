@@ -164,27 +164,6 @@ def test_a_method_that_is_set_once_the_config_is_made_is_refused():
         check_methods(ours)
 
 
-def test_no_option_of_a_method_takes_a_number_that_is_not_finite():
-    numbers = [
-        (name, option.name)
-        for name, method in METHODS.items()
-        for option in fields(method)
-        if "Schedule" in str(option.type) or type(option.default) in (int, float)
-    ]
-    assert len(numbers) > 3
-    for name, option in numbers:
-        for block in (
-            f'{{"{option}": NaN}}',
-            f'{{"{option}": -Infinity}}',
-            f'{{"{option}": {{"start": Infinity}}}}',
-        ):
-            with pytest.raises(
-                UserError,
-                match=f"^adora_method.{name}.{option}: .*is not a (finite |whole )?number",
-            ):
-                config(name, block)
-
-
 def test_what_a_method_needs_stands_in_the_runs_first_lines():
     assert "7 learned weights, saved in every checkpoint" in " ".join(
         method_overheads(config("daro"))

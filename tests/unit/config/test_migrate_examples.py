@@ -196,7 +196,7 @@ def test_a_published_example_is_read_whole(trainer, tmp_path, capsys):
     printed = capsys.readouterr().out
     ours = yaml.safe_load(config.read_text())
     assert {key: ours.get(key, "not written") for key in KEYS[trainer]} == KEYS[trainer]
-    assert read(["--config", str(config)]).words >= ours.keys()
+    assert read(["--config", str(config)]).set_keys >= ours.keys()
     for remark in REMARKS[trainer]:
         assert remark in printed.partition("Look at these:")[2]
     assert printed.splitlines()[-1].startswith("Next: python -m adora_vl.train --config")

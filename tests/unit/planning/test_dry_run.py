@@ -14,11 +14,12 @@ from adora_vl.builtin.small_model import build_start
 from adora_vl.builtin.tiny_text import TextStart, begin_text
 from adora_vl.builtin.tiny_vl import build_config
 from adora_vl.config.command import read
-from adora_vl.config.run_context import DryRunOptions, take_options
+from adora_vl.config.dry_run_options import DryRunOptions, take_options
 from adora_vl.config.schema import parse
 from adora_vl.data.dataset import load_split
-from adora_vl.data.prompt_lengths import Measured, OverlongPrompts, limits_of, tokenizer_counter
+from adora_vl.data.prompt_lengths import Measured, OverlongPrompts, limits_of
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
+from adora_vl.data.token_counters import tokenizer_counter
 from adora_vl.models.load import PRETRAINED, limit_pixels, load_processor
 from adora_vl.planning.dry_run import (
     batch_lines,

@@ -171,11 +171,11 @@ def test_the_progress_line():
     ):
         assert "  pass 38%  accuracy 25%  TDS 25%" in progress_line(logs, 40, 1000, 185.2)
     assert figure_rows([logs])[1:3] == [
-        ("pass rate", "0.375", "0.375"),
-        ("accuracy", "0.250", "0.250"),
+        ("pass rate", "37.5%", "37.5%"),
+        ("accuracy", "25.0%", "25.0%"),
     ]
     without = progress_line({"reward": 1.0, "rewards/missing": 0.375}, 1, 9, None)
-    assert without == "step 1/9  reward 1.000  without reward 37.5%"
+    assert without == "step 1/9  reward 1.000  without reward 38%"
     assert (
         progress_line({"reward": 1.0, "rewards/missing": 0.0}, 1, 9, None)
         == "step 1/9  reward 1.000"
@@ -608,7 +608,7 @@ def test_every_saved_model_has_its_card_and_stays_whole(adora_run, tmp_path):
     assert '| adora_method | {"adora": {"mode": "attenuation", "factor": 0.1, ' in final
     assert "| learning_rate | 0.001 |" in final
     assert f"| fingerprint | {read_manifest(adora_run)['data']['fingerprint']} |" in final
-    assert re.search(r"\| pass rate \| [\d.]+ \| [\d.]+ \|", final)
+    assert re.search(r"\| pass rate \| [\d.]+% \| [\d.]+% \|", final)
     assert "| trl | 1." in final
     assert str(adora_run.parent) not in final, "a path of this machine"
     assert export([str(adora_run / "checkpoint-2"), str(tmp_path / "model")]) == 0
