@@ -41,7 +41,7 @@ from adora_vl.utils.errors import UserError, in_one_line
 PROPERTIES = ("source", "goal", "shape", "answer form", "image size")
 GALLERY_ROWS = 48  # of all splits together, on the page
 LONGEST_SHOWN = 5
-_UNKNOWN = "unknown"  # the value of a property that a row does not have
+UNKNOWN = "unknown"  # the value of a property that a row does not have
 _SIZES_KEPT = 5000  # image sizes for the scatter plot; the counts know all of them
 _LONGEST_SIDES = (56, 112, 224, 448, 896)
 TextTokens = Callable[[str], int]
@@ -163,10 +163,10 @@ def _count_properties(counts: Mapping[str, Counter[str]], row: Row) -> None:
         meta = {}
     shapes = meta.get("shapes")
     if not shapes or not isinstance(shapes, list):
-        shapes = [_UNKNOWN]
+        shapes = [UNKNOWN]
     counts["rows"]["rows"] += 1
-    counts["source"][str(row.get("source") or _UNKNOWN)] += 1
-    counts["goal"][str(meta.get("goal") or _UNKNOWN)] += 1
+    counts["source"][str(row.get("source") or UNKNOWN)] += 1
+    counts["goal"][str(meta.get("goal") or UNKNOWN)] += 1
     counts["shape"].update(str(shape) for shape in shapes)
     counts["answer form"][answer_form(row["answer"], row.get("choices"))] += 1
 
@@ -280,7 +280,7 @@ def _table(overview: Survey) -> list[str]:
     blocks: dict[str, dict[str, list[str]]] = {"rows": {"rows": row_counts}}
     for name in PROPERTIES:
         total: Counter[str] = sum((facts.counts[name] for facts in splits.values()), Counter())
-        if set(total) <= {_UNKNOWN}:
+        if set(total) <= {UNKNOWN}:
             continue  # no row has it
         title = "image size (longest side)" if name == "image size" else name
         blocks[title] = _property_block(name, total, splits)

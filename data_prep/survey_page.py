@@ -25,7 +25,7 @@ from adora_vl.models.families import FAMILIES
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import check_folder, replace_file, written_to
-from data_prep.survey import SplitFacts, Survey, counts, what_was_left_out, whole_prompt
+from data_prep.survey import UNKNOWN, SplitFacts, Survey, counts, what_was_left_out, whole_prompt
 
 _COLOURS = ("#2f6fb0", "#e08b2d", "#4f9d69", "#9467bd")
 _SHOWN_VALUES = 12
@@ -49,6 +49,8 @@ def plots(overview: Survey) -> dict[str, str]:
             ("goal", "Goals"),
             ("shape", "Shapes"),
         ):
+            if not _is_known(overview, name):
+                continue
             drawn[title] = _svg(partial(_bars, splits=overview.splits, name=name))
         unit = f"tokens of {FAMILIES[overview.family].name}"
         tokens = {split: list(facts.tokens) for split, facts in overview.splits.items()}
@@ -59,6 +61,11 @@ def plots(overview: Survey) -> dict[str, str]:
         )
         drawn["Image sizes"] = _svg(partial(_scatter, splits=overview.splits))
     return drawn
+
+
+def _is_known(overview: Survey, name: str) -> bool:
+    """Whether some row has the property; data of a user's own have neither goals nor shapes."""
+    return any(set(facts.counts[name]) - {UNKNOWN} for facts in overview.splits.values())
 
 
 def _svg(draw: Callable[[Axes], None]) -> str:
@@ -203,12 +210,12 @@ def page(overview: Survey) -> str:
         "'none'; img-src data:; style-src 'unsafe-inline'\"><meta name='viewport' "
         "content='width=device-width, initial-scale=1'>"
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>{escape(title)}</h1>{left_out}<nav><a href='#plots'>Plots</a> <a "
-        "href='#counts'>Counts</a> <a href='#prompt'>Prompt</a> <a href='#rows'>Rows</a></nav>"
-        f"<h2 id='plots'>Plots</h2><div class='grid'>{figures}</div><h2 "
-        f"id='counts'>Counts</h2><pre>{escape(counts(overview))}</pre><h2 "
-        f"id='prompt'>Prompt</h2><pre>{escape(prompt)}</pre><h2 id='rows'>Rows, spread over the "
-        f"whole</h2><div class='grid'>{cards}</div></body></html>\n"
+        f"<h1>{escape(title)}</h1>{left_out}<nav><a href='#rows'>Rows</a> <a "
+        "href='#prompt'>Prompt</a> <a href='#plots'>Plots</a> <a href='#counts'>Counts</a></nav>"
+        f"<h2 id='rows'>Rows, spread over the whole</h2><div class='grid'>{cards}</div>"
+        f"<h2 id='prompt'>Prompt</h2><pre>{escape(prompt)}</pre>"
+        f"<h2 id='plots'>Plots</h2><div class='grid'>{figures}</div>"
+        f"<h2 id='counts'>Counts</h2><pre>{escape(counts(overview))}</pre></body></html>\n"
     )
 
 
@@ -229,7 +236,7 @@ def _card(row: Row, split: str) -> str:
     choices = f"<ol>{''.join(items)}</ol>" if items else ""
     meta = row.get("meta") or {}
     facts = {
-        "gold": row["answer"],
+        "right answer": row["answer"],
         "as in the source": raw,
         "goal": meta.get("goal") or "",
         "shapes": ", ".join(meta.get("shapes") or []),

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adora_vl.rewards import judge
+from adora_vl.rewards import judge, steps
 from adora_vl.rewards.knights import COMPLETE, LOGIC_RL, NOTHING, RIGHT, WRONG_FORM
 from adora_vl.rewards.other_forms import in_trl_form
 from adora_vl.rewards.presets import OTHERS, PRESETS, RewardFunction, reward_functions
@@ -40,6 +40,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     **{name: (min(values), max(values)) for name, values in PRESETS.items()},
     "knights": (min(RIGHT, COMPLETE, NOTHING), max(RIGHT, COMPLETE, NOTHING)),
     "knights_logic_rl": (min(WRONG_FORM, *LOGIC_RL.values()), max(WRONG_FORM, *LOGIC_RL.values())),
+    steps.NAME: steps.RANGE,
     "think_format": (0.0, 1.0),
     "think_answer_format": (0.0, 1.0),
 }
@@ -126,7 +127,8 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
         )
 
 
-NAMES = (*PRESETS, *OTHERS, judge.NAME)
+_MADE_WITH_OPTIONS = (judge.NAME, steps.NAME)  # rewards of ours that are no presets
+NAMES = (*PRESETS, *OTHERS, *_MADE_WITH_OPTIONS)
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,8 @@ class RewardSet:
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise `UserError` for a function that needs what the data set does not have."""
+        if steps.NAME in self.entries and steps.COLUMN not in columns:
+            raise UserError(steps.missing_column())
         for entry, function in self.user_functions:
             check_columns(entry, function, columns)
 
@@ -211,7 +215,11 @@ def choose_rewards(
     """
     pairs = _named_options(entries)
     names = [name for name, _ in pairs]
-    presets = {name: options for name, options in pairs if not is_own(name) and name != judge.NAME}
+    presets = {
+        name: options
+        for name, options in pairs
+        if not is_own(name) and name not in _MADE_WITH_OPTIONS
+    }
     for name, options in presets.items():
         _check_preset(name, options)
     _check_names(names, [own_name(name) if is_own(name) else name for name in names])
@@ -233,6 +241,8 @@ def choose_rewards(
         function: Callable[..., Any]
         if name == judge.NAME:
             function = judge.JudgeReward(options, output_dir or Path.cwd())
+        elif name == steps.NAME:
+            function = steps.StepsReward(options, rounding=bool(rounded), answer_tags=answer_tags)
         else:
             function = function_of_preset[name]
         functions.append(function)

@@ -23,7 +23,10 @@ def table(scored: Scored) -> str:
     rows = list[tuple[str, str, Cell]]([("all", "", overall)])
     left_out = []
     for key, group in score["groups"].items():
-        rows += _rows(key, dict(list(group.items())[:_MANY]))
+        if _says_nothing(group, overall):
+            continue
+        values = list(group.items())[:_MANY]
+        rows += _rows(key, dict(values))
         if len(group) > _MANY:
             left_out.append(f"{key} ({len(group) - _MANY} more)")
     for key, cells in own_cells(score).items():
@@ -40,6 +43,11 @@ def table(scored: Scored) -> str:
             lines.append(f"{name}: {percent(figure['value'], figure['interval_95'])}")
     lines += [*summary.lines, *_answers(score), *_warnings(score, summary)]
     return "\n".join(lines)
+
+
+def _says_nothing(group: Mapping[str, Cell], everything: Cell) -> bool:
+    """Whether a group has one value, which all problems have, so that its row repeats the first."""
+    return [cell.get("total") for cell in group.values()] == [everything.get("total")]
 
 
 def made_with(score: Score, summary: OwnFigures) -> str:
