@@ -94,10 +94,7 @@ def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bo
 
 
 def check_sees(model: ModelConfig, config: PretrainedConfig, *, has_images: bool) -> None:
-    """Raises `UserError` for images that the model does not read.
-
-    `has_images`: whether a row of the data has one.
-    """
+    """Raise `UserError` for images that the model does not read."""
     if has_images and not sees_images(config):
         blind = (
             f"model_name_or_path: {model.model_name_or_path!r} reads text only, and the dataset "
@@ -241,7 +238,7 @@ def choose_layers(peft_config: Any, keys: ModelConfig, config: PretrainedConfig)
         )
     layers = layers_pattern(names)
     peft_config.target_modules = layers
-    keys.lora_target_modules = layers  # type: ignore[assignment]  # PEFT takes a pattern too
+    keys.lora_target_modules = layers  # PEFT takes a pattern too
     return [
         f"lora_target_modules: none named, so every linear layer of the language model: "
         f"{', '.join(names)}; vision tower and projector are frozen"

@@ -153,7 +153,10 @@ _SIZE = "original size"
 
 
 def picture_size(path: Path) -> tuple[int, int] | None:
-    """Width and height that a stored diagram had before it was made smaller; None if damaged."""
+    """Return the width and height that a stored diagram had before it was made smaller.
+
+    None where it is damaged.
+    """
     try:
         with Image.open(path) as image:
             note = image.info.get(_SIZE)

@@ -333,6 +333,28 @@ def unpacked(page: Path) -> dict[str, Any]:
     return {**both[0], **both[1]}
 
 
+EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "report.html"
+
+
+def test_the_finished_report_of_the_pages_has_the_form_that_its_command_makes_today(tmp_path):
+    """It is opened by people who have installed nothing, so it is small and fetches nothing."""
+    page = (EXAMPLE.parents[1] / "report.md").read_text()
+    (options,) = re.findall(r"report adora grpo --output docs/examples/report.html (.+?)`", page)
+    runs = [write_run(tmp_path / name, 3) for name in ("adora", "grpo")]
+    made_today = make_page(tmp_path / "page.html", *runs, words=tuple(options.split()))
+    assert EXAMPLE.stat().st_size < 1_500_000
+    example = unpacked(EXAMPLE)
+    today = unpacked(made_today)
+    assert example.keys() == today.keys() and example["rollout"] == today["rollout"]
+    for part in ("runs", "groups"):
+        for data in (example, today):
+            data |= data.pop(part)[0] if part in data else {}
+        assert example.keys() == today.keys(), part
+    assert len(example["story"]) == 3 and "held-out accuracy" in example["result"]
+    text = EXAMPLE.read_text() + json.dumps(example)
+    assert not re.search(r"/(home|root|tmp|work)/", text), "no path of a machine"
+
+
 def test_the_page_is_self_contained(tmp_path):
     attacked = attacked_page(tmp_path)
     text = attacked.read_text()
