@@ -67,6 +67,8 @@ FIGURES: Mapping[str, Figure] = {
         Figure(key=PASS, title="pass rate", format="share", short="pass"),
         Figure(key=ACCURACY, title="accuracy", format="share"),
         Figure(key="grading/worked", title="answers with a working", format="share"),
+        Figure(key="steps/new", title="answers with a true step", format="share"),
+        Figure(key="steps/lucky", title="right by luck", format="share"),
         Figure(key="adora/tds_share", title="TDS share", format="share", short="TDS"),
         Figure(key="adora/weight_mean", title="mean weight"),
         Figure(key="completions/mean_length", title="length", format="tokens"),
@@ -133,6 +135,11 @@ class Chart:
 CHARTS = (
     Chart(title="Reward", series=(("reward", ""),), zero=True),
     Chart(title="Share of answers with a working", series=(("grading/worked", ""),)),
+    Chart(
+        title="Share of answers with a true step, and of right ones by luck",
+        series=(("steps/new", "true and new"), ("steps/lucky", "right by luck")),
+        optional=True,
+    ),
     Chart(title="Pass rate", series=((PASS, ""),)),
     Chart(title="Accuracy in training", series=((ACCURACY, ""),)),
     Chart(
