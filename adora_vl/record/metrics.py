@@ -570,7 +570,10 @@ class TieNotice:
             options: those of the run's ADORA, with the mode `off` where the run has none.
             speaks: whether this is the first rank.
         """
-        self._silent = not speaks or options.mode != "attenuation" or options.plain
+        # Ties of work are common, and no accident of tokens.
+        compares_length = "working" not in options.criteria
+        attenuates = options.mode == "attenuation" and not options.plain
+        self._silent = not (speaks and attenuates and compares_length)
         self._marked = 0
         self._ties = 0
 

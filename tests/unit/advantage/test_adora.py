@@ -4,6 +4,7 @@ weigh other groups or scale the learning rate.
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -442,3 +443,96 @@ def test_a_step_has_one_rate(subtests):
         ours.deepspeed_plugin = object()
         with pytest.raises(UserError, match="assign: rate does not work with DeepSpeed"):
             check_methods(ours)
+
+
+# Work in place of length
+
+
+def with_work(groups: Groups, work: torch.Tensor | list[list[float]]) -> Groups:
+    """The groups with this measure of work."""
+    return replace(groups, work_PG=torch.as_tensor(work, dtype=torch.float64))
+
+
+def test_working_is_the_papers_inequality_where_the_measure_is_length(subtests):
+    """Weights, reasons and ties are those of the length criterion, whatever the options are."""
+    options = {
+        "mode": ("attenuation", "amplification"),
+        "combine": ("any", "all"),
+        "empty_wrong": ("attenuate", "keep"),
+        "ties": ("attenuate", "keep"),
+        "no_correct": ("attenuate", "keep"),
+        "others": ((), ("difficulty",)),
+    }
+    for values in product(*options.values()):
+        chosen = dict(zip(options, values, strict=True))
+        others = chosen.pop("others")
+        chosen["factor"] = 0.1 if chosen["mode"] == "attenuation" else 4.0
+        with subtests.test(str(values)):
+            groups = random_groups(prompts=200, seed=7)
+            groups = with_work(groups, groups.lengths_PG)
+            by_length = weigh_groups(groups, Adora(criteria=("length", *others), **chosen))
+            by_work = weigh_groups(groups, Adora(criteria=("working", *others), **chosen))
+            for name in ("weights_P", "tds_P", "tas_P", "ties_P"):
+                assert torch.equal(getattr(by_length, name), getattr(by_work, name)), name
+            assert 0 < by_length.tas_P.sum() < len(by_length.tas_P)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "work", "weight"),
+    [
+        ([1.0, 1.0, 0.1, 0.0], [0, 3, 2, 1], 1.0),  # a right one has worked more than wrong ones do
+        ([1.0, 1.0, 0.1, 0.0], [0, 1, 2, 1], 0.1),  # right ones are luck
+        ([1.0, 1.0, 0.1, 0.0], [0, 2, 3, 1], 0.1),  # a tie counts as in the references
+        ([1.0, 1.0, 1.0, 1.0], [0, 2, 3, 1], 0.1),  # no wrong one
+        ([0.1, 0.0, 0.1, 0.1], [0, 2, 3, 1], 1.0),  # no right one
+        ([1.0, NAN, 0.1, 0.0], [2, 9, 1, 1], 1.0),  # one that has left its group is not compared
+    ],
+)
+def test_groups_are_weighed_by_work(rewards, work, weight):
+    groups = with_work(groups_of_rewards([rewards], [[5, 5, 90, 5]]), [work])
+    weighting = weigh_groups(groups, Adora(criteria=("working",)))
+    assert weighting.weights_P.tolist() == [pytest.approx(weight)]
+
+
+def test_ties_of_work_are_kept_if_asked_for():
+    groups = with_work(groups_of_rewards([[1.0, 1.0, 0.1, 0.0]]), [[0, 2, 3, 1]])
+    assert weigh_groups(groups, Adora(criteria=("working",))).ties_P.tolist() == [True]
+    kept_ties = weigh_groups(groups, Adora(criteria=("working",), ties="keep"))
+    assert kept_ties.weights_P.tolist() == [1.0]
+
+
+def test_a_problem_without_a_figure_goes_by_length_or_keeps_its_weight():
+    rewards = [[1.0, 1.0, 0.1, 0.0]] * 2
+    lengths = [[3, 5, 6, 8], [3, 9, 4, 8]]  # disadvantageous and advantageous by length
+    nothing = [[NAN] * 4] * 2
+    groups = with_work(groups_of_rewards(rewards, lengths), nothing)
+    by_length = weigh_groups(groups, Adora(criteria=("working",)))
+    assert by_length.weights_P.tolist() == [pytest.approx(0.1), 1.0]
+    for mode, factor in (("attenuation", 0.1), ("amplification", 4.0)):
+        options = Adora(criteria=("working",), no_figure="keep", mode=mode, factor=factor)
+        kept_groups = weigh_groups(groups, options)
+        assert kept_groups.weights_P.tolist() == [1.0, 1.0]
+        assert not (kept_groups.tds_P | kept_groups.tas_P).any()
+    both = Adora(criteria=("working", "length"), no_figure="keep", combine="all")
+    assert weigh_groups(groups, both).weights_P.tolist() == [pytest.approx(0.1), 1.0]
+
+
+def test_work_that_was_not_measured_is_refused():
+    groups = groups_of_rewards([[1.0, 0.1]])
+    with pytest.raises(ValueError, match="working needs the work of each rollout"):
+        weigh_groups(groups, Adora(criteria=("working",)))
+
+
+def test_controls_act_on_weights_by_work_as_on_those_by_length():
+    groups = random_groups(prompts=60, seed=3)
+    groups = with_work(groups, torch.randint(0, 4, groups.rewards_PG.shape))
+    options = Adora(criteria=("working",))
+    weighting = weigh_groups(groups, options)
+    signal_P = groups.differs_P
+    shuffled = replace(options, assign="random").assigned(weighting, signal_P, seed=1, step=2)
+    assert shuffled.weights_P.sum() == pytest.approx(weighting.weights_P.sum())
+    assert not torch.equal(shuffled.weights_P, weighting.weights_P)
+    rate = replace(options, assign="rate").assigned(weighting, signal_P, seed=1, step=2)
+    assert rate.rate == pytest.approx(weighting.weights_P[signal_P].mean().item())
+    backwards = replace(options, assign="reversed").assigned(weighting, signal_P, seed=1, step=2)
+    assert torch.equal(backwards.weights_P < 1, weighting.tas_P)
