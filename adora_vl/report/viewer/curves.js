@@ -2,7 +2,7 @@
 
 const CURVES = [
   { title: "Reward", keys: [["reward", ""]], zero: true },
-  { title: "Share of answers with a working", keys: [["grading/worked", ""]], format: percent, share: true },
+  { title: "Share of answers with a step-by-step solution", keys: [["grading/worked", ""]], format: percent, share: true },
   { title: "Pass rate", keys: [["adora/pass_rate", ""]], format: percent, share: true },
   { title: "Accuracy in training", keys: [["grading/correct", ""]], format: percent, share: true },
   { title: "Length in tokens, right and wrong", keys: [["adora/length_correct", "right"], ["adora/length_wrong", "wrong"]] },
