@@ -246,14 +246,14 @@ def check_gold(gold: str, refuse: Callable[[str, str, str], RowError]) -> str:
         raise refuse(*_ungradable(gold, reason))
     if read(gold).reason == "not_read" and re.search(r"[0-9$^#]|\\(?:sqrt|frac)", gold):
         wrong = (
-            f"the gold answer {gold!r:.200} can be read as a text of signs alone, which hardly "
-            "any answer meets"
+            f"the right answer {gold!r:.200} can be read only as a text of signs, which hardly "
+            "any answer repeats"
         )
         raise refuse("gold_signs", wrong, f"{_A_GOLD}, without other signs or words, in")
     return canonical_gold(gold)
 
 
-_A_GOLD = r"write one answer such as 12, 5\sqrt{3}, (3, -4) or x < 5"
+_A_GOLD = r"write one answer such as 12, 5\sqrt{3}, (3, -4), x < 5 or 4; -4"
 
 
 def _ungradable(gold: str, reason: str) -> tuple[str, str, str]:
@@ -268,7 +268,7 @@ def _ungradable(gold: str, reason: str) -> tuple[str, str, str]:
         spelling = (
             "name the options, choices=COLUMN, so that the letter is one, or write the value alone"
         )
-    wrong = f"the gold answer {gold!r:.200} cannot be met by any answer ({rule})"
+    wrong = f"no answer would be graded as right against {gold!r:.200} ({rule})"
     return f"gold_{rule}" if spelling else "gold", wrong, f"{spelling or _A_GOLD}, in"
 
 

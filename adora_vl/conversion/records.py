@@ -219,7 +219,7 @@ def _with_options_in_text(
 
 def _refuse_sentence(answer: str, refuse: Refuse) -> None:
     """Raise the `RowError` for a reference answer that is a sentence."""
-    wrong = f"the gold answer {answer!r:.200} is a sentence, which hardly any answer repeats"
+    wrong = f"the right answer {answer!r:.200} is a sentence, which hardly any answer repeats"
     remedy = "write the answer alone, or keep such texts with --text-answers, in"
     raise refuse("gold_sentence", wrong, remedy)
 
