@@ -251,7 +251,7 @@ def test_a_run_one_step_ahead_shows_how_old_its_rollouts_are_and_who_waited(brow
     assert browser.text(f"{waits} .reading") == "step 3: by the trainer 1.5 s, by the servers 0.5 s"
     browser.open(make_page(tmp_path / "other.html", other))
     assert not own & set(browser.texts("#charts figcaption"))
-    assert not any(title in browser.text("#charts > .hint") for title in own)
+    assert not any(title in browser.text("#charts > .missing") for title in own)
 
 
 def test_shares_go_from_0_to_100_percent_also_where_all_are_0(browser, tmp_path):
@@ -550,7 +550,7 @@ def test_two_real_runs_over_each_other(browser, adora_run, grpo_run, tmp_path):
         "Seconds per step, grpo",
     } <= set(titles)
     assert "Not logged by these runs: KL to the reference; Drift of engine" in browser.text(
-        "#charts > .hint"
+        "#charts > .missing"
     )
     browser.put("#filter-run", "1")
     assert browser.text(".why").startswith("GRPO, weight 1; ADORA's criteria say ")
