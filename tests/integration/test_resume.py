@@ -134,7 +134,13 @@ def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_o
         if server:  # it holds the dead run's adapter too, under another name
             with urllib.request.urlopen(f"{server.url}/v1/models") as reply:  # noqa: S310  # loopback
                 assert (
-                    len([one for one in json.load(reply)["data"] if "adora-weights" in one["id"]])
+                    len(
+                        [
+                            model
+                            for model in json.load(reply)["data"]
+                            if "adora-weights" in model["id"]
+                        ]
+                    )
                     == 3
                 )
     assert "checkpoint-3" in done.stdout
@@ -198,8 +204,8 @@ def test_a_sigterm_saves_and_has_an_exit_code_of_its_own(stopped):
     step = json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
     assert "SIGTERM: saving after this optimizer step" in errors
     assert f"Stopped after step {step}; the same command goes on from checkpoint-{step}" in errors
-    said = json.loads((out / "stopped.json").read_text())
-    assert said == {"exit_code": EXIT_STOPPED, "step": step, "checkpoint": checkpoint.name}
+    note = json.loads((out / "stopped.json").read_text())
+    assert note == {"exit_code": EXIT_STOPPED, "step": step, "checkpoint": checkpoint.name}
 
 
 def test_the_export_holds_the_checkpoints_weights_and_loads_offline(stopped, tmp_path):

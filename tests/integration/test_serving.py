@@ -84,8 +84,8 @@ def test_a_served_model_answers_as_the_loaded_one(tmp_path, served):
     for name, words in (("served", openai), ("loaded", loaded)):
         assert main(BENCHMARK, [*common, *words, "--output", str(tmp_path / name)]) == 0
         lines = (tmp_path / name / "predictions.jsonl").read_text().splitlines()
-        kept = ("pid", "response", "n_tokens", "n_prompt_tokens", "finish_reason")
-        answers.append([{key: row[key] for key in kept} for row in map(json.loads, lines)])
+        columns = ("pid", "response", "n_tokens", "n_prompt_tokens", "finish_reason")
+        answers.append([{key: row[key] for key in columns} for row in map(json.loads, lines)])
     assert answers[0] == answers[1]
 
 

@@ -113,9 +113,9 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
     assert "Trained 2 steps" in done.stdout
     assert "python -m eval.problems run" in done.stdout
     rollouts = recorded(out, 2, 8)
-    known = rollouts["drift"].dropna()  # of the groups that are learned from
-    assert len(known)
-    assert known.between(0, 1e-3).all()
+    drifts = rollouts["drift"].dropna()  # of the groups that are learned from
+    assert len(drifts)
+    assert drifts.between(0, 1e-3).all()
     assert len(list((out / "rollouts" / "_images").iterdir())) == 4
     lines = re.findall(
         r"^step [12]/2  reward .* drift .* \| .* s: rollout .* sync [\d.]+ other .* left$",
@@ -311,8 +311,8 @@ def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch)
     (code,) = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.S)
     (tmp_path / "card.py").write_text(code)
     monkeypatch.chdir(out)
-    said = runpy.run_path(str(tmp_path / "card.py"))
-    assert said["tokens"].shape[1] > said["inputs"]["input_ids"].shape[1], (
+    namespace = runpy.run_path(str(tmp_path / "card.py"))
+    assert namespace["tokens"].shape[1] > namespace["inputs"]["input_ids"].shape[1], (
         "the code of the card answers"
     )
 

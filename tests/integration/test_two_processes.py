@@ -89,13 +89,13 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(stopped):
 
 
 def test_all_ranks_stop_together_over_drift_with_a_whole_checkpoint(stopped):
-    out, done, left = stopped
+    out, done, processes = stopped
     assert done.stderr.count("error: step 3: the engine's log-probabilities are") == 1
     assert f"Checkpoint: {out / 'checkpoint-2'}" in done.stderr
     assert "Traceback (most recent call last)" not in done.stderr.split("error: step 3")[0]
     assert [path.name for path in checkpoints(out)] == ["checkpoint-2", "checkpoint-1"]
     assert [problem_of(path) for path in checkpoints(out)] == [None, None]
-    assert left == []
+    assert processes == []
 
 
 @pytest.fixture(scope="module")
@@ -151,10 +151,12 @@ def test_one_process_goes_on_with_the_steps_of_two(resumed, tmp_path):
     for name in ("reward", "completions/mean_length", "adora/weight_mean"):
         assert ours[name] == pytest.approx(theirs[name])
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
-    one, two, before = (
+    of_one_process, of_two_processes, before = (
         load_file(folder / "model.safetensors") for folder in (tmp_path / "out", resumed, second)
     )
-    assert mean_difference(one, two) < 1e-4 * mean_difference(two, before)
+    assert mean_difference(of_one_process, of_two_processes) < 1e-4 * mean_difference(
+        of_two_processes, before
+    )
 
 
 @pytest.mark.core
@@ -203,16 +205,16 @@ def trained(folder: Path) -> dict:
 
 
 def test_each_rank_goes_on_with_its_own_rollouts(tmp_path):
-    whole = trained(tmp_path / "run")
+    uninterrupted = trained(tmp_path / "run")
     assert {path.name for path in (tmp_path / "run" / "checkpoint-2").glob("generation-*")} == {
         "generation-00000.pt",
         "generation-00001.pt",
     }
     shutil.rmtree(tmp_path / "run" / "checkpoint-3")
     again = trained(tmp_path / "run")
-    assert list(whole["steps"]) == [1, 2, 3]
-    assert len(whole["rollouts"]) == 3
-    assert again == whole
+    assert list(uninterrupted["steps"]) == [1, 2, 3]
+    assert len(uninterrupted["rollouts"]) == 3
+    assert again == uninterrupted
 
 
 # One call of each process before the run, 16 in the first step where no two replies are alike, and
@@ -329,7 +331,7 @@ def test_zero_2_of_the_shipped_config_trains_in_bfloat16(tmp_path: Path) -> None
 
 
 def test_a_divided_engine_samples_what_a_whole_one_samples(four_heads, tmp_path):
-    seen = []
+    samples = []
     shared = [set(Path("/dev/shm").glob("*cpushm*"))]
     for config, parts in (("cpu", 1), ("cpu_zero3", 2)):
         out = tmp_path / config
@@ -357,16 +359,16 @@ def test_a_divided_engine_samples_what_a_whole_one_samples(four_heads, tmp_path)
             str(parts),
         )
         rows = pq.read_table(out / "rollouts").to_pylist()
-        seen.append(
+        samples.append(
             {(row["group"], row["rollout"]): (row["id"], row["completion"]) for row in rows}
         )
         first = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
         # 2e-7 was measured; processors round differently by small factors, not by 50
         assert first["step"] == 1
         assert first["adora/drift"] < 1e-5
-    assert seen[0] == seen[1]
-    assert len(seen[0]) == 32
-    assert len(set(seen[0].values())) > 16, "the rollouts of a problem differ"
+    assert samples[0] == samples[1]
+    assert len(samples[0]) == 32
+    assert len(set(samples[0].values())) > 16, "the rollouts of a problem differ"
     shared.append(set(Path("/dev/shm").glob("*cpushm*")))
     assert shared[0] == shared[1], "what a run leaves there keeps the next from starting"
 

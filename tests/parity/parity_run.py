@@ -126,8 +126,8 @@ def last_table(folder: str) -> dict[str, list[Any]]:
 def sabotage(name: str) -> None:
     """Break one correction, to see that the tests notice."""
 
-    def put(what: str, instead: Any) -> None:
-        mock.patch.object(engine_module, what, instead).start()
+    def put(attribute: str, instead: Any) -> None:
+        mock.patch.object(engine_module, attribute, instead).start()
 
     if name == "expanded":
         mock.patch.object(
@@ -167,14 +167,16 @@ def main() -> None:
     parser.add_argument("settings", nargs="*")
     options = parser.parse_intermixed_args()
     sabotage(options.sabotage)
-    own = {
+    settings = {
         key: yaml.safe_load(value)
         for key, value in (word.split("=", 1) for word in options.settings)
     }
     if options.tools:
         Recorder.toolbox = Draws.of_process()
-        own = {**TURNS, **own}
-    args = AdoraGRPOConfig(output_dir=str(options.output.parent / "run"), **{**SETTINGS, **own})
+        settings = {**TURNS, **settings}
+    args = AdoraGRPOConfig(
+        output_dir=str(options.output.parent / "run"), **{**SETTINGS, **settings}
+    )
     # Four problems that come again at every step. In prompts longer than a block of the prefix
     # cache (128 tokens on a CPU) they hit a cache which is not reset.
     rows = list(generate(4, seed=5))

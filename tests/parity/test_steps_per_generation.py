@@ -87,8 +87,8 @@ class Compare(TrainerCallback):
         rows = [row for micro in update for row in micro["rollout_number"].tolist()]
         expected = trainer.stock_gradients(rows)
         scale = max(float(g.norm()) for g in expected.values())
-        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        apart = max(float((found[name] - g).norm()) for name, g in expected.items())
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        apart = max(float((gradients[name] - g).norm()) for name, g in expected.items())
         old = max(
             float(
                 (micro["old_per_token_logps"] - self._sampled(micro))
@@ -160,8 +160,8 @@ def test_groups_stay_whole_and_none_with_signal_is_lost_or_seen_twice(updates):
         assert sorted(update["rows"]) == [
             group * GROUP + row for group in sorted(groups) for row in range(GROUP)
         ]
-    seen = [row // GROUP for update in updates for row in update["rows"][::GROUP]]
-    assert sorted(seen) == [group for group in range(16) if group not in SILENT]
+    learned_groups = [row // GROUP for update in updates for row in update["rows"][::GROUP]]
+    assert sorted(learned_groups) == [group for group in range(16) if group not in SILENT]
 
 
 def test_the_old_log_probabilities_are_those_of_the_policy_that_sampled(updates):

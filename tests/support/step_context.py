@@ -40,11 +40,11 @@ def step_context(
     `log`: gets the figures; the last one of a name.
     """
     config = copy.copy(_defaults())
-    known = state or TrainerState()
+    trainer_state = state or TrainerState()
     for name, value in keys.items():
         assert hasattr(config, name), f"{name} is no key"
         setattr(config, name, value)
     accelerator = Accelerator(cpu=True) if accelerator is None else accelerator
     figures = {} if log is None else log
     keep = figures.__setitem__ if isinstance(figures, dict) else figures
-    return StepContext(accelerator, config, keep, 99, lambda: known, policy_logps, save_now)
+    return StepContext(accelerator, config, keep, 99, lambda: trainer_state, policy_logps, save_now)

@@ -92,8 +92,8 @@ def test_a_reference_that_was_moved_comes_back_and_stays_after_its_syncs_end(tmp
     again = nn.Linear(3, 2)
     reference(again).load(tmp_path / "second")
     assert all(
-        torch.equal(one, other)
-        for one, other in zip(moved.parameters(), again.parameters(), strict=True)
+        torch.equal(saved, restored)
+        for saved, restored in zip(moved.parameters(), again.parameters(), strict=True)
     )
     reference(nn.Linear(3, 2), moves=False).save(tmp_path / "third")
     assert not (tmp_path / "third").exists(), "one that never moves is the base model"
@@ -115,7 +115,9 @@ def test_each_rank_gets_its_own_sum_of_losses_and_another_number_of_ranks_their_
     tmp_path, monkeypatch
 ):
     """Between two lines of the log a rank has a sum that the others have not."""
-    monkeypatch.setattr("adora_vl.checkpoint.trl_state.gather_object", lambda own: [*own, 0.5])
+    monkeypatch.setattr(
+        "adora_vl.checkpoint.trl_state.gather_object", lambda values: [*values, 0.5]
+    )
 
     def trainer(rank: int, ranks: int, **sums: Any) -> Any:
         at = {"_tr_loss": torch.zeros(()), "_total_loss_scalar": 0.0, "_globalstep_last_logged": 5}

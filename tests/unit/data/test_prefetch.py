@@ -98,9 +98,9 @@ def test_the_loader_finds_the_next_rows_read_and_their_images_processed():
     assert processed == [0, 1, 2, 3], (
         "the last batch first: the loader may be ahead of the generation"
     )
-    given = rows.__getitems__([2, 2, 3, 3])
-    assert [row["id"] for row in given] == [2, 2, 3, 3]
-    assert given[0]["images"][0] is given[1]["images"][0]
+    read_rows = rows.__getitems__([2, 2, 3, 3])
+    assert [row["id"] for row in read_rows] == [2, 2, 3, 3]
+    assert read_rows[0]["images"][0] is read_rows[1]["images"][0]
     main = threading.current_thread().name
     assert stored.read == [(main, 0), (main, 1), ("prefetch", 2), ("prefetch", 3)]
 
@@ -162,14 +162,14 @@ def test_it_stops_at_what_the_cache_holds_and_where_the_next_generation_begins()
 
     def until_asked(row: dict[str, Any]) -> int:
         begun.set()
-        assert asked._ending.wait(60)
+        assert prefetch_until_asked._ending.wait(60)
         return processed(row)
 
-    asked = ImagePrefetch(rows, InOrder(), until_asked, 100)
+    prefetch_until_asked = ImagePrefetch(rows, InOrder(), until_asked, 100)
     processed.clear()
-    asked.start()
+    prefetch_until_asked.start()
     assert begun.wait(60)
-    asked.finish()
+    prefetch_until_asked.finish()
     assert not [thread for thread in threading.enumerate() if thread.name == "prefetch"]
     assert processed == [0], "it did not go on to the next row"
 
@@ -225,17 +225,19 @@ def test_where_it_runs(subtests):
     ]
     for changed, device, expected in cases:
         with subtests.test(f"{changed!r:.80} {device} {expected}"):
-            given: dict[str, Any] = {
+            settings: dict[str, Any] = {
                 "dataloader_num_workers": 0,
                 "cache": SimpleNamespace(limit_bytes=1),
             }
-            given |= {"shown": True, "dataset": Dataset.from_dict({"id": [1]}), **changed}
-            args = SimpleNamespace(device=torch.device(device), **given)
-            facts = {"cache": given["cache"], "shown": given["shown"], "process": len}
+            settings |= {"shown": True, "dataset": Dataset.from_dict({"id": [1]}), **changed}
+            args = SimpleNamespace(device=torch.device(device), **settings)
+            facts = {"cache": settings["cache"], "shown": settings["shown"], "process": len}
             images: Any = SimpleNamespace(**facts, _config=args, _device=args.device)
-            made = DistinctImages.prefetch(images, DistinctRows([]), InOrder(), given["dataset"])
-            assert isinstance(made, ImagePrefetch) == expected
-            assert isinstance(made, NoPrefetch)
+            prefetch = DistinctImages.prefetch(
+                images, DistinctRows([]), InOrder(), settings["dataset"]
+            )
+            assert isinstance(prefetch, ImagePrefetch) == expected
+            assert isinstance(prefetch, NoPrefetch)
 
 
 def recorded(folder: Path) -> list[dict[str, Any]]:
@@ -253,11 +255,11 @@ def recorded(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_a_resumed_run_takes_the_same_steps_with_it(adora_run, tmp_path, monkeypatch):
     """`adora_run`, which was made without, killed after checkpoint-2 and continued with it."""
-    seen: Counter[str] = Counter()
+    images_by_thread: Counter[str] = Counter()
     preprocess = Qwen2VLImageProcessor.preprocess
 
     def counted(self: Any, images: Any, **settings: Any) -> Any:
-        seen[threading.current_thread().name] += len(images)
+        images_by_thread[threading.current_thread().name] += len(images)
         return preprocess(self, images, **settings)
 
     monkeypatch.setattr(Qwen2VLImageProcessor, "preprocess", counted)
@@ -268,8 +270,8 @@ def test_a_resumed_run_takes_the_same_steps_with_it(adora_run, tmp_path, monkeyp
     train(folder)
     assert recorded(folder) == recorded(adora_run)
     main = threading.current_thread().name
-    assert seen[main] == 4, "the problems of step 3, the first after the checkpoint"
-    assert seen["prefetch"] >= 4, "those of step 4, and what would have come after it"
+    assert images_by_thread[main] == 4, "the problems of step 3, the first after the checkpoint"
+    assert images_by_thread["prefetch"] >= 4, "those of step 4, and what would have come after it"
 
 
 def test_rows_are_drawn_by_data_seed_where_it_is_set():

@@ -160,13 +160,13 @@ def test_the_remedy_is_one_that_helps() -> None:
     beyond = check_of([2020], [0]).refusal()
     assert "set it to" not in beyond
     assert "2060 would hold every prompt with its answer, but the model takes 2048" in beyond
-    own = check_of(
+    refusal = check_of(
         [2050], [0], ContextLimit(2048, 40, "the model's max_position_embeddings: 2048", "", 2048)
     ).refusal()
-    assert own.startswith(
+    assert refusal.startswith(
         "the model's max_position_embeddings: 2048 is too short for 1 of 1 prompt: row r0"
     )
-    assert own.endswith(
+    assert refusal.endswith(
         "; shorten the rows, or leave such rows out with adora_overlong_prompts: drop"
     )
 
@@ -192,8 +192,8 @@ def test_which_limit_counts() -> None:
         context_limit(SimpleNamespace(**config, use_vllm=vllm), model) for vllm in (True, False)
     )
     assert "and longer answers are cut off there" in check_of([2040], [0], sampled).notes()[0]
-    (said,) = check_of([2040], [0], generated).notes()
-    assert said.endswith(
+    (note,) = check_of([2040], [0], generated).notes()
+    assert note.endswith(
         "8 at the least, and longer answers reach positions that the model was not made for"
     )
     assert name(use_vllm=False) == "the model's max_position_embeddings: 2048", (
@@ -220,13 +220,13 @@ def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor
     ]
     folder = write(tmp_path / "mine", problems, images)
     script = parse([*CPU, "--dataset_name", str(folder), "--output_dir", "nowhere"])[0]
-    found: list[Measured] = []
+    measurements: list[Measured] = []
     limits = limits_of(processor, load_config(str(PRETRAINED)), None, None)
 
     def fitting(rows: Dataset, texts: Sequence[str]) -> Sequence[int]:
         count = tokenizer_counter(processor, script.adora_system_prompt)
         ids = rows.data.table["id"].to_pylist()
-        found.append(
+        measurements.append(
             measured(
                 zip(ids, texts, sizes_in(rows.data.table), strict=True), count, limits, len(ids)
             )
@@ -234,15 +234,15 @@ def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor
         return range(len(rows))
 
     rows = load_rows(script, [str(folder)], 0, fitting)
-    for row, length, image in zip(rows, found[0].prompt, found[0].image, strict=True):
+    for row, length, image in zip(rows, measurements[0].prompt, measurements[0].image, strict=True):
         messages = prepare_multimodal_messages(row["prompt"], images=row["images"])
-        made = processor.apply_chat_template(
+        inputs = processor.apply_chat_template(
             [messages], add_generation_prompt=True, tokenize=True, return_dict=True
         )
-        assert length == len(made["input_ids"][0])
-        assert image == list(made["input_ids"][0]).count(processor.image_token_id)
-    assert found[0].ids == [row["id"] for row in rows]
-    assert found[0].image[0] == 0 < found[0].image[1]
+        assert length == len(inputs["input_ids"][0])
+        assert image == list(inputs["input_ids"][0]).count(processor.image_token_id)
+    assert measurements[0].ids == [row["id"] for row in rows]
+    assert measurements[0].image[0] == 0 < measurements[0].image[1]
 
 
 def test_a_language_model_is_asked_in_plain_texts(processor: Any) -> None:
@@ -266,9 +266,9 @@ def test_an_image_that_cannot_be_read_is_left_to_the_step_that_names_it(tmp_path
     assert list(sizes_in(rows.data.table)) == [[(140, 140)], [None], [None]]
     texts = Dataset.from_dict({"images": [[], []]}, Features({"images": schema()["images"]}))
     assert list(sizes_in(texts.data.table)) == [[], []]
-    found = measured([("a", "x", [None])], lambda text, images: 7 + images, Limits(1, 100, 1), 1)
-    assert found.prompt == [7]
-    assert found.image == [0]
+    lengths = measured([("a", "x", [None])], lambda text, images: 7 + images, Limits(1, 100, 1), 1)
+    assert lengths.prompt == [7]
+    assert lengths.image == [0]
 
 
 def test_an_image_that_the_processor_refuses_is_named(
@@ -278,8 +278,8 @@ def test_an_image_that_the_processor_refuses_is_named(
     folder = write(tmp_path / "mine", [SHORT] * 3, [[PICTURE], [thin], [PICTURE]])
     for words in ((), ("--dry-run",)):
         assert main(words_of(folder, tmp_path / "out", *words)) == 2
-        said = capsys.readouterr().err.splitlines()[-1]
-        assert said.startswith(
+        message = capsys.readouterr().err.splitlines()[-1]
+        assert message.startswith(
             "error: dataset: row mine/train/1 has an image of 900 x 4 pixels, which the model's"
         )
 
@@ -318,9 +318,9 @@ def test_the_length_that_is_named_holds_all(
     assert (
         main(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed, "--dry-run")) == 0
     )
-    said = capsys.readouterr().out
-    assert f"{needed} leaves all of 12 prompts room for max_completion_length: 40." in said
-    assert "It fits" in said
+    output = capsys.readouterr().out
+    assert f"{needed} leaves all of 12 prompts room for max_completion_length: 40." in output
+    assert "It fits" in output
 
 
 def test_rows_are_left_out_and_recorded(
@@ -336,8 +336,8 @@ def test_rows_are_left_out_and_recorded(
         "drop",
     )
     run = prepare(read(words), to_train=False)
-    (said,) = capsys.readouterr().out.splitlines()
-    assert said.startswith(
+    (note,) = capsys.readouterr().out.splitlines()
+    assert note.startswith(
         "adora_overlong_prompts: drop leaves out 3 of 12 rows, for whose prompts vllm_max_model_len"
     )
     assert run.overlong.left_out == ["mine/train/7", "mine/train/9", "mine/train/11"]
@@ -357,10 +357,10 @@ def test_rows_are_left_out_and_recorded(
     assert plan.rows == 9
     assert plan.lengths.longest[0] == counted(processor, SHORT)
     assert main([*words, "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert "drop leaves out 3 of 12 rows" in said
-    assert "9 rows make" in said
-    assert "It fits" in said
+    output = capsys.readouterr().out
+    assert "drop leaves out 3 of 12 rows" in output
+    assert "9 rows make" in output
+    assert "It fits" in output
 
 
 def test_a_resume_sees_the_same_rows(data: Path) -> None:
@@ -372,8 +372,8 @@ def test_a_resume_sees_the_same_rows(data: Path) -> None:
 
     assert of([]) == of([], "error"), "where nothing is left out, the key changes no run"
     assert differences(of(["a", "b"]), of(["a", "b"])) == []
-    for other in ([], ["a"], ["a", "c"]):
-        (changed,) = differences(of(["a", "b"]), of(other))
+    for another_selection in ([], ["a"], ["a", "c"]):
+        (changed,) = differences(of(["a", "b"]), of(another_selection))
         assert changed.startswith("rows left out: 2 (")
 
 
@@ -401,16 +401,14 @@ def test_a_mixture_keeps_its_shares_among_the_rows_that_are_left(tmp_path: Path)
         rows = load_rows(script, [str(folder) for folder in sets], 3, short)
         return ids_of_epochs(rows, epochs)
 
-    whole = order(range(2))
-    assert whole[len(whole) // 2 :] == order(range(1, 2))
-    assert {name for name in whole if name.startswith("small")} == {
+    ids = order(range(2))
+    assert ids[len(ids) // 2 :] == order(range(1, 2))
+    assert {name for name in ids if name.startswith("small")} == {
         "small/train/2",
         "small/train/3",
     }
-    assert {int(name.rsplit("/", 1)[1]) % 2 for name in whole if name.startswith("large")} == {0}
-    assert sum(name.startswith("small") for name in whole) / len(whole) == pytest.approx(
-        0.4, abs=0.1
-    )
+    assert {int(name.rsplit("/", 1)[1]) % 2 for name in ids if name.startswith("large")} == {0}
+    assert sum(name.startswith("small") for name in ids) / len(ids) == pytest.approx(0.4, abs=0.1)
     with pytest.raises(
         UserError,
         match=r"^adora_mixture: small has a share, but adora_overlong_prompts: drop leaves",

@@ -52,13 +52,13 @@ def test_the_side_of_an_image_token_is_that_of_transformers_defaults(subtests):
     for kind in SEEING:
         with subtests.test(kind):
             vision = families.FAMILIES[kind].vision
-            own = AutoConfig.for_model(kind).vision_config
+            config = AutoConfig.for_model(kind).vision_config
             assert vision is not None
-            assert vision.unit == own.patch_size * own.spatial_merge_size
+            assert vision.unit == config.patch_size * config.spatial_merge_size
             assert pixels.VISIONS[kind] is vision
             assert vision.min_pixels % vision.unit**2 == vision.max_pixels % vision.unit**2 == 0
             assert (families.DEEPSTACK in vision.features) == bool(
-                getattr(own, "deepstack_visual_indexes", None)
+                getattr(config, "deepstack_visual_indexes", None)
             )
 
 
@@ -162,11 +162,11 @@ def test_a_kind_that_transformers_lacks_is_named_and_its_code_is_not_run(tmp_pat
     """As the first releases of InternVL have it: Transformers would ask whether to run the code
     beside the config.
     """
-    own = {
+    config = {
         "model_type": "internvl_chat",
         "auto_map": {"AutoConfig": "configuration.InternVLChatConfig"},
     }
-    (tmp_path / "config.json").write_text(json.dumps(own))
+    (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "configuration.py").write_text("raise SystemExit('run')")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     for load in (lambda: load_config(str(tmp_path)), lambda: ChatProcessor(str(tmp_path))):
@@ -180,8 +180,8 @@ def test_a_kind_that_transformers_lacks_is_named_and_its_code_is_not_run(tmp_pat
 def test_nobody_is_asked_whether_to_run_the_code_of_a_tokenizer(tmp_path, monkeypatch):
     """Transformers has the model, but not the tokenizer's class."""
     LlamaConfig().save_pretrained(tmp_path)
-    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["tokenization.Own", None]}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["tokenization.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "tokenization.py").write_text("raise SystemExit('run')")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     for load in (load_processor, ChatProcessor):

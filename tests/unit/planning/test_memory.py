@@ -133,18 +133,18 @@ def test_freezing_and_lora_leave_fewer_to_train():
 
 
 def test_sharding_is_read_from_the_shipped_files():
-    found = {path.stem: from_file(path) for path in ACCELERATE.glob("*.yaml")}
-    assert found["cpu"] == found["gpu1"] == Sharding(1)
-    assert found["zero2"] == Sharding(8, 2)
-    assert found["zero3"] == Sharding(8, 3)
-    assert found["zero3_offload"] == Sharding(8, 3, offload_optimizer=True)
+    shardings = {path.stem: from_file(path) for path in ACCELERATE.glob("*.yaml")}
+    assert shardings["cpu"] == shardings["gpu1"] == Sharding(1)
+    assert shardings["zero2"] == Sharding(8, 2)
+    assert shardings["zero3"] == Sharding(8, 3)
+    assert shardings["zero3_offload"] == Sharding(8, 3, offload_optimizer=True)
     assert from_file(ACCELERATE / "zero3.yaml", processes=4).processes == 4
     with pytest.raises(
         UserError,
         match=r"cpu.yaml' has distributed_type: 'NO', with which accelerate starts one pro",
     ):
         from_file(ACCELERATE / "cpu.yaml", processes=2)
-    assert "ZeRO-3, optimizer in host memory" in found["zero3_offload"].describe()
+    assert "ZeRO-3, optimizer in host memory" in shardings["zero3_offload"].describe()
 
 
 def test_sharding_is_read_from_what_accelerate_launch_tells():
@@ -228,12 +228,14 @@ def test_torchs_own_optimizer_is_what_is_predicted():
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    held = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.ndim)
+    state_bytes = sum(
+        t.nbytes for state in optimizer.state.values() for t in state.values() if t.ndim
+    )
     gradients = sum(p.grad.nbytes for p in model.parameters())
     predicted = states(shape, Sharding(1), reference=False, mixed=False)
-    assert (predicted.optimizer, predicted.gradients) == (held, gradients)
+    assert (predicted.optimizer, predicted.gradients) == (state_bytes, gradients)
     two = states(shape, Sharding(2), reference=False, mixed=False)
-    assert (two.optimizer, two.gradients) == (held, 2 * gradients), (
+    assert (two.optimizer, two.gradients) == (state_bytes, 2 * gradients), (
         "what DDP sends lies in buckets of its own"
     )
 
@@ -318,10 +320,10 @@ def test_the_largest_batch_fits_keeps_groups_together_and_the_next_one_does_not_
             setup = replace(recipe, generations=8, sharing=sharing)
             sizes = batch_sizes(setup)
             assert sizes == [1, 2, 4, 8, 16, 32, 64, 128]
-            most = largest_batch(setup, card * GIB)
+            largest = largest_batch(setup, card * GIB)
             for size in sizes:
                 good = fits(replace(setup, batch=replace(setup.batch, sequences=size)), card * GIB)
-                assert good is (size <= most)
+                assert good is (size <= largest)
             assert largest_batch(setup, 20 * GIB) == 0
 
 
@@ -368,11 +370,11 @@ def test_a_frozen_tower_counts_its_passes_over_the_images_of_a_generation(recipe
     )
     setup = replace(alone, shape=still)
     phases = predict(setup, 80 * GIB).phases
-    kept = 16 * 1280 * 3584 * 2
+    feature_bytes = 16 * 1280 * 3584 * 2
     assert (
         phases["frozen vision tower"]["image features"]
         == phases["forward and backward"]["image features"]
-        == kept
+        == feature_bytes
     )
     assert "vision" not in phases["forward and backward"], "a pass without gradients keeps nothing"
     patches = phases["frozen vision tower"]["vision"]
@@ -390,12 +392,12 @@ def test_a_pass_of_the_frozen_7b_tower_holds_what_is_predicted_at_most():
     pixels = torch.randn(1024, 1176)
     grid = torch.tensor([[1, 32, 32]])
     with torch.no_grad():
-        held = peak_bytes(
+        measured = peak_bytes(
             torch.device("cpu"), lambda: eye(torch.cat([pixels]).bfloat16(), grid_thw=grid)
         )
     setup = Setup(shape, Sharding(), MicroBatch(1, 300, 10, 256), 1, sharing=SHARED)
     predicted = frozen_tower(setup)[1]
-    assert held <= predicted <= 1.7 * held
+    assert measured <= predicted <= 1.7 * measured
 
 
 def test_a_packed_group_has_its_prompt_once(recipe):

@@ -32,13 +32,13 @@ from tests.support.tiny_run import STEPS, train
 NAN = float("nan")
 
 
-def rows(step: int, count: int = 4, **more: Any) -> dict[str, list[Any]]:
+def rows(step: int, count: int = 4, **changed: Any) -> dict[str, list[Any]]:
     columns = {
         "step": [step] * count,
         "id": [f"p{step}"] * count,
         "completion": [f"answer {i}" for i in range(count)],
     }
-    return {**columns, **more}
+    return {**columns, **changed}
 
 
 def recorded(folder: Path) -> pa.Table:
@@ -207,11 +207,11 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, caps
     assert "step 1: the rollouts are no longer recorded" in capsys.readouterr().err
 
 
-def generation_of(asked: list[Any], ranks: int) -> Generation:
+def generation_of(drawn_rows: list[Any], ranks: int) -> Generation:
     """Of groups of two; every rank has these rows."""
     generation = Generation.restored(0, [])
-    count = ranks * len(asked)
-    generation.rows = asked
+    count = ranks * len(drawn_rows)
+    generation.rows = drawn_rows
     rewards_BF = torch.ones(count, 1)
     lengths_B = torch.full((count,), 3.0)
     rewards = Rewards.of(rewards_BF, {}, torch.ones(1), ["accuracy"], 2)
@@ -263,21 +263,21 @@ def test_what_a_call_gains_is_counted_within_groups_that_have_both():
 def test_a_problem_is_recorded_with_its_choices(tmp_path):
     recorder = Recorder(step_context(output_dir=str(tmp_path)))
     recorder.record.start(0)
-    asked = {
+    problem = {
         "id": 7,
         "problem": "Which?",
         "answer": "B",
         "choices": ["3", "4"],
         "prompt": "Which?\nChoices: ...",
     }
-    more: list[dict[str, Any]] = [{}, {}, {"choices": None}, {"choices": []}]
-    rows = [{**asked, **one} for one in more]
+    changes: list[dict[str, Any]] = [{}, {}, {"choices": None}, {"choices": []}]
+    rows = [{**problem, **changed} for changed in changes]
     recorder.add(generation_of(rows, 1), {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"])
     recorder.record.flush(1)
-    found = recorded(recorder.record.folder).to_pylist()
-    assert [one["choices"] for one in found] == [["3", "4"], ["3", "4"], None, None]
-    for one in found:
-        assert (one["id"], one["problem"], one["answer"], one["images"]) == ("7", "Which?", "B", [])
+    records = recorded(recorder.record.folder).to_pylist()
+    assert [row["choices"] for row in records] == [["3", "4"], ["3", "4"], None, None]
+    for row in records:
+        assert (row["id"], row["problem"], row["answer"], row["images"]) == ("7", "Which?", "B", [])
 
 
 def test_every_second_generation_is_recorded_whole_however_many_steps_learn_from_it(tmp_path):
@@ -295,20 +295,24 @@ def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_pat
 
     The other one measures one of this rank's too.
     """
-    seen = iter([[], [{1: 10.5, 3: 10.25, 0: 0.75}]])
-    monkeypatch.setattr(recorder_module, "gather_object", lambda own: [*own, *(next(seen) or own)])
+    drifts_elsewhere = iter([[], [{1: 10.5, 3: 10.25, 0: 0.75}]])
+    monkeypatch.setattr(
+        recorder_module, "gather_object", lambda local: [*local, *(next(drifts_elsewhere) or local)]
+    )
     ranks = SimpleNamespace(
         process_index=0,
         num_processes=2,
         is_main_process=True,
         device=torch.device("cpu"),
-        gather=lambda own: torch.cat([own, own + 10]),
+        gather=lambda local: torch.cat([local, local + 10]),
     )
     recorder = Recorder(step_context(output_dir=str(tmp_path), accelerator=ranks))
     recorder.record.start(0)
     numbers = recorder.number(2)
-    asked = [{"id": "a", "problem": "Which?", "prompt": "Which?"}] * 2
-    recorder.add(generation_of(asked, 2), {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"])
+    drawn_rows = [{"id": "a", "problem": "Which?", "prompt": "Which?"}] * 2
+    recorder.add(
+        generation_of(drawn_rows, 2), {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"]
+    )
     learned: Any = {"rollout_number": numbers[1:], "completion_mask": torch.ones(1, 1)}
     learned["sampling_per_token_logps"] = torch.zeros(1, 1)
     recorder.measured(learned, torch.tensor([[0.25]]))
@@ -379,12 +383,12 @@ def test_a_run_that_went_on_has_every_step_once(adora_run, resumed_run, tmp_path
     """And the same figures and rollouts in each; then it goes on with every second generation
     recorded.
     """
-    whole, again = (
+    uninterrupted, again = (
         recorded(run / "rollouts").to_pandas() for run in (adora_run, resumed_run.folder)
     )
-    pd.testing.assert_frame_equal(again, whole)
+    pd.testing.assert_frame_equal(again, uninterrupted)
     # as a stranger reads it
-    pd.testing.assert_frame_equal(pd.read_parquet(resumed_run.folder / "rollouts"), whole)
+    pd.testing.assert_frame_equal(pd.read_parquet(resumed_run.folder / "rollouts"), uninterrupted)
     before, after = (
         [
             (line["step"], line["kind"], line.get("loss"), line.get("reward"))

@@ -143,11 +143,11 @@ def test_a_run_that_cannot_learn_says_since_when_and_why(figures, reason):
         *(_log(step, **figures) for step in range(3, 8)),
         {"step": 7, "eval_reward": 0.0},
     ]
-    said = no_signal(history)
-    assert said is not None
-    assert "in the last 5 steps" in said
-    assert reason in said
-    assert no_signal([*began, _log(7, **figures)]) == said  # logged every fifth step
+    message = no_signal(history)
+    assert message is not None
+    assert "in the last 5 steps" in message
+    assert reason in message
+    assert no_signal([*began, _log(7, **figures)]) == message  # logged every fifth step
     assert no_signal(history[:-2]) is None  # four steps may be chance
     assert no_signal([*history, _log(8, silent=False)]) is None
     assert no_signal([]) is None
@@ -475,11 +475,11 @@ STARTED = [
 
 
 def test_the_command_that_started_a_run(tmp_path):
-    found = []
+    commands = []
     for started, _ in STARTED:
         (tmp_path / "cmdline").write_bytes("\0".join(started).encode() + b"\0")
-        found.append(launch_command(["--seed", "1"], tmp_path / "cmdline"))
-    assert found == [command for _, command in STARTED]
+        commands.append(launch_command(["--seed", "1"], tmp_path / "cmdline"))
+    assert commands == [command for _, command in STARTED]
     assert (
         launch_command(["--seed", "1"], tmp_path / "no")
         == f"{interpreter()} -m adora_vl.train --seed 1"
@@ -487,8 +487,8 @@ def test_the_command_that_started_a_run(tmp_path):
 
 
 def test_the_commands_after_a_run(tmp_path):
-    place = f"{interpreter()} -m eval.problems run --model m --data DATA --output o"
-    assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == place
+    command = f"{interpreter()} -m eval.problems run --model m --data DATA --output o"
+    assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == command
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "test-00000-of-00001.parquet").touch()
     words = (
@@ -533,8 +533,8 @@ def test_training_longer_is_offered_where_it_is_a_continuation(tmp_path):
         if saved:
             (tmp_path / "checkpoint-10").mkdir(exist_ok=True)
         lines = summary_lines([{"step": 10, "reward": 1.0}], config, tmp_path, 1, command="CMD")
-        found = [line for line in lines if line.startswith("Train longer")]
-        assert found == ["Train longer  CMD --max_steps 20"] * offered, (schedule, saved)
+        offers = [line for line in lines if line.startswith("Train longer")]
+        assert offers == ["Train longer  CMD --max_steps 20"] * offered, (schedule, saved)
 
 
 def test_the_manifest_of_a_real_run(adora_run, resumed_run):
@@ -585,8 +585,8 @@ def test_a_run_that_fails_says_so(tmp_path):
     }
     with pytest.raises(ValueError), failure_noted(manifest, tmp_path, lambda: 7, is_main=True):
         raise ValueError("the cause\nand more")
-    found = read_manifest(tmp_path)
-    assert (found["status"], found["steps"], found["error"]) == (
+    written = read_manifest(tmp_path)
+    assert (written["status"], written["steps"], written["error"]) == (
         "failed",
         7,
         "ValueError: the cause",

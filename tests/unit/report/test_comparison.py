@@ -59,8 +59,10 @@ def run(
         "steps": len(rates),
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    known = {"kind": "train", "seconds/rollout": seconds}
-    lines = [{"step": step, "adora/pass_rate": rate, **known} for step, rate in enumerate(rates, 1)]
+    figures = {"kind": "train", "seconds/rollout": seconds}
+    lines = [
+        {"step": step, "adora/pass_rate": rate, **figures} for step, rate in enumerate(rates, 1)
+    ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     if right is not None:
         graded = [Graded(str(i), RowGrade(verdict(i < right), None, "r")) for i in range(20)]
@@ -280,7 +282,7 @@ def test_what_makes_no_two_sides_is_one_line(tmp_path, capsys):
         assert error.count("\n") == 1
 
 
-def score_file(path: Path, right: str, **more: Any) -> str:
+def score_file(path: Path, right: str, **fields: Any) -> str:
     """Problems of the kinds vertical and supplementary in turn; `right` has a 1 for each right
     answer.
     """
@@ -302,7 +304,7 @@ def score_file(path: Path, right: str, **more: Any) -> str:
     items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
     path.write_text(
         json.dumps(
-            aggregate(graded) | {"benchmark": BENCHMARK.name, "rules": {}, "items": items} | more
+            aggregate(graded) | {"benchmark": BENCHMARK.name, "rules": {}, "items": items} | fields
         )
     )
     return str(path)
@@ -328,10 +330,10 @@ def test_what_stands_beside_gets_a_column_a_paired_difference_and_its_origin(tmp
         "supplementary": (0, 10, 9, 10),
         "vertical": (0, 0, 9, 10),
     }.items():
-        found = [
+        columns = [
             rows[name].index(interval(correct, figures[-1])) for correct in figures[:3] if correct
         ]
-        assert found == sorted(found), name
+        assert columns == sorted(columns), name
     low, high = bootstrap([0.0, -1.0] * 9 + [1.0, 0.0])
     assert f"after - GRPO: -40.0 points, 95 % [{100 * low:+.1f}, {100 * high:+.1f}]" in "\n".join(
         lines
@@ -376,17 +378,17 @@ def test_a_score_of_other_problems_has_no_difference(tmp_path, capsys):
 def test_what_cannot_be_compared_is_the_users_mistake(tmp_path, capsys):
     before = score_file(tmp_path / "b", "0011")
     short = score_file(tmp_path / "s", "01")
-    other = score_file(tmp_path / "o", "0011", benchmark="mmstar")
+    mmstar_score = score_file(tmp_path / "o", "0011", benchmark="mmstar")
     mistakes = [
         ("score.json", "is not NAME=FILE, such as GRPO=score.json"),
         ("=score.json", "is not NAME=FILE"),
         ("GRPO=nowhere.json", "'nowhere.json' is not a readable score file"),
         (f"GRPO={short}", "before has 4 answers and GRPO 2"),
-        (f"GRPO={other}", "'GRPO' is of mmstar and 'before' of geometry3k"),
+        (f"GRPO={mmstar_score}", "'GRPO' is of mmstar and 'before' of geometry3k"),
     ]
-    cases = [([before, before, "--beside", beside], said) for beside, said in mistakes]
+    cases = [([before, before, "--beside", beside], message) for beside, message in mistakes]
     cases += [([], ""), (["nowhere.json", "nowhere.json"], "nowhere.json"), ([before, short], "")]
-    for words, said in cases:
+    for words, message in cases:
         assert gain(words) == 2, words
         error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1 and said in error, words
+        assert error.startswith("error: ") and error.count("\n") == 1 and message in error, words
