@@ -18,6 +18,7 @@ from adora_vl.packing.policy_pass import PolicyPass
 from adora_vl.record.metrics import METRICS, read_metrics
 from adora_vl.utils.seeding import drawn_at
 from benchmarks.stand_in_server import StandIn
+from tests.support.stand_ins import config_of
 from tests.support.tiny_run import train
 
 LORA = {"use_peft": "true", "lora_r": 8, "lora_target_modules": "all-linear"}
@@ -74,8 +75,7 @@ def policy() -> Any:
     """A pass over a model that is dropout alone, `score(learns)`, and the model."""
     model = nn.Dropout(0.5)
     model.train()
-    config: Any = SimpleNamespace(own=lambda part: False)
-    policy_pass = PolicyPass(Accelerator(cpu=True), config)
+    policy_pass = PolicyPass(Accelerator(cpu=True), config_of(adora_stock_step=True))
 
     def separate(model: nn.Module, ids_BS: Tensor, *_: object) -> tuple[Tensor, None, None]:
         return model(torch.ones(ids_BS.shape)), None, None

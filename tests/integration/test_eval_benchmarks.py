@@ -105,9 +105,8 @@ def test_two_launched_processes_write_what_one_writes(tmp_path: Path) -> None:
     words += ["--batch-size", "1"]  # on whose make-up rounding depends
     assert main(MATHVISTA, [*words, "--output", str(tmp_path / "one")]) == 0
     launch("cpu_zero3", "-m", "eval.mathvista", *words, "--output", str(tmp_path / "two"))
-    of_one_process, of_two_processes = (
-        tmp_path / name / "predictions.jsonl" for name in ("one", "two")
-    )
+    of_one_process = tmp_path / "one" / "predictions.jsonl"
+    of_two_processes = tmp_path / "two" / "predictions.jsonl"
     assert of_two_processes.read_bytes() == of_one_process.read_bytes()
     assert score(tmp_path, "two")["items"] == score(tmp_path, "one")["items"]
     file_names = {path.name for path in (tmp_path / "two").iterdir()}

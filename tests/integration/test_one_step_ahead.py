@@ -43,14 +43,14 @@ def test_each_generation_is_asked_for_before_the_policy_learns_from_the_one_befo
     assert main(server_arguments(tmp_path / "ahead", server)) == 0
     # weights 0 sample generations 0 and 1, weights 1 generation 2 and the answers whose drift is
     # measured, ...
-    rollouts, drift = (_with_each_weights(server, limit) for limit in (32, 8))
+    rollouts = _with_each_weights(server, 32)
+    drift = _with_each_weights(server, 8)
     assert (rollouts, drift) == ([8, 4, 4, 0], [0, 2, 2, 2])
     assert [step["adora/staleness"] for step in step_metrics(tmp_path / "ahead")] == [0, 1, 1, 1]
     server.asked.clear()
     assert main(server_arguments(tmp_path / "after", server, adora_rollouts="{ahead: 0}")) == 0
-    ahead, after = (
-        pq.read_table(tmp_path / name / "rollouts").to_pylist() for name in ("ahead", "after")
-    )
+    ahead = pq.read_table(tmp_path / "ahead" / "rollouts").to_pylist()
+    after = pq.read_table(tmp_path / "after" / "rollouts").to_pylist()
     for name in ("id", "completion"):
         assert [row[name] for row in ahead] == [row[name] for row in after], name
     assert _with_each_weights(server, 8) == [0] * 4

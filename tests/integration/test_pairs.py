@@ -87,13 +87,12 @@ def asked_in_steps(server: StandIn) -> list[str]:
     turns = list[str]()
     (call,) = server.turns
     for path, body in server.asked:
-        turn = (
-            "weights"
-            if path == "/collective_rpc"
-            else "later"
-            if str(call)[1:-1] in str(body)
-            else "first"
-        )
+        if path == "/collective_rpc":
+            turn = "weights"
+        elif str(call)[1:-1] in str(body):
+            turn = "later"
+        else:
+            turn = "first"
         if path in (*GENERATE, "/collective_rpc") and [turn] != turns[-1:]:
             turns.append(turn)
     return [step.strip() for step in " ".join(turns).split("weights")[1:]]

@@ -97,9 +97,9 @@ def test_log_probabilities_far_from_the_start_are_those_of_float32_angles(sharde
     """To the bit: three passes of one process over the same tokens, between which the angles alone
     may change.
     """
-    built, right, rounded = (
-        sharded[1][f"{role}/{which}/{position}"] for which in ("built", "float32", "rounded")
-    )
+    built = sharded[1][f"{role}/built/{position}"]
+    right = sharded[1][f"{role}/float32/{position}"]
+    rounded = sharded[1][f"{role}/rounded/{position}"]
     assert not torch.equal(rounded, right)
     assert torch.equal(built, right)
 

@@ -213,9 +213,8 @@ def test_two_machines_learn_what_two_processes_do(two_machines, two_processes):
     assert common, (sorted(alone), sorted(together))
     shipped = load_file(PRETRAINED / "model.safetensors")
     for name in common:
-        ours, theirs = (
-            load_file(folder / "model.safetensors") for folder in (together[name], alone[name])
-        )
+        ours = load_file(together[name] / "model.safetensors")
+        theirs = load_file(alone[name] / "model.safetensors")
         moved = mean_difference(theirs, shipped)
         assert moved > 1e-4 and mean_difference(ours, theirs) < 1e-4 * moved, name
 

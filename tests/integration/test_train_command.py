@@ -189,10 +189,8 @@ def test_lora_reaches_the_engine(tmp_path):
     assert max(step["kl"] for step in steps) > 1e-3, "the adapter did not move the policy"
     assert (out / "merged" / "model.safetensors").is_file()  # what the evaluators load
     assert export([str(out), str(tmp_path / "exported")]) == 0
-    merged, exported = (
-        load_file(folder / "model.safetensors")
-        for folder in (out / "merged", tmp_path / "exported")
-    )
+    merged = load_file(out / "merged" / "model.safetensors")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert merged.keys() == exported.keys()
     assert all(torch.equal(merged[name], exported[name]) for name in merged)
     for card in (out / "README.md", out / "merged" / "README.md"):
@@ -301,7 +299,8 @@ def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch)
         "engine and trainer agree, also after two updates"
     )
     assert steps[0]["grading/unparseable"] == 1.0
-    before, after = (load_file(folder / "model.safetensors") for folder in (model, out))
+    before = load_file(model / "model.safetensors")
+    after = load_file(out / "model.safetensors")
     assert max((after[name] - before[name]).abs().max().item() for name in before) > 5e-3
     table = pd.read_parquet(sorted((out / "completions").glob("*.parquet"))[-1])
     assert len(table) == 8

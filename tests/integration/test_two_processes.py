@@ -82,7 +82,8 @@ def stopped(tmp_path_factory):
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(stopped):
     out, _, _ = stopped
     assert [entry["adora/skipped_steps"] for entry in training_log(out / "checkpoint-2")] == [0, 1]
-    first, second = (load_file(out / f"checkpoint-{step}" / "model.safetensors") for step in (1, 2))
+    first = load_file(out / "checkpoint-1" / "model.safetensors")
+    second = load_file(out / "checkpoint-2" / "model.safetensors")
     assert all(torch.equal(first[name], second[name]) for name in first)
     shipped = load_file(PRETRAINED / "model.safetensors")
     assert any(not torch.equal(first[name], shipped[name]) for name in first)
@@ -123,12 +124,12 @@ def test_a_second_start_goes_on_where_the_first_one_ended(resumed):
     ):
         shapes = {name: saved.get_slice(name).get_shape() for name in saved.keys()}  # noqa: SIM118
         assert shapes == {name: shipped.get_slice(name).get_shape() for name in shipped.keys()}  # noqa: SIM118
-        before, now = (
-            load_file(resumed / f"checkpoint-{step}" / REFERENCE / "model-00001.safetensors")[
-                "lm_head.weight"
-            ]
-            for step in (2, 3)
-        )
+        before = load_file(resumed / "checkpoint-2" / REFERENCE / "model-00001.safetensors")[
+            "lm_head.weight"
+        ]
+        now = load_file(resumed / "checkpoint-3" / REFERENCE / "model-00001.safetensors")[
+            "lm_head.weight"
+        ]
         moved = 0.4 * before + 0.6 * saved.get_tensor("lm_head.weight")  # TRL's default mixup
         assert not torch.equal(before, shipped.get_tensor("lm_head.weight")), (
             "the reference has not moved before"
@@ -151,9 +152,9 @@ def test_one_process_goes_on_with_the_steps_of_two(resumed, tmp_path):
     for name in ("reward", "completions/mean_length", "adora/weight_mean"):
         assert ours[name] == pytest.approx(theirs[name])
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
-    of_one_process, of_two_processes, before = (
-        load_file(folder / "model.safetensors") for folder in (tmp_path / "out", resumed, second)
-    )
+    of_one_process = load_file(tmp_path / "out" / "model.safetensors")
+    of_two_processes = load_file(resumed / "model.safetensors")
+    before = load_file(second / "model.safetensors")
     assert mean_difference(of_one_process, of_two_processes) < 1e-4 * mean_difference(
         of_two_processes, before
     )
@@ -167,9 +168,8 @@ def test_shards_alone_are_gathered_into_the_same_weights(resumed, tmp_path):
     shutil.copytree(resumed / "checkpoint-3", bare, ignore=ignored)
     publish(bare, tmp_path / "checkpoint-3", {"step": 3})
     assert export([str(tmp_path / "checkpoint-3"), str(tmp_path / "model")]) == 0
-    gathered, saved = (
-        load_file(at / "model.safetensors") for at in (tmp_path / "model", resumed / "checkpoint-3")
-    )
+    gathered = load_file(tmp_path / "model" / "model.safetensors")
+    saved = load_file(resumed / "checkpoint-3" / "model.safetensors")
     assert gathered.keys() == saved.keys()
     assert all(torch.equal(gathered[name], saved[name]) for name in saved)
     assert (tmp_path / "model" / "processor_config.json").is_file()

@@ -81,7 +81,8 @@ class Recorder(AdoraGRPOTrainer):
             scored_BC = logps_BC if logps_BC is not None else batch.get("old_per_token_logps")
             if scored_BC is not None:
                 gaps_BC = (scored_BC - batch["sampling_per_token_logps"]).abs()
-                gaps = gaps_BC[loss_mask(batch).bool()]
+                in_loss_BC = loss_mask(batch).bool()
+                gaps = gaps_BC[in_loss_BC]
                 self.gaps.append(gaps.max().item())
                 self.means.append(gaps.mean().item())
                 starts = batch.get("tool_mask", torch.ones(0, 2)).diff() == 1  # of a later turn
@@ -203,11 +204,9 @@ def main() -> None:
         for n, p in trainer.model.named_parameters()
         if n in vision and p.shape == vision[n].shape
     )
-    moved = (
-        (trainer.logps_now(trainer.first) - trainer.logps_first)
-        .abs()[loss_mask(cast("Batch", trainer.first)).bool()]
-        .max()
-    )
+    moved_BC = (trainer.logps_now(trainer.first) - trainer.logps_first).abs()
+    in_loss_BC = loss_mask(cast("Batch", trainer.first)).bool()
+    moved = moved_BC[in_loss_BC].max()
     gaps = torch.tensor(trainer.gaps)
     gaps = trainer.accelerator.gather(gaps[None]).amax(dim=0)
     moved = trainer.accelerator.gather(moved[None]).amax()

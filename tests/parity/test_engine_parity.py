@@ -167,7 +167,8 @@ def test_two_zero3_processes_with_groups_that_span_them(tmp_path):
     everything = sum(result["tensors"].values())
     assert result["sent"] == [everything] + [everything - result["tensors"]["projector"]] * 5
     table = result["table"]  # of the last step, all ranks
-    rewards, lengths = (torch.tensor(table[key]).view(-1, 4) for key in ("reward", "length"))
+    rewards = torch.tensor(table["reward"]).view(-1, 4)
+    lengths = torch.tensor(table["length"]).view(-1, 4)
     expected = weigh_groups(Groups(rewards, lengths, lengths >= 22)).weights_P
     constant = rewards.amax(dim=1) == rewards.amin(dim=1)
     assert torch.equal(torch.tensor(table["adora_weight"]).view(-1, 4)[:, 0], expected)

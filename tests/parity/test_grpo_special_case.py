@@ -147,7 +147,8 @@ def test_attenuation_changes_the_advantages_of_the_marked_groups_only(tmp_path, 
     weighted = ours["batches"][0]["advantages"].view(-1, 8)
     assert torch.equal(ours["batches"][0]["completion_ids"], stock["batches"][0]["completion_ids"])
     assert not torch.equal(raw, weighted)
-    ratios = {round(r, 4) for r in (weighted / raw)[raw != 0].tolist()}
+    has_advantage = raw != 0
+    ratios = {round(ratio, 4) for ratio in (weighted / raw)[has_advantage].tolist()}
     assert 0.1 in ratios
     assert ratios <= {
         0.0,

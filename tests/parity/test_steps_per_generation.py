@@ -89,14 +89,11 @@ class Compare(TrainerCallback):
         scale = max(float(g.norm()) for g in expected.values())
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         apart = max(float((gradients[name] - g).norm()) for name, g in expected.items())
-        old = max(
-            float(
-                (micro["old_per_token_logps"] - self._sampled(micro))
-                .abs()[micro["completion_mask"].bool()]
-                .max()
-            )
-            for micro in update
-        )
+        old = 0.0
+        for micro in update:
+            gaps_BC = (micro["old_per_token_logps"] - self._sampled(micro)).abs()
+            answered_BC = micro["completion_mask"].bool()
+            old = max(old, float(gaps_BC[answered_BC].max()))
         trainer.updates.append({"rows": rows, "apart": apart / scale, "scale": scale, "old": old})
         trainer.update = []
 

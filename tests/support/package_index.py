@@ -134,7 +134,13 @@ class Indexes:
             ]
             contents = ["".join(links).encode()] if links else []
             kind = "text/html"
-        request.send_response(502 if host in self.down else 200 if contents else 404)
+        if host in self.down:
+            status = 502
+        elif contents:
+            status = 200
+        else:
+            status = 404
+        request.send_response(status)
         request.send_header("Content-Type", kind)
         request.end_headers()
         if contents and host not in self.down:

@@ -191,8 +191,10 @@ def test_with_both_options_the_length_criterion_is_the_llm_references():
         rewards, lengths, truncated_at=60, empty_wrong="keep", no_correct="attenuate"
     )
     for reward, length, weight in zip(rewards, lengths, weights, strict=True):
-        right = length[reward > 0.5]
-        wrong = length[(reward <= 0.5) & (length < 60)]
+        is_right = reward > 0.5
+        is_wrong = (reward <= 0.5) & (length < 60)
+        right = length[is_right]
+        wrong = length[is_wrong]
         longest = right.max().item() if len(right) else float("-inf")
         mean = wrong.float().mean().item() if len(wrong) else float("-inf")
         assert weight.item() == pytest.approx(1.0 if longest > mean else 0.1)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import DeepSpeedPlugin
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
@@ -32,6 +33,7 @@ from adora_vl.data.dataloader import EpochRepeatSampler
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.seeding import rollout_seed
 from tests.support.checkpoints import FINGERPRINT, write_checkpoint
+from tests.support.stand_ins import Processes, config_of
 
 
 def flip_a_byte(path: Path) -> None:
@@ -136,8 +138,8 @@ def test_shards_of_another_world_are_refused_with_the_command_that_would_work(tm
     assert choose_start(tmp_path, str(universal), False, {**SHARDED, "processes": "1"}).notes[
         1:
     ] == ["changed since then: processes: 2 -> 1"]
-    assert sharding_of(SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3))) == "zero3"
-    assert sharding_of(SimpleNamespace(deepspeed_plugin=None)) == "none"
+    assert sharding_of(config_of(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))) == "zero3"
+    assert sharding_of(config_of()) == "none"
 
 
 def test_only_shards_are_converted_and_only_deepspeed_reads_the_result(tmp_path):
@@ -221,9 +223,7 @@ def test_after_a_universal_checkpoint_every_group_has_its_own_step_and_decay():
             "exp_avg_sq": torch.zeros(2),
         }
         weight.grad = torch.ones(2)
-    _GroupsAsBefore().on_train_begin(
-        SimpleNamespace(weight_decay=0.1), None, None, optimizer=optimizer
-    )
+    _GroupsAsBefore().on_train_begin(config_of(weight_decay=0.1), None, None, optimizer=optimizer)
     optimizer.step()
     assert [optimizer.state[weight]["step"].item() for weight in weights] == [5, 5]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
@@ -327,8 +327,8 @@ def test_rotation_keeps_the_newest_whole_ones_and_touches_nothing_unfinished(tmp
 def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
     write_checkpoint(tmp_path / ASIDE, 3)  # of the run that this one replaces
     older = write_checkpoint(tmp_path, 10)
-    alone = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None)
-    writer = CheckpointWriter(tmp_path, 1, alone)
+    accelerator: Any = Processes()
+    writer = CheckpointWriter(tmp_path, 1, accelerator)
 
     def save(folder: Path) -> dict[str, object]:
         assert store.problem_of(older) is None

@@ -18,6 +18,7 @@ from adora_vl.checkpoint.writer import of_a_run
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.errors import RunError, UserError
 from tests.support.adapters import LORA, adapted, float64_model
+from tests.support.stand_ins import Processes
 
 
 @pytest.fixture(scope="module")
@@ -120,10 +121,12 @@ def test_each_rank_gets_its_own_sum_of_losses_and_another_number_of_ranks_their_
     )
 
     def trainer(rank: int, ranks: int, **sums: Any) -> Any:
-        at = {"_tr_loss": torch.zeros(()), "_total_loss_scalar": 0.0, "_globalstep_last_logged": 5}
-        return SimpleNamespace(
-            accelerator=SimpleNamespace(process_index=rank, num_processes=ranks), **{**at, **sums}
-        )
+        start = {
+            "_tr_loss": torch.zeros(()),
+            "_total_loss_scalar": 0.0,
+            "_globalstep_last_logged": 5,
+        }
+        return SimpleNamespace(accelerator=Processes(rank, ranks), **{**start, **sums})
 
     saved = Losses(
         trainer(

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas as pd
 import pyarrow as pa
@@ -37,10 +36,12 @@ from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.errors import UserError
 from tests.support.checkpoints import FINGERPRINT, write_checkpoint
 from tests.support.disk import folder_contents
+from tests.support.stand_ins import Processes, config_of
 from tests.support.tiny_run import STEPS, arguments, train
 
 BEGUN = '{"made_by": "adora_vl.train"}'
-OLD, CRASHED = (f'{{"step": {step}, "kind": "train", "time": null}}\n' for step in (8, 1))
+OLD = '{"step": 8, "kind": "train", "time": null}\n'
+CRASHED = '{"step": 1, "kind": "train", "time": null}\n'
 
 
 def a_run(folder: Path, *steps: int) -> Path:
@@ -574,8 +575,8 @@ def test_a_model_that_is_pushed_to_the_hub_on_the_way_is_noted(tmp_path, monkeyp
     stock = "trl.GRPOTrainer._push_from_checkpoint"
     monkeypatch.setattr(stock, lambda self, folder: put(tmp_path / "config.json", folder))
     trainer = object.__new__(AdoraGRPOTrainer)
-    trainer.args = SimpleNamespace(output_dir=str(tmp_path))
-    trainer.accelerator = SimpleNamespace(is_main_process=True)
+    trainer.args = config_of(output_dir=str(tmp_path))
+    trainer.accelerator = Processes()
     trainer._push_from_checkpoint("checkpoint-2")
     assert (tmp_path / "config.json").read_text() == "checkpoint-2"
     assert own_files(tmp_path) == []

@@ -30,6 +30,7 @@ from adora_vl.data.dataloader import (
 from adora_vl.data.loading import mark_unreadable, only_decodes
 from adora_vl.packing.images import DistinctImages
 from adora_vl.trainer import AdoraGRPOTrainer
+from tests.support.stand_ins import config_of
 from tests.support.tiny_run import STEPS, train
 
 
@@ -194,7 +195,8 @@ def test_what_follows_is_what_the_sampler_gives_next(subtests):
 
 
 def test_asking_what_follows_disturbs_neither_the_sampler_nor_any_random_state():
-    sampler, undisturbed = (EpochRepeatSampler(range(9), 2, 3, 1, True, 7) for _ in range(2))
+    sampler = EpochRepeatSampler(range(9), 2, 3, 1, True, 7)
+    undisturbed = EpochRepeatSampler(range(9), 2, 3, 1, True, 7)
     states = torch.get_rng_state(), repr(np.random.get_state()), random.getstate()
     begun = iter(sampler)
     sampler.following([0], 0)
@@ -230,9 +232,13 @@ def test_where_it_runs(subtests):
                 "cache": SimpleNamespace(limit_bytes=1),
             }
             settings |= {"shown": True, "dataset": Dataset.from_dict({"id": [1]}), **changed}
-            args = SimpleNamespace(device=torch.device(device), **settings)
-            facts = {"cache": settings["cache"], "shown": settings["shown"], "process": len}
-            images: Any = SimpleNamespace(**facts, _config=args, _device=args.device)
+            images: Any = SimpleNamespace(
+                cache=settings["cache"],
+                shown=settings["shown"],
+                process=len,
+                _config=config_of(dataloader_num_workers=settings["dataloader_num_workers"]),
+                _device=torch.device(device),
+            )
             prefetch = DistinctImages.prefetch(
                 images, DistinctRows([]), InOrder(), settings["dataset"]
             )
@@ -242,14 +248,18 @@ def test_where_it_runs(subtests):
 
 def recorded(folder: Path) -> list[dict[str, Any]]:
     """The steps in the log, without the times."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    # the mean loss of one command, not of the run
-    lines = [line for line in lines if line["kind"] != "end"]
     timed = ("seconds", "time", "runtime", "per_second", "/ms_", "mb", "MB")
-    return [
-        {key: value for key, value in line.items() if not any(word in key for word in timed)}
-        for line in lines
-    ]
+    steps = []
+    for text in (folder / "metrics.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        # the line at the end has the mean loss of one command, not of the run
+        if line["kind"] == "end":
+            continue
+        for key in list(line):
+            if any(word in key for word in timed):
+                del line[key]
+        steps.append(line)
+    return steps
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, Features
+from transformers import Qwen2Config
 from trl.data_utils import prepare_multimodal_messages
 
 from adora_vl.checkpoint.fingerprint import differences, fingerprint
@@ -53,6 +54,7 @@ from tests.support.benchmark_data import (
 )
 from tests.support.pictures import drawing, encoded
 from tests.support.row_order import ids_of_epochs
+from tests.support.stand_ins import config_of
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny"]
 BATCH = [
@@ -172,7 +174,7 @@ def test_the_remedy_is_one_that_helps() -> None:
 
 
 def test_which_limit_counts() -> None:
-    model = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=2048))
+    model = Qwen2Config(max_position_embeddings=2048)
 
     def name(served: int | None = None, **keys: Any) -> str:
         config = {
@@ -181,16 +183,15 @@ def test_which_limit_counts() -> None:
             "max_completion_length": 40,
             **keys,
         }
-        limit = context_limit(SimpleNamespace(**config), model, served)
+        limit = context_limit(config_of(**config), model, served)
         assert limit is not None
         return limit.name
 
     assert name() == "vllm_max_model_length: 256"
     assert name(vllm_max_model_length=None) == "the model's max_position_embeddings: 2048"
     config = {"vllm_max_model_length": None, "max_completion_length": 40}
-    sampled, generated = (
-        context_limit(SimpleNamespace(**config, use_vllm=vllm), model) for vllm in (True, False)
-    )
+    sampled = context_limit(config_of(**config, use_vllm=True), model)
+    generated = context_limit(config_of(**config, use_vllm=False), model)
     assert "and longer answers are cut off there" in check_of([2040], [0], sampled).notes()[0]
     (note,) = check_of([2040], [0], generated).notes()
     assert note.endswith(
@@ -201,14 +202,11 @@ def test_which_limit_counts() -> None:
     )
     assert name(served=512) == "the vLLM server's --max-model-len: 512"
     unlimited = SimpleNamespace(get_text_config=lambda: SimpleNamespace())
-    assert context_limit(SimpleNamespace(**config, use_vllm=True), unlimited) is None
+    assert context_limit(config_of(**config, use_vllm=True), unlimited) is None
 
 
 def test_a_server_that_does_not_answer_has_no_limit() -> None:
-    config = SimpleNamespace(
-        vllm_server_base_url="http://127.0.0.1:9", vllm_server_host="", vllm_server_port=0
-    )
-    assert served_length(config) is None
+    assert served_length(config_of(vllm_server_base_url="http://127.0.0.1:9")) is None
 
 
 def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor: Any) -> None:

@@ -12,7 +12,8 @@ from data_prep.forecast import forecast
 
 
 def groups(*kinds: tuple[list[float], list[int]], times: int = 25) -> Groups:
-    rewards, lengths = (torch.tensor([kind[i] for kind in kinds] * times) for i in (0, 1))
+    rewards = torch.tensor([kind[0] for kind in kinds] * times)
+    lengths = torch.tensor([kind[1] for kind in kinds] * times)
     return Groups(rewards, lengths.float(), torch.zeros_like(rewards, dtype=torch.bool))
 
 

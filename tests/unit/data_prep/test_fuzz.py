@@ -165,7 +165,10 @@ def test_a_field_of_a_predictions_row(
             (tmp_path / "p.jsonl").write_text(
                 "".join(json.dumps(row) + "\n" for row in stored_rows)
             )
-            for options in ([], ["--extraction", "stored"]) if benchmark is MATHVISTA else ([],):
+            ways: list[list[str]] = [[]]
+            if benchmark is MATHVISTA:
+                ways.append(["--extraction", "stored"])
+            for options in ways:
                 words = [
                     "score",
                     "--predictions",

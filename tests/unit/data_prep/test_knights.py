@@ -72,10 +72,8 @@ def test_a_puzzle_read_as_english_has_exactly_the_golds_solution(subtests):
 
 def test_equal_arguments_give_equal_rows_and_splits_share_no_puzzle():
     assert list(generate(30, seed=4)) == list(generate(30, seed=4))
-    train, test = (
-        {row["problem"] for row in generate(200, split=split, people=(3, 4))}
-        for split in ("train", "test")
-    )
+    train = {row["problem"] for row in generate(200, split="train", people=(3, 4))}
+    test = {row["problem"] for row in generate(200, split="test", people=(3, 4))}
     assert len(train) == len(test) == 200
     assert not train & test
     in_test = {

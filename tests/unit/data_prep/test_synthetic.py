@@ -316,10 +316,11 @@ class _Drawn:
 
     def at_side(self, ends: str) -> str:
         """The value that stands nearest to the middle between two letters."""
-        (x, y), (u, v) = (self.points()[letter] for letter in ends)
-        return min(
-            self._others(), key=lambda label: math.dist(label[1], ((x + u) / 2, (y + v) / 2))
-        )[0]
+        points = self.points()
+        x, y = points[ends[0]]
+        u, v = points[ends[1]]
+        middle = ((x + u) / 2, (y + v) / 2)
+        return min(self._others(), key=lambda label: math.dist(label[1], middle))[0]
 
     def at_corner(self, letter: str) -> str:
         """The value that stands nearest to a letter."""
@@ -406,7 +407,9 @@ def _recomputed(family: str, question: str, drawn: _Drawn) -> float:
         if sides := re.search(r"A D = (\d+), A B = (\d+), and A E = (\d+)", question):
             ad, ab, ae = map(int, sides.groups())
             return ab * ad / ae - ab
-        ab, ae, ed = (int(drawn.at_side(ends)) for ends in ("AB", "AE", "ED"))
+        ab = int(drawn.at_side("AB"))
+        ae = int(drawn.at_side("AE"))
+        ed = int(drawn.at_side("ED"))
         bc = ab / ae * ed
         return _solved_for_x(drawn.at_side("BC"), bc) if asked_x else bc
     assert family == "parallelogram_side"

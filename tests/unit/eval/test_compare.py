@@ -277,15 +277,19 @@ def test_four_views_say_whether_a_model_sees_or_reasons(
     assert f"of what it solves from words, it solves {100 * both:.1f} % (95 %" in lines
     two = shown(capsys, files["blank"], files["image"])
     versions = {"version": {"Text Lite": {"accuracy": 0.25}}}
-    grey, with_image = (
-        score_file(
-            tmp_path / f"verse_{name}.json",
-            "01",
-            "mathverse",
-            groups=versions,
-            **made_with(**shown_how(name)),
-        )
-        for name in ("blank", "image")
+    grey = score_file(
+        tmp_path / "verse_blank.json",
+        "01",
+        "mathverse",
+        groups=versions,
+        **made_with(**shown_how("blank")),
+    )
+    with_image = score_file(
+        tmp_path / "verse_image.json",
+        "01",
+        "mathverse",
+        groups=versions,
+        **made_with(**shown_how("image")),
     )
     assert "version = Text Lite" in shown(capsys, grey, with_image)
     assert "version =" not in shown(capsys, with_image)

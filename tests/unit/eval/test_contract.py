@@ -272,7 +272,11 @@ def _summary(rows: Sequence[Any], graded: Sequence[Any], options: ScoreOptions) 
 def test_figures_of_a_new_benchmark_are_printed_compared_and_logged(of_the_page, capsys):
     new = replace(named("lengths.py:LENGTHS"), name="new", summary=_summary)
     rows = [
-        {**row, "pid": str(row["id"]), "response": rf"\boxed{{{7 + (not row['id'])}}}"}
+        {
+            **row,
+            "pid": str(row["id"]),
+            "response": r"\boxed{7}" if row["id"] else r"\boxed{8}",
+        }
         for row in of_the_page
     ]
     stored = support.scored(new, Path(), rows)
@@ -298,7 +302,11 @@ def test_figures_of_a_new_benchmark_are_printed_compared_and_logged(of_the_page,
 
 def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypatch, capsys):
     rows = [
-        {"pid": str(index), "answer": "5", "response": rf"\boxed{{{5 + (not index)}}}"}
+        {
+            "pid": str(index),
+            "answer": "5",
+            "response": r"\boxed{5}" if index else r"\boxed{6}",
+        }
         for index in range(4)
     ]
     problems = [Problem({"pid": row["pid"]}, "", 0, list) for row in rows]

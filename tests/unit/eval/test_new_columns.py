@@ -2,6 +2,8 @@
 are named.
 """
 
+import json
+
 import pytest
 
 from eval import dynamath, logicvista, mmmu_pro
@@ -68,7 +70,7 @@ def test_the_worst_case_of_dynamath_is_over_all_variants(tmp_path):
         {
             **fields,
             "pid": f"sample_variant{variant}/{problem}",
-            "response": f'{{"short answer": "{5 + (variant == wrong)}"}}',
+            "response": json.dumps({"short answer": "6" if variant == wrong else "5"}),
         }
         for problem, wrong in enumerate((0, 3))
         for variant in range(1, 11)

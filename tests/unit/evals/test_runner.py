@@ -151,9 +151,8 @@ def test_a_finished_run_goes_on_with_more_samples_and_not_with_fewer(tmp_path):
     ask_for(tmp_path / "whole", 3)
     assert ask_for(tmp_path / "grown", 1).pending == 5
     assert ask_for(tmp_path / "grown", 3).resumed == 5
-    uninterrupted, grown = (
-        read_predictions(tmp_path / name / "predictions.jsonl") for name in ("whole", "grown")
-    )
+    uninterrupted = read_predictions(tmp_path / "whole" / "predictions.jsonl")
+    grown = read_predictions(tmp_path / "grown" / "predictions.jsonl")
     assert [key(row) for row in grown] == [key(row) for row in uninterrupted]
     before = (tmp_path / "grown" / "fingerprint.json").read_bytes()
     with pytest.raises(
@@ -318,9 +317,8 @@ def test_slices_cover_everything_once_and_the_file_is_that_of_one_process(case):
         with case(world) as folder:
             ask_as(folder / "one", Echo(), ALONE)
             summary, engines = together(folder / "many", world)
-            of_one_process, of_many = (
-                (folder / name / "predictions.jsonl").read_bytes() for name in ("one", "many")
-            )
+            of_one_process = (folder / "one" / "predictions.jsonl").read_bytes()
+            of_many = (folder / "many" / "predictions.jsonl").read_bytes()
             assert of_one_process == of_many
             texts = [text for engine in engines for text in engine.asked]
             assert len(texts) == len(set(texts)) == 14
@@ -334,7 +332,8 @@ def test_more_processes_go_on_where_one_was_stopped(tmp_path):
     ask_as(tmp_path / "parts", Echo(), ALONE, count=3)
     summary, engines = together(tmp_path / "parts", 2)
     assert (summary.resumed, sum(len(engine.asked) for engine in engines)) == (6, 8)
-    uninterrupted, parts = (tmp_path / name / "predictions.jsonl" for name in ("whole", "parts"))
+    uninterrupted = tmp_path / "whole" / "predictions.jsonl"
+    parts = tmp_path / "parts" / "predictions.jsonl"
     assert parts.read_bytes() == uninterrupted.read_bytes()
 
 

@@ -159,10 +159,8 @@ def test_an_adapter_that_zero3_has_in_parts_takes_the_steps_of_a_whole_one(keys,
         "adora_vl.train",
         *arguments(tmp_path / "parts", **run_keys),
     )
-    whole_log, parts_log = (
-        json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
-        for name in ("whole", "parts")
-    )
+    whole_log = json.loads((tmp_path / "whole" / "trainer_state.json").read_text())["log_history"]
+    parts_log = json.loads((tmp_path / "parts" / "trainer_state.json").read_text())["log_history"]
     for whole_entry, entry in zip(whole_log[:2], parts_log[:2], strict=True):
         for figure in ("reward", "entropy", "grad_norm", "kl"):
             assert entry[figure] == pytest.approx(whole_entry[figure], rel=1e-3, abs=1e-6), figure

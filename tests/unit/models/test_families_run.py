@@ -84,9 +84,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def moved(before: Path, after: Path) -> Mapping[str, list[bool]]:
     """By part, whether each tensor is another one."""
-    weights_before, weights_after = (
-        load_file(folder / "model.safetensors") for folder in (before, after)
-    )
+    weights_before = load_file(before / "model.safetensors")
+    weights_after = load_file(after / "model.safetensors")
     assert weights_before.keys() == weights_after.keys()
     assert all(torch.isfinite(tensor).all() for tensor in weights_after.values())
     changed: dict[str, list[bool]] = {part: [] for part in COMPONENTS}

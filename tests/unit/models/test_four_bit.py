@@ -97,7 +97,8 @@ def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out
         "the adapter alone is sent, at every step"
     )
     assert log[0]["kl"] == 0 < log[1]["kl"]
-    before, after = (load_file(folder / "adapter_model.safetensors") for folder in (sft, run))
+    before = load_file(sft / "adapter_model.safetensors")
+    after = load_file(run / "adapter_model.safetensors")
     assert all(
         not torch.equal(before[name], after[name]) and after[name].dtype == torch.float32
         for name in before
@@ -117,9 +118,9 @@ def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out
     exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").float()
     ids = torch.arange(20, 60)[None]
     with torch.no_grad():
-        trained, written, plain_probs = (
-            m.eval()(input_ids=ids).logits.softmax(-1) for m in (policy, exported, plain)
-        )
+        trained = policy.eval()(input_ids=ids).logits.softmax(-1)
+        written = exported.eval()(input_ids=ids).logits.softmax(-1)
+        plain_probs = plain.eval()(input_ids=ids).logits.softmax(-1)
     assert 5 * (trained - written).abs().sum() < (trained - plain_probs).abs().sum(), (
         "by the base that it was trained on"
     )
@@ -133,14 +134,11 @@ def test_a_run_in_4_bits_goes_on_from_its_checkpoint_to_the_bit(home, tmp_path):
         "lora_target_modules": TEXT,
         "bnb_4bit_quant_type": "fp4",
     }
-    uninterrupted, halved = (
-        train(tmp_path / name, max_steps=last, save_steps=1, **new)
-        for name, last in (("a", 2), ("b", 1))
-    )
+    uninterrupted = train(tmp_path / "a", max_steps=2, save_steps=1, **new)
+    halved = train(tmp_path / "b", max_steps=1, save_steps=1, **new)
     train(halved, max_steps=2, save_steps=1, **new)
-    expected, resumed = (
-        load_file(folder / "adapter_model.safetensors") for folder in (uninterrupted, halved)
-    )
+    expected = load_file(uninterrupted / "adapter_model.safetensors")
+    resumed = load_file(halved / "adapter_model.safetensors")
     assert expected.keys() == resumed.keys()
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
 

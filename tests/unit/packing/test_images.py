@@ -104,9 +104,8 @@ def test_pictures_that_differ_in_their_palette_alone_are_two(processor):
     recoloured.putpalette([255 - value for value in drawing.getpalette()])
     cache = ImageCache(2**20)
     settings = effective_settings(processor.image_processor, {})
-    drawing_entry, recoloured_entry = (
-        cache.get(processor.image_processor, image, settings) for image in (drawing, recoloured)
-    )
+    drawing_entry = cache.get(processor.image_processor, drawing, settings)
+    recoloured_entry = cache.get(processor.image_processor, recoloured, settings)
     assert cache.processed == 2
     assert not torch.equal(drawing_entry.patches_RD, recoloured_entry.patches_RD)
 

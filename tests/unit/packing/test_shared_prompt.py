@@ -74,15 +74,8 @@ def batch(lengths: list[tuple[int, list[int]]], images: bool) -> Batch:
         groups.append(list(range(len(ids), len(ids) + len(group))))
         for length in group:
             row = torch.randint(10, VOCABULARY, (completion,), generator=generator)
-            ids.append(
-                torch.cat(
-                    [
-                        prompt_ids.new_zeros(pad),
-                        prompt_ids,
-                        row * (torch.arange(completion) < length),
-                    ]
-                )
-            )
+            row[length:] = 0
+            ids.append(torch.cat([prompt_ids.new_zeros(pad), prompt_ids, row]))
             mask.append(
                 torch.tensor(
                     [0] * pad + [1] * (len(prompt_ids) + length) + [0] * (completion - length)
@@ -366,7 +359,8 @@ def varlen(
     spans = []
     for (start, end), (first, last) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
         queries = query[0, start:end].transpose(0, 1)
-        keys, values = (tensor[0, first:last].transpose(0, 1) for tensor in (key, value))
+        keys = key[0, first:last].transpose(0, 1)
+        values = value[0, first:last].transpose(0, 1)
         allowed = torch.ones(end - start, last - first, dtype=torch.bool).tril(
             last - first - end + start
         )
@@ -524,9 +518,8 @@ def test_dropout_is_found_in_the_attention_and_in_an_adapter():
     """With it two passes over the same tokens differ, so the policy's own does not stand for the
     one that sampled.
     """
-    plain, attending = (
-        Qwen2ForCausalLM(Qwen2Config(**TEXT, attention_dropout=share)) for share in (0.0, 0.1)
-    )
+    plain = Qwen2ForCausalLM(Qwen2Config(**TEXT, attention_dropout=0.0))
+    attending = Qwen2ForCausalLM(Qwen2Config(**TEXT, attention_dropout=0.1))
     assert not has_dropout(plain)
     assert has_dropout(attending)
     adapted = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1))

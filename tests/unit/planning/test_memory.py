@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,6 +44,7 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import Setting
 from benchmarks.measure import peak_bytes
+from tests.support.stand_ins import config_of
 
 ACCELERATE = Path(__file__).parents[3] / "configs" / "accelerate"
 SHARED = Sharing(images=True, vision=True, prompts=True)
@@ -195,10 +195,9 @@ def test_zero_divides_what_its_stage_says(seven):
     With offload DeepSpeed has the gradients on the host twice, as they come and in float32.
     """
     total = seven.total
-    two, three, offloaded = (
-        states(seven, sharding, reference=True, mixed=True)
-        for sharding in (Sharding(8, 2), Sharding(8, 3), Sharding(8, 3, True))
-    )
+    two = states(seven, Sharding(8, 2), reference=True, mixed=True)
+    three = states(seven, Sharding(8, 3), reference=True, mixed=True)
+    offloaded = states(seven, Sharding(8, 3, True), reference=True, mixed=True)
     assert (two.weights, two.reference, two.optimizer) == (2 * total, 2 * total, 12 * total // 8)
     assert (three.weights, three.reference, three.optimizer) == (
         2 * total // 8,
@@ -253,8 +252,7 @@ def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
     predicted = checkpoint_bytes(shape, Sharding(1), mixed=False)
     assert written <= predicted <= written + 3 * 2**20
     assert run_bytes(predicted, 10, checkpoints=2) == 3 * predicted + 10
-    config: Any = SimpleNamespace(bf16=False, fp16=False, sync_ref_model=False)
-    assert checkpoint_of(config, shape, Sharding(1)) == predicted
+    assert checkpoint_of(config_of(), shape, Sharding(1)) == predicted
     MovingReference(model, moves=True, is_main=True, zero3=False).save(tmp_path)
     moved = sum(path.stat().st_size for path in (tmp_path / "reference").iterdir())
     assert moved == pytest.approx(
@@ -298,10 +296,8 @@ def test_what_saves_memory_saves_memory(recipe, subtests):
     ]
     for dearer in cases:
         with subtests.test(f"{dearer!r:.80}"):
-            before, after = (
-                predict(setup, 80 * GIB).phases["forward and backward"]
-                for setup in (recipe, replace(recipe, **dearer))
-            )
+            before = predict(recipe, 80 * GIB).phases["forward and backward"]
+            after = predict(replace(recipe, **dearer), 80 * GIB).phases["forward and backward"]
             assert sum(after.values()) > sum(before.values())
 
 
@@ -347,9 +343,8 @@ def test_a_group_has_one_image_where_its_rollouts_are_together(recipe):
     """
     alone = replace(recipe, batch=replace(recipe.batch, sequences=8), generations=8)
     shared = replace(alone, sharing=SHARED)
-    before, after = (
-        predict(setup, 80 * GIB).phases["forward and backward"] for setup in (alone, shared)
-    )
+    before = predict(alone, 80 * GIB).phases["forward and backward"]
+    after = predict(shared, 80 * GIB).phases["forward and backward"]
     assert after["pixels"] * 8 == before["pixels"]
     assert after["vision"] * 8 == before["vision"]
     assert after["activations"] < before["activations"], "the prompt of a group is computed once"
@@ -405,9 +400,8 @@ def test_a_packed_group_has_its_prompt_once(recipe):
     packed = replace(short, sharing=SHARED)
     assert packed.micro_batch.packed
     assert packed.micro_batch.tokens == 1580 + 8 * 199 < short.micro_batch.tokens
-    before, after = (
-        predict(setup, 80 * GIB).phases["forward and backward"] for setup in (short, packed)
-    )
+    before = predict(short, 80 * GIB).phases["forward and backward"]
+    after = predict(packed, 80 * GIB).phases["forward and backward"]
     assert after["activations"] < before["activations"] / 2
     assert "attention mask" in before and "attention mask" not in after, (
         "attention in two parts stores no mask"

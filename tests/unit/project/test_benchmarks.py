@@ -146,9 +146,9 @@ def test_every_start_is_made_of_the_model_that_can_compute(tmp_path):
     build_arithmetic(arithmetic, plan)
     for seed, folder in enumerate(starts):
         build_start(folder, arithmetic, replace(plan, learning_rate=0.0) if seed else plan, seed)
-    base, taught, untaught = (
-        load_file(folder / "model.safetensors") for folder in (arithmetic, *starts)
-    )
+    base = load_file(arithmetic / "model.safetensors")
+    taught = load_file(starts[0] / "model.safetensors")
+    untaught = load_file(starts[1] / "model.safetensors")
     assert all(torch.equal(base[name], untaught[name]) for name in base)
     assert any(not torch.equal(base[name], taught[name]) for name in base)
     before = (arithmetic / "model.safetensors").stat().st_mtime_ns
@@ -250,7 +250,11 @@ def test_a_seed_of_the_scanned_digits_counts_if_it_is_whole():
     assert [arm[2] for arm in order] == sorted(arm[2] for arm in order), "a seed after the other"
     assert not {arm[2] for arm in scanned.places(plan, pilot=True)} & set(plan["seeds"])
     two = [arm for arm in order if arm[2] < 2]
-    runs = [scanned_run(p, 0.4 + p[2] / 10 + p[1] / 100 + 0.1 * (p[3] == "adora")) for p in two]
+    runs = []
+    for case, start, seed, method in two:
+        gain = 0.1 if method == "adora" else 0.0
+        accuracy = 0.4 + seed / 10 + start / 100 + gain
+        runs.append(scanned_run((case, start, seed, method), accuracy))
     tables = scanned.tables(plan, [*runs, scanned_run(order[len(two)], 0.0)])
     assert tables.startswith(f"{len(two)} runs of commit abc; ")
     assert "\nlong is better: 2 of 5 seeds are whole" in tables
@@ -268,10 +272,8 @@ def test_no_scanned_picture_is_in_both_splits(monkeypatch):
     monkeypatch.setitem(
         sys.modules, "sklearn.datasets", SimpleNamespace(load_digits=lambda: loaded)
     )
-    train, test = (
-        {d: {p.tobytes() for p in ps} for d, ps in scanned.scanned_digits(split, 8).items()}
-        for split in ("train", "test")
-    )
+    train = {d: {p.tobytes() for p in ps} for d, ps in scanned.scanned_digits("train", 8).items()}
+    test = {d: {p.tobytes() for p in ps} for d, ps in scanned.scanned_digits("test", 8).items()}
     assert {digit: (len(train[digit]), len(test[digit])) for digit in train} == {
         "3": (4, 1),
         "4": (4, 1),

@@ -24,6 +24,7 @@ from adora_vl.training.generation import Generation
 from adora_vl.types import Row
 from tests.support.examples import EXAMPLES, entry, example
 from tests.support.reward_groups import random_groups, weighed_by
+from tests.support.stand_ins import Processes
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
 
@@ -157,7 +158,8 @@ def test_the_last_rollouts_of_a_group_see_one_image_of_the_same_patches():
     log: dict[str, float] = {}
     noisy_at(0, log).after_weighing(Generation([], "train", 400, "400/0", 0, 4))
     assert log == {"noisy_rollouts/level": 250.0}
-    distorted, as_seen = (example(f"noisy_rollouts.py:{name}") for name in ("distorted", "as_seen"))
+    distorted = example("noisy_rollouts.py:distorted")
+    as_seen = example("noisy_rollouts.py:as_seen")
     processor = Qwen2VLImageProcessor(min_pixels=12544, max_pixels=50176)
     for size, mode in product([(40, 30), (300, 200), (900, 33)], ["RGB", "L", "P", "RGBA"]):
         image = drawing(size=size).convert(mode)
@@ -207,7 +209,7 @@ def test_visual_tokens_weigh_a_batch_by_hand():
     passes = [seen_BC, blind_BC]
     log: dict[str, float] = {}
     keys = {
-        "accelerator": SimpleNamespace(gather=lambda tensor: tensor, process_index=0),
+        "accelerator": Processes(),
         "policy_logps": lambda batch, pixels=None: passes.pop(0),
     }
     processor = Qwen2VLImageProcessor()
@@ -238,12 +240,13 @@ def test_visual_tokens_weigh_a_batch_by_hand():
 
 
 def test_half_of_every_image_is_black_alike_for_the_rollouts_of_a_group():
-    half_black, blackened, black_patch = (
-        example(f"visual_tokens.py:{name}") for name in ("half_black", "blackened", "black_patch")
-    )
+    half_black = example("visual_tokens.py:half_black")
+    blackened = example("visual_tokens.py:blackened")
+    black_patch = example("visual_tokens.py:black_patch")
     processor = Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=56 * 84)
     looks = [processor([drawing(seed, (84, 56))], return_tensors="pt") for seed in (0, 1)]
-    first, second = (look["pixel_values"] for look in looks)
+    first = looks[0]["pixel_values"]
+    second = looks[1]["pixel_values"]
     black_D = black_patch(processor, first.size(1))
     black = processor([Image.new("RGB", (84, 56))], return_tensors="pt")["pixel_values"]
     assert torch.equal(black, black_D.expand_as(black))

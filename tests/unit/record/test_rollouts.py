@@ -4,7 +4,6 @@ bounded.
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -26,6 +25,7 @@ from adora_vl.rollout.rollouts import Call, Picture, Rollout, Segment
 from adora_vl.training.advantages import Advantages
 from adora_vl.training.generation import Generation
 from adora_vl.training.scoring import Rewards, Scores, weighted_sum
+from tests.support.stand_ins import Processes, state_of
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
 
@@ -299,13 +299,7 @@ def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_pat
     monkeypatch.setattr(
         recorder_module, "gather_object", lambda local: [*local, *(next(drifts_elsewhere) or local)]
     )
-    ranks = SimpleNamespace(
-        process_index=0,
-        num_processes=2,
-        is_main_process=True,
-        device=torch.device("cpu"),
-        gather=lambda local: torch.cat([local, local + 10]),
-    )
+    ranks = Processes(num_processes=2, gather=lambda local: torch.cat([local, local + 10]))
     recorder = Recorder(step_context(output_dir=str(tmp_path), accelerator=ranks))
     recorder.record.start(0)
     numbers = recorder.number(2)
@@ -316,7 +310,7 @@ def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_pat
     learned: Any = {"rollout_number": numbers[1:], "completion_mask": torch.ones(1, 1)}
     learned["sampling_per_token_logps"] = torch.zeros(1, 1)
     recorder.measured(learned, torch.tensor([[0.25]]))
-    recorder.on_step_end(None, SimpleNamespace(global_step=1), None)
+    recorder.on_step_end(None, state_of(1), None)
     assert recorded(recorder.record.folder)["drift"].to_pylist() == [0.75, 0.25, 10.5, 10.25]
 
 
@@ -383,19 +377,19 @@ def test_a_run_that_went_on_has_every_step_once(adora_run, resumed_run, tmp_path
     """And the same figures and rollouts in each; then it goes on with every second generation
     recorded.
     """
-    uninterrupted, again = (
-        recorded(run / "rollouts").to_pandas() for run in (adora_run, resumed_run.folder)
-    )
+    uninterrupted = recorded(adora_run / "rollouts").to_pandas()
+    again = recorded(resumed_run.folder / "rollouts").to_pandas()
     pd.testing.assert_frame_equal(again, uninterrupted)
     # as a stranger reads it
     pd.testing.assert_frame_equal(pd.read_parquet(resumed_run.folder / "rollouts"), uninterrupted)
-    before, after = (
-        [
-            (line["step"], line["kind"], line.get("loss"), line.get("reward"))
-            for line in read_metrics(run / METRICS)
-        ]
-        for run in (adora_run, resumed_run.folder)
-    )
+    before = [
+        (line["step"], line["kind"], line.get("loss"), line.get("reward"))
+        for line in read_metrics(adora_run / METRICS)
+    ]
+    after = [
+        (line["step"], line["kind"], line.get("loss"), line.get("reward"))
+        for line in read_metrics(resumed_run.folder / METRICS)
+    ]
     assert before == after
     longer = shutil.copytree(resumed_run.folder, tmp_path / "out")
     train(longer, max_steps=STEPS + 4, adora_record_every=2, adora_record_gb=1)

@@ -52,6 +52,7 @@ from adora_vl.record.metrics import (
 )
 from adora_vl.record.summary import evaluate_command, figure_rows, summary_lines, view_command
 from adora_vl.report.__main__ import main as view
+from tests.support.stand_ins import config_of, state_of
 from tests.support.tiny_run import STEPS, arguments
 
 
@@ -184,33 +185,27 @@ def test_the_progress_line():
     assert {seconds: duration(seconds) for seconds in durations} == durations
 
 
-def settings(folder: Path) -> SimpleNamespace:
-    return SimpleNamespace(output_dir=str(folder), disable_tqdm=False)
-
-
-def state(step: int, history: list[dict] | None = None, first: bool = True) -> SimpleNamespace:
-    return SimpleNamespace(
-        global_step=step, max_steps=10, log_history=history or [], is_world_process_zero=first
-    )
+def settings(folder: Path) -> AdoraGRPOConfig:
+    return config_of(output_dir=str(folder), disable_tqdm=False)
 
 
 def test_only_the_first_rank_speaks(tmp_path, capsys):
     for callback in (ProgressLine(), MetricsFile()):
-        callback.on_train_begin(settings(tmp_path), state(0, first=False), None)
-        callback.on_step_end(settings(tmp_path), state(1, first=False), None)
-        callback.on_log(settings(tmp_path), state(1, first=False), None, logs=LOGS)
-        callback.on_train_end(settings(tmp_path), state(1, first=False), None)
+        callback.on_train_begin(settings(tmp_path), state_of(0, is_first_rank=False), None)
+        callback.on_step_end(settings(tmp_path), state_of(1, is_first_rank=False), None)
+        callback.on_log(settings(tmp_path), state_of(1, is_first_rank=False), None, logs=LOGS)
+        callback.on_train_end(settings(tmp_path), state_of(1, is_first_rank=False), None)
     assert capsys.readouterr() == ("", "")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_log_file_gets_lines_and_no_bar(tmp_path, capsys):
     line = ProgressLine()
-    line.on_train_begin(settings(tmp_path), state(0), None)
-    line.on_step_end(settings(tmp_path), state(1), None)
-    line.on_log(settings(tmp_path), state(1), None, logs=LOGS)
-    line.on_log(settings(tmp_path), state(1), None, logs={"eval_geometry3k_accuracy": 0.5})
-    line.on_train_end(settings(tmp_path), state(1), None)
+    line.on_train_begin(settings(tmp_path), state_of(0), None)
+    line.on_step_end(settings(tmp_path), state_of(1), None)
+    line.on_log(settings(tmp_path), state_of(1), None, logs=LOGS)
+    line.on_log(settings(tmp_path), state_of(1), None, logs={"eval_geometry3k_accuracy": 0.5})
+    line.on_train_end(settings(tmp_path), state_of(1), None)
     out, err = capsys.readouterr()
     assert re.fullmatch(r"step  1/10  reward 0\.412 .* left\n", out)
     assert err == ""
@@ -228,12 +223,12 @@ def test_the_time_left_is_that_of_the_steps_left_at_the_pace_of_this_start(
         "adora_vl.record.metrics.time", SimpleNamespace(monotonic=lambda: next(seconds))
     )
     line = ProgressLine()
-    line.on_train_begin(settings(tmp_path), state(4), None)
+    line.on_train_begin(settings(tmp_path), state_of(4), None)
     next(seconds)
-    line.on_step_begin(settings(tmp_path), state(4), None)
+    line.on_step_begin(settings(tmp_path), state_of(4), None)
     for step in (5, 6):
-        line.on_step_end(settings(tmp_path), state(step), None)
-    line.on_log(settings(tmp_path), state(6), None, logs={"reward": 0.5})
+        line.on_step_end(settings(tmp_path), state_of(step), None)
+    line.on_log(settings(tmp_path), state_of(6), None, logs={"reward": 0.5})
     assert capsys.readouterr().out == "step  6/10  reward 0.500 | 40s left\n"
 
 
@@ -242,29 +237,31 @@ def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
     or missing.
     """
     file = MetricsFile()
-    file.on_train_begin(settings(tmp_path), state(0), None)
+    file.on_train_begin(settings(tmp_path), state_of(0), None)
     for step in range(1, 6):
         file.on_log(
             settings(tmp_path),
-            state(step),
+            state_of(step),
             None,
             logs={"reward": step / 10, "step_time": float(step)},
         )
-        file.on_log(settings(tmp_path), state(step), None, logs={"eval_a_accuracy": 0.1})
-        file.on_log(settings(tmp_path), state(step), None, logs={"eval_b_accuracy": 0.2})
+        file.on_log(settings(tmp_path), state_of(step), None, logs={"eval_a_accuracy": 0.1})
+        file.on_log(settings(tmp_path), state_of(step), None, logs={"eval_b_accuracy": 0.2})
     path = tmp_path / "metrics.jsonl"
     before = read_metrics(path)
     with path.open("a") as stream:
         stream.write('{"step": 6, "kind": "tra')
     history = [{"step": step, "reward": step / 10} for step in (1, 2, 3)]
-    file.on_train_begin(settings(tmp_path), state(3, history), None)
+    resumed = state_of(3)
+    resumed.log_history = history
+    file.on_train_begin(settings(tmp_path), resumed, None)
     assert sorted(read_metrics(path), key=str) == sorted(
         (line for line in before if line["step"] <= 3), key=str
     )
-    file.on_log(settings(tmp_path), state(4), None, logs={"reward": 0.4})
+    file.on_log(settings(tmp_path), state_of(4), None, logs={"reward": 0.4})
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 3, 4]
-    file.on_train_begin(settings(tmp_path), state(0), None)
+    file.on_train_begin(settings(tmp_path), state_of(0), None)
     assert path.read_text() == ""
 
     history = [{"step": 2, "reward": 0.2}, {"step": 2, "eval_a": 1.0}, {"step": 4, "reward": 0.4}]
@@ -601,7 +598,8 @@ def test_a_run_that_fails_says_so(tmp_path):
 
 def test_every_saved_model_has_its_card_and_stays_whole(adora_run, tmp_path):
     """Also the exported one. The figures of a checkpoint's card are those up to its step."""
-    final, early = ((adora_run / name / "README.md").read_text() for name in ("", "checkpoint-2"))
+    final = (adora_run / "README.md").read_text()
+    early = (adora_run / "checkpoint-2" / "README.md").read_text()
     assert "# builtin/pretrained, 4 steps of ADORA attenuation, factor 0.1" in final
     assert "# builtin/pretrained, 2 steps of" in early
     assert problem_of(adora_run / "checkpoint-2") is None

@@ -195,22 +195,19 @@ def test_an_evaluation_on_the_way_is_taken_as_it_is(tmp_path, capsys):
     """It is of many problems already. The pass rate in training is a mean over the last tenth."""
     for name, offset in (("a", 0.0), ("b", 0.4)):
         folder = Path(run(tmp_path / name, [0.1], adora_method={name: {}}))
+        shares = {95: 0.5, 100: 0.5 + offset}
         evaluated = {
-            step: {
-                "step": step,
-                "kind": "eval",
-                "eval_drawn_accuracy": 0.5 + offset * (step == 100),
-            }
-            for step in (95, 100)
+            step: {"step": step, "kind": "eval", "eval_drawn_accuracy": share}
+            for step, share in shares.items()
         }
         trained = (
             {
                 "step": step,
                 "kind": "train",
-                PASS_RATE: 0.5 + offset * (step == 100),
+                PASS_RATE: share,
                 "seconds/rollout": 1.0,
             }
-            for step in evaluated
+            for step, share in shares.items()
         )
         (folder / "metrics.jsonl").write_text(
             "\n".join(map(json.dumps, [*trained, *evaluated.values()]))
@@ -341,10 +338,8 @@ def test_what_stands_beside_gets_a_column_a_paired_difference_and_its_origin(tmp
 
 
 def test_the_gain_says_whether_the_intervals_overlap(tmp_path, capsys):
-    answers = {"b": 30, "a": 60}
-    before, after = (
-        score_file(tmp_path / name, "1" * n + "0" * (100 - n)) for name, n in answers.items()
-    )
+    before = score_file(tmp_path / "b", "1" * 30 + "0" * 70)
+    after = score_file(tmp_path / "a", "1" * 60 + "0" * 40)
     assert gain([before, after]) == 0
     printed = capsys.readouterr().out
     assert interval(30, 100) in printed
@@ -358,9 +353,8 @@ def test_the_gain_says_whether_the_intervals_overlap(tmp_path, capsys):
 
 
 def test_a_score_of_other_problems_has_no_difference(tmp_path, capsys):
-    before, after = (
-        score_file(tmp_path / name, right) for name, right in (("b", "0011"), ("a", "0111"))
-    )
+    before = score_file(tmp_path / "b", "0011")
+    after = score_file(tmp_path / "a", "0111")
     assert gain([before, after, "--beside", f"GRPO={score_file(tmp_path / 'g', '1111')}"]) == 0
     printed = capsys.readouterr().out
     assert "after - GRPO: -25.0 points" in printed

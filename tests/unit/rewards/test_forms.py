@@ -318,10 +318,14 @@ def test_the_table_of_forms_on_the_page_is_true() -> None:
     rows = page.partition("## Forms of answers")[2].partition("- **Parts**")[0].splitlines()
     cells = [re.split(r"(?<!\\) \| ", row) for row in rows if row.startswith("| ") and "`" in row]
     false = []
-    for _, *columns in cells:
-        golds, right, wrong = (
-            [code.replace(r"\|", "|") for code in re.findall("`(.*?)`", cell)] for cell in columns
-        )
+
+    def codes_of(cell: str) -> list[str]:
+        return [code.replace(r"\|", "|") for code in re.findall("`(.*?)`", cell)]
+
+    for _, golds_cell, right_cell, wrong_cell in cells:
+        golds = codes_of(golds_cell)
+        right = codes_of(right_cell)
+        wrong = codes_of(wrong_cell)
         false += [gold for gold in golds if verify_gold(gold)]
         false += [
             answer for answer in right if all(verdict(answer, gold) != "correct" for gold in golds)

@@ -97,13 +97,11 @@ def test_every_reason_in_the_code_is_explained() -> None:
     reasons = {*get_args(Comparison), *NO_VALUE, *UNREAD} - {"equal", "different"}
     for name in ("grade", "compare", "forms", "canonical", "grammar", "numeric"):
         for node in ast.walk(ast.parse((REWARDS / f"{name}.py").read_text())):
-            words = (
-                node.elts
-                if isinstance(node, ast.Tuple)
-                else node.args
-                if isinstance(node, ast.Call)
-                else []
-            )
+            words: list[ast.expr] = []
+            if isinstance(node, ast.Tuple):
+                words = node.elts
+            elif isinstance(node, ast.Call):
+                words = node.args
             values = [word.value for word in words if isinstance(word, ast.Constant)]
             if len(values) > 1 and values[0] in {"correct", "wrong", "unparseable"}:
                 reasons.add(values[1])

@@ -217,13 +217,15 @@ def test_another_spelling_of_a_value_is_never_called_wrong_nor_another_value_rig
         same = grade(
             boxed(template.replace("{}", gold).replace("{{", "{").replace("}}", "}")), gold
         )
-        right += same.verdict == "correct"
+        if same.verdict == "correct":
+            right += 1
         assert same.verdict != "wrong" or same.reason == "unevaluated", (template, gold, same)
         template = rng.choice(OTHER)
         graded = grade(
             boxed(template.replace("{}", gold).replace("{{", "{").replace("}}", "}")), gold
         )
-        wrong += graded.verdict == "wrong"
+        if graded.verdict == "wrong":
+            wrong += 1
         assert graded.verdict != "correct", (template, gold)
     assert right > 300
     assert wrong > 300

@@ -131,13 +131,7 @@ def test_a_reward_that_does_not_exist_is_one_line(chosen_rewards, subtests):
         ),
         (["FILE:LIMIT"], None, r"LIMIT is no function \(it is of type int\)"),
         (["FILE:Judge"], None, "Judge is no function"),
-        (["FILE.no.py:brevity"], None, "there is no file .*no.py' in"),
         (["my.py.txt:brevity"], None, "is neither a preset nor FILE.py:FUNCTION"),
-        (
-            ["FILE:brevity", "FILE:brevity"],
-            None,
-            "is given twice; weigh it with reward_weights instead",
-        ),
         (["adorra"], None, "did you mean 'adora'"),
         (
             ["accuracy"],
@@ -187,7 +181,6 @@ def test_a_function_that_the_columns_do_not_fit_is_found_before_the_run(chosen_r
             None,
             r"needs 'difficulty', which is no column of the data set \(it has answer, id\)",
         ),
-        ("closed", None, r"must end with \*\*kwargs"),
         ("brevity", {"brevity": {"answer": 3}}, "'answer' is a column of the data"),
     ]:
         with subtests.test(name), pytest.raises(UserError, match=message):
@@ -415,8 +408,10 @@ def test_a_function_that_draws_on_an_image_draws_on_its_own(mode):
     image = kept(Image.new(mode, (8, 8)))
     columns = {"completions": ["a", "b"], "images": [[image], [image]]}
     before = image.tobytes()
-    one_band = len(image.getbands()) == 1
-    for edit in EDITS if one_band else [edit for n, edit in enumerate(EDITS) if n not in (2, 5)]:
+    edits = EDITS
+    if len(image.getbands()) > 1:
+        edits = [edit for number, edit in enumerate(EDITS) if number not in (2, 5)]
+    for edit in edits:
         failures: list[RewardFailure] = []
 
         def draws(images: Any, edit: Any = edit, **rest: Any) -> list[float]:

@@ -42,7 +42,6 @@ def drawing() -> Image.Image:
 @pytest.mark.parametrize(
     ("tools", "options", "changed", "line"),
     [
-        (["zoom"], {"images": 1}, {}, "adora_tool_options.images: 1 leaves no picture for zoom"),
         ([drawing], {"images": 2}, {"pictures": 3}, "adora_tool_options.images: 2 leaves no"),
         (["zoom"], {}, {"completion": 10}, "max_completion_length: 10 leaves no room for an ans"),
         (["calculate"], {}, {"completion": 40}, "max_completion_length: 40 leaves no room"),

@@ -59,7 +59,9 @@ def _changes_of_others(tree: ast.Module) -> Iterator[str]:
     }
     code = {node.name for node in ast.walk(tree) if isinstance(node, definitions)} - values
     for node in ast.walk(tree):
-        for target, value in _set_in(node) if isinstance(node, ast.Assign) else ():
+        if not isinstance(node, ast.Assign):
+            continue
+        for target, value in _set_in(node):
             is_code = isinstance(value, ast.Lambda) or (
                 isinstance(value, ast.Name) and value.id in code
             )

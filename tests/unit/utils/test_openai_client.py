@@ -570,9 +570,8 @@ def test_what_is_no_score_in_the_cache_is_asked_for_anew(tmp_path, serve, stored
 
 
 def test_a_score_is_known_by_all_that_it_depends_on(tmp_path, serve):
-    server, moved_server = (
-        serve(lambda body, call: completion("<score>1</score>")) for _ in range(2)
-    )
+    server = serve(lambda body, call: completion("<score>1</score>"))
+    moved_server = serve(lambda body, call: completion("<score>1</score>"))
     calls = 0
     changes: list[dict[str, Any]] = [
         {"model": "k"},
