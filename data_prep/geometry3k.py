@@ -133,18 +133,14 @@ def problem_folders(root: Path) -> dict[str, list[ProblemFolder]]:
     Raises `UserError` for a bad zip file, for two that have one split, and where `root` has no
     problem.
     """
+    problems: dict[str, list[ProblemFolder]] = {}
     if root.is_file():
         problems = _zipped(root)
     elif root.is_dir():
-        numbered = {
-            split: [path for path in root.glob(f"{split}/*/") if path.name.isdecimal()]
-            for split in _SPLITS
-        }
-        problems = {
-            split: [ProblemFolder(path) for path in paths]
-            for split, paths in numbered.items()
-            if paths
-        }
+        for split in _SPLITS:
+            paths = [path for path in root.glob(f"{split}/*/") if path.name.isdecimal()]
+            if paths:
+                problems[split] = [ProblemFolder(path) for path in paths]
         if len(problems) < len(_SPLITS):
             problems = _from_zips(sorted(root.glob("*.zip"))) | problems
     else:
@@ -155,11 +151,13 @@ def problem_folders(root: Path) -> dict[str, list[ProblemFolder]]:
             f"zip file with one; give the folder that holds {', '.join(_SPLITS)}, or a zip file "
             "of it"
         )
-    return {
-        split: sorted(problems[split], key=lambda folder: (folder.number, str(folder)))
-        for split in _SPLITS
-        if split in problems
-    }
+    by_split = {}
+    for split in _SPLITS:
+        if split in problems:
+            by_split[split] = sorted(
+                problems[split], key=lambda folder: (folder.number, str(folder))
+            )
+    return by_split
 
 
 def _from_zips(paths: list[Path]) -> dict[str, list[ProblemFolder]]:
@@ -167,18 +165,19 @@ def _from_zips(paths: list[Path]) -> dict[str, list[ProblemFolder]]:
 
     Raises `UserError` where two files have one split, and the name of neither says which to take.
     """
-    by_file = {path: _zipped(path) for path in paths}
+    problems_of_file = {path: _zipped(path) for path in paths}
     problems = {}
     for split in _SPLITS:
-        having = [path for path in paths if split in by_file[path]]
-        named = [path for path in having if path.stem == split] or having
-        if len(named) > 1:
-            names = " and ".join(repr(str(path)) for path in named[:2])
+        with_split = [path for path in paths if split in problems_of_file[path]]
+        by_name = [path for path in with_split if path.stem == split]
+        candidates = by_name or with_split
+        if len(candidates) > 1:
+            names = " and ".join(repr(str(path)) for path in candidates[:2])
             raise UserError(
                 f"input: {names} both hold problems of {split!r}; give one of them with --input"
             )
-        if named:
-            problems[split] = by_file[named[0]][split]
+        if candidates:
+            problems[split] = problems_of_file[candidates[0]][split]
     return problems
 
 

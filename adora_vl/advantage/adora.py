@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -50,43 +50,34 @@ class Adora(Method):
 
     source = "arXiv 2602.10019"
 
-    mode: str = option(
+    mode: Literal["attenuation", "amplification", "off"] = option(
         "attenuation",
         "attenuation (TDS prompts x factor), amplification (TAS prompts x factor) or off (no "
         "weights).",
-        "attenuation",
-        "amplification",
-        "off",
     )
     factor: Schedule | float = option(
         0.1, "The weight that the mode gives; the reference attenuates by 0.1."
     )
-    criteria: tuple[str, ...] = option(
-        ("length",), "Criteria of an advantageous prompt.", "length", "difficulty"
+    criteria: tuple[Literal["length", "difficulty"], ...] = option(
+        ("length",), "Criteria of an advantageous prompt."
     )
-    combine: str = option("any", "A prompt is TAS if any or all criteria hold.", "any", "all")
+    combine: Literal["any", "all"] = option("any", "A prompt is TAS if any or all criteria hold.")
     tau: Schedule | float = option(
         0.5, "The highest pass rate at which the difficulty criterion holds (Eq. 6)."
     )
-    empty_wrong: str = option(
+    empty_wrong: Literal["attenuate", "keep"] = option(
         "attenuate",
         "Length criterion without an untruncated wrong rollout: attenuate (VLM reference) or keep.",
-        "attenuate",
-        "keep",
     )
-    ties: str = option(
+    ties: Literal["attenuate", "keep"] = option(
         "attenuate",
         "Length criterion where right and wrong are equally long: attenuate (as the references) "
         "or keep.",
-        "attenuate",
-        "keep",
     )
-    no_correct: str = option(
+    no_correct: Literal["keep", "attenuate"] = option(
         "keep",
         "Groups without a correct rollout that meet no criterion, whose rewards can still differ: "
         "keep (VLM reference) or attenuate (LLM reference).",
-        "keep",
-        "attenuate",
     )
     needs_correct: bool = option(
         False,
@@ -95,13 +86,8 @@ class Adora(Method):
     steps: tuple[int, int] | None = option(
         None, "[first, end): the only steps in which it is on; null: all."
     )
-    assign: str = option(
-        "criterion",
-        "Which groups get the weights; all but criterion are controls.",
-        "criterion",
-        "random",
-        "reversed",
-        "rate",
+    assign: Literal["criterion", "random", "reversed", "rate"] = option(
+        "criterion", "Which groups get the weights; all but criterion are controls."
     )
 
     def __post_init__(self) -> None:
@@ -126,7 +112,7 @@ class Adora(Method):
             )
 
     def is_on(self, step: int) -> bool:
-        """Whether groups get other weights than 1 in a step, counted from 0."""
+        """Return whether groups get other weights than 1 in a step, counted from 0."""
         return self.mode != "off" and (self.steps is None or self.steps[0] <= step < self.steps[1])
 
     @property
@@ -136,7 +122,7 @@ class Adora(Method):
     def assigned(
         self, weighting: AdoraWeighting, signal_P: Tensor, *, seed: int, step: int
     ) -> AdoraWeighting:
-        """The weighting with the weights that `assign` says; the criteria are not changed.
+        """Return the weighting with the weights that `assign` says; the criteria are not changed.
 
         - `criterion` leaves the weights as they are.
         - `random` shuffles the weights among the groups with signal, so that as many groups are
@@ -199,7 +185,7 @@ class Adora(Method):
 
 
 def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) -> AdoraWeighting:
-    """The weights that multiply the group-normalised advantages of each prompt, and their reasons.
+    """Return the weights of the group-normalised advantages of each prompt, and why.
 
     Args:
         groups: whole groups. A rollout is correct if its reward is above `groups.correct_above`;

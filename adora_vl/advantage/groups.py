@@ -31,6 +31,7 @@ class Schedule:
     steps: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
+        """Raise `ValueError` if the fields contradict each other."""
         if self.shape not in SHAPES:
             raise ValueError(f"shape: {self.shape!r} is not one of {', '.join(SHAPES)}")
         if self.shape == "constant" and self.end not in (None, self.start):
@@ -47,14 +48,14 @@ class Schedule:
         return f"{self.start:g}" if self.end is None else f"{self.start:g} to {self.end:g}"
 
     def at(self, step: int) -> float:
-        """The value in a step, counted from 0."""
+        """Return the value in a step, counted from 0."""
         if self.shape == "constant" or self.end is None:
             return self.start
-        first, last = self.steps
-        done = min(max((step - first) / (last - first), 0.0), 1.0)
+        first_step, last_step = self.steps
+        progress = min(max((step - first_step) / (last_step - first_step), 0.0), 1.0)
         if self.shape == "cosine":
-            done = (1 - math.cos(math.pi * done)) / 2
-        return self.start + (self.end - self.start) * done
+            progress = (1 - math.cos(math.pi * progress)) / 2
+        return self.start + (self.end - self.start) * progress
 
     @property
     def values(self) -> tuple[float, float]:
@@ -63,7 +64,7 @@ class Schedule:
 
 
 def scheduled(value: Schedule | float) -> Schedule:
-    """The schedule itself, or a constant schedule of the number."""
+    """Return the schedule itself, or a constant schedule of the number."""
     return value if isinstance(value, Schedule) else Schedule(value)
 
 
@@ -146,7 +147,7 @@ class Groups:
 def lacking_scores(
     rewards_BF: Tensor, failed_BF: Tensor, weights_F: Tensor, generations: int
 ) -> Tensor:
-    """Which scores of functions that apply to its problem a rollout lacks: bool, (B, F).
+    """Return which scores of functions that apply to its problem a rollout lacks: bool, (B, F).
 
     A function does not apply where it returned None for a whole group and no call of it failed: by
     TRL's convention for several tasks such a function is left out of the sum. A function with the
@@ -165,13 +166,13 @@ def lacking_scores(
 
 
 def unrewarded(rewards_BF: Tensor, lacks_BF: Tensor, weights_F: Tensor) -> Tensor:
-    """Which rollouts lack a score, or have no score from a function with a weight: bool, (B,)."""
+    """Return which rollouts lack a score, or one of a function with a weight: bool, (B,)."""
     scored_BF = ~torch.isnan(rewards_BF) & (weights_F != 0)
     return lacks_BF.any(dim=1) | ~scored_BF.any(dim=1)
 
 
 def leaving(unrewarded_B: Tensor, generations: int) -> Tensor:
-    """Which rollouts leave their group: bool, (B,).
+    """Return which rollouts leave their group: bool, (B,).
 
     These are the rollouts without a reward, and a single rollout that would remain, since a group
     of one has no signal.

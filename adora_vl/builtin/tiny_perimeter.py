@@ -42,7 +42,7 @@ class PerimeterStart:
 
 
 def teacher(rng: random.Random, sides: tuple[int, ...], plan: PerimeterStart) -> str:
-    """What the second stage copies.
+    """Return what the second stage copies.
 
     Without knowing the kind of problem, it guesses one of the two usual digits.
     """
@@ -50,7 +50,10 @@ def teacher(rng: random.Random, sides: tuple[int, ...], plan: PerimeterStart) ->
 
 
 def begin_perimeter(plan: PerimeterStart, rows: list[Row] | None = None) -> Untaught:
-    """The shipped tiny model and its two lessons. `rows` are by default those that the plan draws."""
+    """Return the shipped tiny model and its two lessons.
+
+    `rows` are by default those that the plan draws.
+    """
     processor = load_processor(str(PRETRAINED))
     model: Any = AutoModelForImageTextToText.from_pretrained(PRETRAINED, dtype=torch.float32)
     rows = rows or list(generate(plan.rows, seed=_DATA_SEED, families=("perimeter",)))

@@ -39,7 +39,7 @@ class TextStart:
 
 
 def begin_text(plan: TextStart) -> Untaught:
-    """The text-only model with fresh weights, and its one lesson."""
+    """Return the text-only model with fresh weights, and its one lesson."""
     texts = [
         f"system user assistant You are a helpful assistant.\n{row['problem']}\n{row['answer']}"
         for row in generate(500, seed=_DATA_SEED)

@@ -154,7 +154,7 @@ def batch_plan(config: AdoraGRPOConfig, processes: int) -> BatchLayout:
     return plan
 
 
-def check_rows(plan: BatchLayout, rows: int) -> None:
+def check_row_count(plan: BatchLayout, rows: int) -> None:
     """Raise `UserError` for a data set of so many rows that does not fill one generation.
 
     TRL would train zero steps on it, and say nothing.
@@ -169,7 +169,11 @@ def check_rows(plan: BatchLayout, rows: int) -> None:
 
 def regroups(config: AdoraGRPOConfig) -> bool:
     """Whether any key needs micro-batches of whole groups instead of TRL's shuffled rows."""
-    if config.own("share_vision") or config.own("share_prompt") or config.own("skip_zero_signal"):
+    if (
+        config.uses("share_vision")
+        or config.uses("share_prompt")
+        or config.uses("skip_zero_signal")
+    ):
         return True
     return config.adora_rollouts.refill > 0
 

@@ -190,9 +190,9 @@ def ensure_converted(location: str, mapping: Mapping[str, Any], cache: Path) -> 
 
 
 def _unchanged(manifest: Manifest, hashes_file: Path, location: str, columns: Columns) -> bool:
-    """Whether a prepared folder was made from the files, or the hub's commit, that there are now.
+    """Return whether a folder was prepared from the present files, or the hub's commit.
 
-    Without a network nobody knows, and the folder is used as it is.
+    Without a network nobody knows, and the folder is used as it is, so that a run can go on.
     """
     if not Path(location).exists():
         name, _, revision = location.partition("@")

@@ -127,7 +127,7 @@ class SeenRows:
 
 
 def _agree(answer: str, gold: str) -> bool:
-    """Whether an answer would be graded as correct against `gold`."""
+    """Return whether an answer would be graded as correct against `gold`."""
     return answer == gold or grade(rf"\boxed{{{answer}}}", gold).verdict == "correct"
 
 

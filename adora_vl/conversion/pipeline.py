@@ -54,7 +54,7 @@ class Cleaned:
     notes: Mapping[str, str] = field(default_factory=dict)  # examples, by the names of `NOTES`
 
     def refuse(self, kind: str, wrong: str, remedy: str) -> RowError:
-        """The error that sends this row to the quarantine."""
+        """Return the error that sends this row to the quarantine."""
         record = {name: self.row[name] for name in ("problem", "answer", "answer_raw", "choices")}
         return RowError(
             row_id=self.row["id"],

@@ -28,7 +28,7 @@ def samples(path: Path) -> Iterator[tuple[str, dict[str, Any] | BadRecord]]:
 
 
 def _hidden(name: str) -> bool:
-    """Whether a file is hidden, as those are that macOS adds to a tar."""
+    """Return whether a file is hidden, as those are that macOS adds to a tar."""
     return PurePosixPath(name).name.startswith(".")
 
 

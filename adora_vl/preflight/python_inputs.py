@@ -20,16 +20,12 @@ import pyarrow.compute as pc
 import torch
 import xxhash
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedModel
-from trl import ModelConfig
-from trl.trainer.utils import get_config_model_id
 
-from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.loading import only_decodes
 from adora_vl.data.prompt_lengths import Size, sizes_in
 from adora_vl.data.prompts import problem_with_messages, with_tools
 from adora_vl.models.load import model_hash
-from adora_vl.rewards.choose import NAMES, ChosenRewards, choose_rewards
+from adora_vl.rewards.choose import NAMES, RewardSet, choose_rewards
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import function_name, is_own, source_hash
 
@@ -51,94 +47,7 @@ class Datasets:
     evaluate: AnyDatasets | None = None
 
 
-def config_of(args: object, model: str | PreTrainedModel) -> AdoraGRPOConfig:
-    """The trainer's `args`; for None, a config named after the model, as in TRL.
-
-    Raises `UserError` for a config that is not an `AdoraGRPOConfig`.
-    """
-    if args is None:
-        return AdoraGRPOConfig(f"{_name_of(model).split('/')[-1]}-GRPO")
-    if not isinstance(args, AdoraGRPOConfig):
-        kind = f"a {type(args).__module__.partition('.')[0]}.{type(args).__name__}"
-        remedy = "give its arguments to an AdoraGRPOConfig (from adora_vl import AdoraGRPOConfig)"
-        raise UserError(
-            f"args: {kind} has other defaults, and steps and batches worked out of them; {remedy}"
-        )
-    return args
-
-
-def refuse_objects(
-    train_dataset: object,
-    reward_funcs: object,
-    rollout_func: object,
-    environment_factory: object,
-) -> None:
-    """Raise `UserError` for an argument that would be ignored, or would fail after loading."""
-    if rollout_func:
-        raise UserError(
-            "rollout_func: a sampler of your own is not supported, because its rollouts have "
-            "neither seeds nor log-probabilities that can be checked; use tools, or "
-            "trl.GRPOTrainer"
-        )
-    if not isinstance(train_dataset, Dataset | IterableDataset):
-        kind = "None" if train_dataset is None else f"a {type(train_dataset).__name__}"
-        raise UserError(
-            f"train_dataset: {kind} is no data set; make one, such as "
-            "datasets.Dataset.from_list(rows)"
-        )
-    if not reward_funcs and environment_factory is None:
-        raise UserError(
-            f"reward_funcs: {reward_funcs} would train on nothing; give a function, a preset or a "
-            "list"
-        )
-
-
-def _name_of(model: str | PreTrainedModel) -> str:
-    """The model's folder or hub id; empty where an object does not know it."""
-    if isinstance(model, str):
-        return model
-    return str(get_config_model_id(model.config) or "")
-
-
-def model_keys(
-    model: str | PreTrainedModel,
-    config: AdoraGRPOConfig,
-    peft_config: PeftConfig | None,
-    quantised: Any = None,
-) -> ModelConfig:
-    """The keys that a command would have for this model.
-
-    `quantised`: the trainer's `quantization_config`, which may stand in `model_init_kwargs` too.
-    Raises `UserError` for a quantisation that is not supported.
-    """
-    init = dict(config.model_init_kwargs or {})
-    quantised = quantised or init.pop("quantization_config", None)
-    if quantised is not None and not getattr(quantised, "load_in_4bit", False):
-        raise UserError(
-            "quantization_config: only 4 bits are supported; give "
-            "BitsAndBytesConfig(load_in_4bit=True)"
-        )
-    if not isinstance(model, str):
-        if quantised or getattr(model, "quantization_method", None):
-            raise UserError(
-                "model: an object has no folder in 4 bits; give its name, and quantization_config"
-            )
-        attention = getattr(model.config, "_attn_implementation", None)
-        init = {"dtype": model.dtype, "attn_implementation": attention, "revision": None}
-    has_adapter = not isinstance(model, str) and hasattr(model, "peft_config")
-    return ModelConfig(
-        model_name_or_path=_name_of(model),
-        model_revision=init.get("revision"),
-        dtype=str(init.get("dtype", "float32")).removeprefix("torch."),
-        attn_implementation=init.get("attn_implementation"),
-        use_peft=peft_config is not None or has_adapter,
-        load_in_4bit=quantised is not None,
-        bnb_4bit_quant_type=getattr(quantised, "bnb_4bit_quant_type", "nf4"),
-        use_bnb_nested_quant=bool(getattr(quantised, "bnb_4bit_use_double_quant", False)),
-    )
-
-
-def rewards_from_python(reward_funcs: object, output_dir: Path) -> ChosenRewards:
+def rewards_from_python(reward_funcs: object, output_dir: Path) -> RewardSet:
     """The reward functions of the trainer's `reward_funcs`.
 
     `reward_funcs` is what TRL takes, or what the key `adora_reward` takes: a function, the name of
@@ -157,7 +66,7 @@ def rewards_from_python(reward_funcs: object, output_dir: Path) -> ChosenRewards
         for request in requests
         if isinstance(request, Mapping | str) and request not in reward_models
     ]
-    chosen = ChosenRewards((), (), {})
+    chosen = RewardSet((), (), {})
     if presets:
         chosen = choose_rewards(presets, output_dir=output_dir)
     chosen_pairs = zip(chosen.entries, chosen.functions, strict=True)
@@ -184,7 +93,7 @@ def rewards_from_python(reward_funcs: object, output_dir: Path) -> ChosenRewards
         hashes[entry] = _identity_of_reward(request)
     pairs = zip(entries, functions, strict=True)
     tried = {entry for entry, function in pairs if _can_be_tried(function)}
-    return ChosenRewards(
+    return RewardSet(
         entries=tuple(entries),
         functions=tuple(functions),
         hashes=hashes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 
-from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.data.rows import images_of
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.record.metrics import (
@@ -38,8 +37,10 @@ from adora_vl.utils.secrets import masked
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
+    from adora_vl.tools.ours import View
+
 # Columns that the reward functions add to TRL's table of completions
-_EXTRA = ("verdict", "extracted", "reason")
+_EXTRA = ("verdict", "extracted", "reason", "new", "false", "steps")
 # Settings of TRL that the record holds beside all keys that begin with `adora_`
 _RECORDED_SETTINGS = (
     "num_generations",
@@ -58,21 +59,24 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
     """
 
     def __init__(
-        self, context: StepContext, decode: Callable[[Sequence[int]], str] | None = None
+        self,
+        context: StepContext,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        view: View | None = None,
     ) -> None:
         """Take the settings from the context.
 
         Args:
             context: the run's config, accelerator and state.
             decode: turns tokens into text, in a run with tools; None in a run without tools.
+            view: what the model sees of a picture, in a run with tools: coordinates of calls refer
+                to it.
         """
         config = context.config
         accelerator = context.accelerator
         self.accelerator = accelerator
         self.decode = decode
-        # every n-th generation is recorded; 0: none is
-        self.every = config.adora_record_every
-        self.updates = BatchLayout.of(config).updates
+        self._records = config.adora_record_gb > 0
         # how many rollouts of this rank were graded in the present step
         self._step_count = 0
         # how many rollouts of this rank were graded last
@@ -86,6 +90,8 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             plain({name: getattr(config, name) for name in (*adora_keys, *_RECORDED_SETTINGS)})
         )
         settings["truncated_at"] = config.truncated_at
+        if view is not None:
+            settings["view"] = asdict(view)
         self.record = Record(
             output_dir=Path(config.output_dir),
             limit_gb=config.adora_record_gb,
@@ -105,16 +111,12 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         numbers_B: Tensor = positions_B * accelerator.num_processes + accelerator.process_index
         return numbers_B
 
-    def records(self, step: int) -> bool:
-        """Whether the generation of this optimizer step (counted from 0) is recorded."""
-        return self.every > 0 and step // self.updates % self.every == 0
-
     def add(
         self, generation: Generation, table: Mapping[str, Any], functions: Sequence[str]
     ) -> None:
         """Add rollouts that were just graded.
 
-        Collective, where the generation is recorded: columns and rows are gathered on all ranks.
+        Collective, where rollouts are recorded: columns and rows are gathered on all ranks.
 
         Args:
             generation: this rank's rows, with scores and advantages.
@@ -123,13 +125,13 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         """
         rows = generation.rows
         batch = generation.batch
-        step = generation.step
+        step = generation.key.step
         scores = generation.scores
         advantages = generation.advantages
         assert scores is not None and advantages is not None
         self._last_count = len(rows)
         self._step_count += len(rows)
-        if not self.records(step):
+        if not self._records:
             return
         self._spans.append(slice(self._step_count - len(rows), self._step_count))
         drift = self._drift_of(batch)
@@ -239,7 +241,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         self.record.flush(state.global_step)
 
     def _drift_of(self, batch: Batch) -> list[float]:
-        """The drift of each rollout of all ranks, in nats per token.
+        """Return the drift of each rollout of all ranks, in nats per token.
 
         The list is empty where the log-probabilities are known only after the loss's forward pass.
         """
@@ -252,7 +254,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         return drift
 
     def _row_columns(self, row: Row) -> dict[str, Any]:
-        """The columns of a rollout that come from the dataset."""
+        """Return the columns of a rollout that come from the dataset."""
         row_id = None if row.get("id") is None else str(row["id"])
         problem = row.get("problem") or completion_text(row["prompt"])
         answer = row.get("answer")
@@ -278,7 +280,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
 def _columns(
     scores: Scores, advantages: Advantages, table: Mapping[str, Any], functions: Sequence[str]
 ) -> Columns:
-    """The columns that come from scores and advantages, for the rollouts of all ranks.
+    """Return the columns that come from scores and advantages, for the rollouts of all ranks.
 
     `table` is TRL's table of completions, whose last rows are these rollouts.
     """
@@ -354,9 +356,9 @@ class MetricsLogger:
         """
         scores = generation.scores
         advantages = generation.advantages
-        training = generation.mode == "train"
+        training = generation.key.mode == "train"
         assert scores is not None and advantages is not None
-        figures = self.figures[generation.mode]
+        figures = self.figures[generation.key.mode]
         state = self.state()
         if training:
             state.num_input_tokens_seen += scores.tokens
@@ -388,7 +390,7 @@ class MetricsLogger:
             self.recorder.add(generation, self.table, self.functions)
 
     def _gathered_tool_use(self, generation: Generation) -> ToolUse:
-        """The use of tools by the rollouts of all ranks, on the CPU.
+        """Return the use of tools by the rollouts of all ranks, on the CPU.
 
         Collective. A rank whose rollouts called nothing takes part too, with rows of zeros.
         """

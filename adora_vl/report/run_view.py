@@ -25,6 +25,8 @@ from adora_vl.record.manifest import (
 from adora_vl.record.metrics import METRICS, no_signal, read_metrics
 from adora_vl.record.result import result_of
 from adora_vl.record.rollouts import IMAGES, ROLLOUTS, SETTINGS, Part, parts, read_part
+from adora_vl.report.conversation import Conversations
+from adora_vl.report.story import story_of
 from adora_vl.rewards.grade import comparison
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
@@ -172,6 +174,7 @@ class RunView:
     notes: list[str] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
     result: str | None = None  # the result of the run in one line
+    story: list[str] = field(default_factory=list)  # what it did and why, in sentences
 
     @property
     def images(self) -> list[str]:
@@ -222,13 +225,14 @@ def _load(folder: Path, max_rollouts: int) -> RunView:
     if silence:
         view.notes.append(f"Warning: {silence}.")
     if record:
-        _add_groups(view, record, max_rollouts)
+        view.story = story_of(record)
+        _add_groups(view, folder, record, max_rollouts)
     else:
         view.notes.append("No rollouts were recorded.")
     return view
 
 
-def _add_groups(view: RunView, record: list[Part], max_rollouts: int) -> None:
+def _add_groups(view: RunView, folder: Path, record: list[Part], max_rollouts: int) -> None:
     """Add the groups of the chosen steps, and a note where not all rollouts are shown."""
     steps, total = _chosen_steps(record, max_rollouts)
     for part in record:
@@ -237,9 +241,11 @@ def _add_groups(view: RunView, record: list[Part], max_rollouts: int) -> None:
             continue
         table = read_part(part).filter(pc.field("step").isin(part_steps))
         settings = json.loads((table.schema.metadata or {}).get(SETTINGS, b"{}"))
+        conversations = Conversations(folder, settings)
         # The rows of a group follow one another.
         for _, rows in groupby(table.to_pylist(), key=itemgetter("step", "group")):
-            view.groups.append(_group(list(rows), settings, view.problems))
+            group_rows = [{**row, "turns": conversations.turns(row)} for row in rows]
+            view.groups.append(_group(group_rows, settings, view.problems))
     count = sum(len(group["rollouts"]) for group in view.groups)
     if count < total:
         view.notes.append(
@@ -269,7 +275,8 @@ def _group(rows: list[Json], settings: Json, problems: dict[str, Json]) -> Json:
     first = rows[0]
     row_id = str(first["id"])
     problem = {
-        "problem": _cut(first["problem"]),
+        # the page shows the pictures beside the text
+        "problem": _cut((first["problem"] or "").replace("<image>", "").strip()),
         "choices": [_cut(choice) for choice in lettered(first["choices"] or ())],
         "answer": _cut(first["answer"]),
         "images": first["images"] or [],

@@ -16,6 +16,7 @@ from adora_vl.data.images import kept
 from adora_vl.data.prompts import control_tokens, tool_response
 from adora_vl.rollout.rollouts import (
     Call,
+    FinishReason,
     Picture,
     Rollout,
     SamplingRequest,
@@ -56,9 +57,13 @@ def run_turns(
     going = dict(rollouts)
     while True:
         for key, rollout in sample(going).items():
-            done[key] = answer_calls(key, rollout) if rollout.ended == "stop" else rollout
+            done[key] = (
+                answer_calls(key, rollout)
+                if rollout.finish_reason is FinishReason.STOP
+                else rollout
+            )
         going = {
-            key: done[key] for key in going if not done[key].ended and has_room(key, done[key])
+            key: done[key] for key in going if not done[key].has_ended and has_room(key, done[key])
         }
         if not any_rank(bool(going)):
             return done
@@ -74,7 +79,7 @@ def append_result(
     step: int = 0,
     compared: bool = True,
 ) -> Rollout:
-    """The rollout with one segment more, and with the reason why it ended, if it did.
+    """Return the rollout with one segment more, and with the reason why it ended, if it did.
 
     Args:
         rollout: that the request continued.
@@ -89,20 +94,21 @@ def append_result(
             belong to the trainer's prompt, and are left out.
     """
     logps = tuple(result.logps) if compared else (None,) * len(result.tokens)
-    segment = Segment(tuple(result.tokens), logps, step)
+    segment = Segment(tokens=tuple(result.tokens), logps=logps, step=step)
     longer = replace(rollout, segments=(*rollout.segments, segment), compared=compared)
     reason = result.finish_reason
-    if not reason:
+    if reason is FinishReason.RUNNING:
         at_limit = len(result.tokens) >= (request.max_tokens or max_length)
-        reason = "length" if at_limit else "stop"
+        reason = FinishReason.LENGTH if at_limit else FinishReason.STOP
         # The last token that fits may also be the one that ends the turn.
         if at_limit and has_ended is not None and has_ended(longer.last_turn_tokens):
-            reason = "stop"
-    if reason == "length":
+            reason = FinishReason.STOP
+    if reason is FinishReason.LENGTH:
         is_whole = len(longer.tokens) >= max_length
         if not is_whole and not (max_turn and len(longer.last_turn_tokens) >= max_turn):
-            return replace(longer, ended="")  # only the budget of this generation is used up
-    return replace(longer, ended=reason)
+            # Only the budget of this generation is used up.
+            return longer
+    return replace(longer, finish_reason=reason)
 
 
 @dataclass(frozen=True)
@@ -180,7 +186,7 @@ class ToolLoop:
         if CALL not in text:
             return rollout
         if self.max_answers is not None and answers >= self.max_answers:
-            return replace(rollout, ended="calls")
+            return replace(rollout, finish_reason=FinishReason.CALLS)
         images_so_far = [*images, *(picture.image for picture in rollout.pictures)]
         answer = self.tools.answer(
             text,
@@ -200,14 +206,18 @@ class ToolLoop:
         if self.context_length is not None:
             limit = min(max_length, self.context_length - prompt_length)
         if limit - len(rollout.tokens) - len(ids) < MIN_TOKENS_LEFT:
-            return replace(rollout, ended="room", calls=(*rollout.calls, *answer.calls))
+            return replace(
+                rollout,
+                finish_reason=FinishReason.CONTEXT,
+                calls=(*rollout.calls, *answer.calls),
+            )
         number = len(rollout.segments)
-        pictures = [Picture(image.digest, image, number) for image in new_images]
+        pictures = [Picture(digest=image.digest, image=image, span=number) for image in new_images]
         calls = [replace(call, span=number) for call in answer.calls]
         return replace(
             rollout,
-            segments=(*rollout.segments, Segment(tuple(ids), None, step)),
-            ended="",
+            segments=(*rollout.segments, Segment(tokens=tuple(ids), logps=None, step=step)),
+            finish_reason=FinishReason.RUNNING,
             pictures=(*rollout.pictures, *pictures),
             calls=(*rollout.calls, *calls),
         )
@@ -218,7 +228,7 @@ class ToolLoop:
         image_lengths: Sequence[int],
         last_turn: Sequence[int],
     ) -> list[int]:
-        """Token ids of the tool reply turn, from behind the policy's turn to where it continues.
+        """Return token ids of the tool reply turn, which follow the policy's turn.
 
         Args:
             parts: texts and images of the reply.
@@ -289,10 +299,10 @@ class ToolLoop:
         return before, image, behind
 
     def _harmless(self, text: str) -> str:
-        """A text without the model's control tokens, each of which gets a space behind its first
-        character.
+        """Return a text in which no control token of the model is left.
 
-        The token of an image would have no image, and the token of a turn would begin one.
+        Each of them gets a space behind its first character. The token of an image would have no
+        image, and the token of a turn would begin one.
         """
         for mark in self._control_tokens:
             text = text.replace(mark, f"{mark[0]} {mark[1:]}")

@@ -71,11 +71,15 @@ _TEST_SHARE = 0.25
 
 
 def split_of(image: Image.Image) -> str:
-    """The split that this diagram belongs to, in every dataset that is ever generated."""
+    """Return the split that this diagram belongs to, in every dataset that is ever generated."""
     return "test" if int(diagram_hash(image)[:8], 16) < _TEST_SHARE * 2**32 else "train"
 
 
 def _row(problem: SyntheticProblem, split: str, index: int, seed: int, n_choices: int) -> Row:
+    """Return a problem as a row, with `n_choices` choices if that is above 0.
+
+    Its choices are drawn by the row's own id.
+    """
     row_id = f"synthetic/{seed}/{split}/{index}"
     choices = None
     letter = problem.answer

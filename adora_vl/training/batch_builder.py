@@ -108,15 +108,15 @@ class BatchBuilder:
             RunError: a reward function failed, or no rollout has a reward.
             RolloutError: the engine and the policy drift apart.
         """
-        step = generation.step
-        mode = generation.mode
+        step = generation.key.step
+        mode = generation.key.mode
         is_training = mode == "train"
         rows = [group.row for group in groups for _ in group.rollouts]
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         generation.rows = rows
         generation.rollouts = rollouts
         if not prompts:
-            prompts = self.images.prompts(rows, mode, refill=generation.attempt > 0)
+            prompts = self.images.prompts(rows, mode, refill=generation.key.attempt > 0)
         completions = [rollout.policy_tokens for rollout in rollouts]
         # What is graded is the last turn.
         answers = answers_of(
@@ -198,7 +198,7 @@ class BatchBuilder:
                 [picture.image for picture in rollout.pictures if is_counted]
                 for rollout, is_counted in zip(rollouts, counted, strict=True)
             ]
-            prompts = self.images.shown_later(prompts, pictures, generation.mode)
+            prompts = self.images.with_tool_images(prompts, pictures, generation.key.mode)
         sampled = self.collated(
             prompts,
             completions=[rollout.tokens for rollout in rollouts],
@@ -207,8 +207,10 @@ class BatchBuilder:
             policy_mask=policy_mask,
         )
         facts: dict[str, list[int]] = {}
-        if aged or (self.other_images and generation.mode == "train"):
-            facts["stale_tokens"] = [rollout.stale_tokens(generation.step) for rollout in rollouts]
+        if aged or (self.other_images and generation.key.mode == "train"):
+            facts["stale_tokens"] = [
+                rollout.stale_tokens(generation.key.step) for rollout in rollouts
+            ]
         if aged:
             facts["segments"] = [
                 sum(segment.logps is not None for segment in rollout.segments)
@@ -301,7 +303,7 @@ class BatchBuilder:
         """
         batch = generation.batch
         accelerator = self.context.accelerator
-        final = self.advantages(batch, generation.group_size, generation.step)
+        final = self.advantages(batch, generation.group_size, generation.key.step)
         generation.advantages = final
         advantages_B = generation.of_rank(final.advantages_PG.flatten(), accelerator.process_index)
         batch["advantages"] = advantages_B.to(accelerator.device, non_blocking=True)

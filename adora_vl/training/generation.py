@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from adora_vl.rollout.rollouts import Rollout
+from adora_vl.rollout.rollouts import Rollout, StepKey
 from adora_vl.training.advantages import Advantages
 from adora_vl.training.scoring import Scores
 from adora_vl.types import Batch, Row
@@ -18,10 +17,7 @@ class Generation:
     """One generation of this rank: B rows in groups of G. All ranks have N = P x G rows."""
 
     rows: list[Row]  # (B,)
-    mode: Literal["train", "eval"]
-    step: int  # optimizer steps made before it
-    key: str  # that step and the micro-batch in it, "12/0": seeds whatever is drawn for it
-    attempt: int  # 0, or the round of further problems
+    key: StepKey  # where in the run it is sampled
     group_size: int  # G
     # index among the generations of a training, where rollouts may be older than theirs
     number: int = 0
@@ -40,10 +36,7 @@ class Generation:
         """
         return cls(
             rows=[],
-            mode="train",
-            step=0,
-            key="",
-            attempt=0,
+            key=StepKey(mode="train", step=0, micro=0),
             group_size=0,
             first_micro_step=first_micro_step,
             micro_batches=micro_batches,
@@ -60,16 +53,9 @@ class Generation:
         self.scores = None
         self.advantages = None
 
-    @property
-    def where(self) -> str:
-        """The name of this batch among all of a run; a resumed run arrives at the same name."""
-        attempt = f"/{self.attempt}" if self.attempt else ""
-        return f"{self.mode}/{self.key}{attempt}"
-
-    @property
-    def micro(self) -> int:
-        """The micro-batch of the optimizer step before which it is sampled."""
-        return int(self.key.split("/")[1])
+    def attempt(self, number: int) -> Generation:
+        """This generation at the round `number` of further problems."""
+        return replace(self, key=replace(self.key, attempt=number))
 
     def of_rank(self, values_N: Tensor, rank: int) -> Tensor:
         """The part of rank `rank`, (B,), of values of all ranks' rollouts, (N,)."""

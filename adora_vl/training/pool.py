@@ -36,9 +36,10 @@ from adora_vl.rollout.rollouts import (
     DrawnProblem,
     Rollout,
     RolloutGroup,
+    RolloutKey,
     SamplingRequest,
     groups_of,
-    open_rollouts,
+    unfinished_rollouts,
 )
 from adora_vl.rollout.samplers import PendingSamples, Sampler
 from adora_vl.rollout.turns import ToolLoop, append_result, run_turns
@@ -71,7 +72,6 @@ class Continuation:
     tokens_before: int  # tokens that the policy had sampled before this generation
 
 
-RolloutKey = tuple[int, int]  # the number of the group, and the rollout's own in the group
 TokenLimits = dict[int, int | None]  # by the number of the group; None: up to the rollouts' ends
 
 
@@ -161,19 +161,21 @@ class Pool:
         rows: list[Row] = shown_rows(generation.rows)
         generation.rows = rows
         size = generation.group_size
-        self.guard.check(rows, generation.step)
-        if generation.mode == "train" and self.has_stale:
+        self.guard.check(rows, generation.key.step)
+        if generation.key.mode == "train" and self.has_stale:
             if min(dict[str, Any](row).get(ROW_NUMBER, -1) for row in rows) < 0:
                 raise UserError(
                     "adora_rollouts: these rows do not say their numbers, by which problems that "
                     "wait are read again (a streamed data set, or a loader of your own); load the "
                     "data set whole, or set budget and ahead off"
                 )
-            generation.number = self._generations_before(generation.step, generation.micro)
+            generation.number = self._generations_before(generation.key.step, generation.key.micro)
         first = self.accelerator.process_index * len(rows)
-        drawn = groups_of(rows, generation.where, generation.number, first, size)
-        drawn = self._in_environments(drawn, generation.step, anew=True)
-        if generation.mode == "eval":
+        drawn = groups_of(
+            rows, generation.key, began=generation.number, first=first, generations=size
+        )
+        drawn = self._in_environments(drawn, generation.key.step, anew=True)
+        if generation.key.mode == "eval":
             groups = self._sample(generation, drawn, dict.fromkeys(range(len(drawn))))
             self.builder(generation, groups, self._prompts_read(groups), aged=False)
             return
@@ -201,14 +203,14 @@ class Pool:
         # Without refill every waiting group needs a slot in one of the remaining generations.
         if is_first and self.allows_partial and not self.options.refill:
             self._warn_of_lost_groups(generation)
-        if generation.step != self._sampled_at:
+        if generation.key.step != self._sampled_at:
             self._state_before_step = self.state
-            self._sampled_at = generation.step
+            self._sampled_at = generation.key.step
 
     def _generations_left(self, generation: Generation) -> int:
         """Number of generations until the end of the training, including this one."""
         total = self._generations_before(int(self.context.state().max_steps))
-        return total - self._generations_before(generation.step, generation.micro)
+        return total - self._generations_before(generation.key.step, generation.key.micro)
 
     def _generations_before(self, step: int, micro: int = 0) -> int:
         """Index of the generation that contains micro-batch `micro` of optimizer step `step`."""
@@ -286,7 +288,7 @@ class Pool:
 
     def _with_rows(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Return the groups with rows; missing ones are read from the data set."""
-        missing = [group.problem.number for group in groups if not group.row]
+        missing = [group.problem.row_number for group in groups if not group.row]
         rows: Iterator[Any] = iter(self.rows.__getitems__(missing))
         return [group if group.row else replace(group, row=next(rows)) for group in groups]
 
@@ -363,7 +365,7 @@ class Pool:
             missing = self._most_missing(live)
             if not missing:
                 break
-            retry = replace(generation, attempt=attempt)
+            retry = generation.attempt(attempt)
             max_graded = schedule.groups_for(schedule.OVERSAMPLE * missing, [share], self.slots)
             groups = self._sample_further(
                 retry, groups=groups, budget=budget, count=max_graded - min_complete
@@ -435,14 +437,14 @@ class Pool:
         """
         rank = self.accelerator.process_index
         empty = (Rollout(),) * generation.group_size
-        seed = f"{self.config.seed}/{generation.key}/{generation.attempt}/{rank}"
+        seed = f"{self.config.seed}/{generation.key.position}/{generation.key.attempt}/{rank}"
         row_numbers = schedule.further_rows(len(self.rows), count, seed)
         rows: list[Any] = self.rows.__getitems__(row_numbers)
-        self.guard.check(rows, generation.step)
+        self.guard.check(rows, generation.key.step)
         first_slot = rank * self.slots  # slots are numbered over all ranks
         begun = [
             RolloutGroup(
-                problem=DrawnProblem(row_number, generation.where, slot),
+                problem=DrawnProblem(row_number=row_number, key=generation.key, slot=slot),
                 row=row,
                 began=generation.number,
                 rollouts=empty,
@@ -451,7 +453,7 @@ class Pool:
                 zip(row_numbers, rows, strict=True), first_slot
             )
         ]
-        return self._in_environments(begun, generation.step, anew=False)
+        return self._in_environments(begun, generation.key.step, anew=False)
 
     def _in_environments(
         self, groups: list[RolloutGroup], step: int, *, anew: bool
@@ -511,18 +513,22 @@ class Pool:
         Returns:
             All groups in their order, the continued ones with longer rollouts.
         """
-        unfinished = open_rollouts(groups, limits)
+        unfinished = unfinished_rollouts(groups, limits)
 
         def sample_turn(going: dict[RolloutKey, Rollout]) -> dict[RolloutKey, Rollout]:
             nonlocal pending
             requested_before = pending
             pending = None  # holds the first turn alone
             return self._sample_turn(
-                continuations, going, prompts=prompts, pending=requested_before, now=generation.step
+                continuations,
+                going,
+                prompts=prompts,
+                pending=requested_before,
+                now=generation.key.step,
             )
 
         def answer_calls(key: RolloutKey, rollout: Rollout) -> Rollout:
-            return self._answer_calls(continuations[key], rollout, generation.step)
+            return self._answer_calls(continuations[key], rollout, generation.key.step)
 
         def has_room(key: RolloutKey, rollout: Rollout) -> bool:
             return self._max_tokens(continuations[key], rollout) > 0
@@ -540,7 +546,7 @@ class Pool:
             replace(
                 group,
                 rollouts=tuple(
-                    continued.get((number, member), rollout)
+                    continued.get(RolloutKey(number, member), rollout)
                     for member, rollout in enumerate(group.rollouts)
                 ),
             )
@@ -612,16 +618,16 @@ class Pool:
         if not unfinished:
             return {}, None
         rows = [groups[number].row for number, _ in unfinished]
-        prompts = self.images.prompts(rows, generation.mode, refill=generation.attempt > 0)
+        prompts = self.images.prompts(rows, generation.key.mode, refill=generation.key.attempt > 0)
         self._last_read = [groups[number].problem for number, _ in unfinished], prompts
-        extensions = self.extensions if generation.mode == "train" else ()
+        extensions = self.extensions if generation.key.mode == "train" else ()
         images = prompts.images or [None] * len(rows)
         replacements = other_images(extensions, groups=groups, members=[*unfinished], images=images)
         continuations: dict[RolloutKey, Continuation] = {}
         for (number, member), prompt_ids, trainer_images, replacement in zip(
             unfinished, prompts.ids, images, replacements, strict=True
         ):
-            continuations[number, member] = Continuation(
+            continuations[RolloutKey(number, member)] = Continuation(
                 group=groups[number],
                 member=member,
                 prompt_ids=prompt_ids,
@@ -629,7 +635,7 @@ class Pool:
                 compared=replacement is None,
                 token_budget=limits[number],
                 max_length=self.config.max_completion_length,
-                tokens_before=len(unfinished[number, member].policy_tokens),
+                tokens_before=len(unfinished[RolloutKey(number, member)].policy_tokens),
             )
         return continuations, prompts
 
@@ -649,10 +655,10 @@ class Pool:
         member = continuation.member
         tokens = rollout.tokens
         seed = None
-        if self.config.own("seeded_rollouts"):
+        if self.config.uses("seeded_rollouts"):
             seed = group.seed(self.config.seed, member, rollout)
         # Only rollouts that have not begun share their prompt, and so a request.
-        shares_request = not tokens and self.config.own("group_requests")
+        shares_request = not tokens and self.config.uses("group_requests")
         return SamplingRequest(
             prompt_ids=[*continuation.prompt_ids, *tokens],
             images=[*continuation.images, *(picture.image for picture in rollout.pictures)],
@@ -666,15 +672,13 @@ class Pool:
         # A turn may also have been stopped because it repeats itself; then it calls nothing.
         if self.tool_loop is None or not self._has_ended(rollout.last_turn_tokens):
             return rollout
-        problem = continuation.group.problem
-        member = continuation.group.first_member + continuation.member
         return self.tool_loop(
             rollout,
             images_of(continuation.group.row),
             prompt_length=len(continuation.prompt_ids),
             max_length=continuation.max_length,
             step=step,
-            seed=f"{self.config.seed}/{problem.where}/{problem.place}/{member}",
+            seed=continuation.group.tool_seed(self.config.seed, continuation.member),
         )
 
     def _has_ended(self, tokens: Sequence[int]) -> bool:
@@ -711,7 +715,7 @@ class Pool:
                 f"max_steps: {self.context.state().max_steps} ends the run before "
                 f"{waiting - learnable} of the {waiting} groups per process that the checkpoint has "
                 "set aside (adora_rollouts.budget) can be learned from; "
-                f"{generation.step + steps_needed} is enough for all",
+                f"{generation.key.step + steps_needed} is enough for all",
                 file=sys.stderr,
             )
 
@@ -725,7 +729,7 @@ class Pool:
         begun = [
             rollout for group in waiting if group.rollouts[0].segments for rollout in group.rollouts
         ]
-        unfinished = sum(not rollout.ended for rollout in begun)
+        unfinished = sum(not rollout.has_ended for rollout in begun)
         figures_3 = torch.stack(
             [ages_B.sum(), ages_B.max(), torch.full_like(ages_B[0], unfinished)]
         )

@@ -24,7 +24,7 @@ from typing import Any
 from accelerate.utils import gather_object
 
 from adora_vl.data.loading import unreadable_rows
-from adora_vl.rollout.rollouts import RolloutGroup, groups_of, open_rollouts
+from adora_vl.rollout.rollouts import RolloutGroup, StepKey, groups_of, unfinished_rollouts
 from adora_vl.rollout.samplers import AsyncServerSampler
 from adora_vl.training.generation import Generation
 from adora_vl.training.pool import Pool, TokenLimits
@@ -86,10 +86,10 @@ class PoolAhead(Pool):
         continues = self.allows_partial or self.tool_loop is not None
         with self.phase("rollout"), self.guard.watching():
             servers.give_weights()
-            is_stale = expected is not None and expected.samples.step != generation.step
+            is_stale = expected is not None and expected.samples.step != generation.key.step
             if is_stale and self._judge_drift is None:  # once for all generations of a step
                 problems = generation.rows[:: generation.group_size]
-                self._judge_drift = self.request_drift(problems, generation.step)
+                self._judge_drift = self.request_drift(problems, generation.key.step)
             self._request_ahead(
                 generation,
                 drawn=drawn,
@@ -177,10 +177,10 @@ class PoolAhead(Pool):
                 break
             fresh = groups_of(
                 rows,
-                later.where,
-                generation.number,
-                self.accelerator.process_index * len(rows),
-                generation.group_size,
+                later.key,
+                began=generation.number,
+                first=self.accelerator.process_index * len(rows),
+                generations=generation.group_size,
             )
             row_numbers = _row_numbers(fresh)
             begun = self._begin_groups(
@@ -193,7 +193,7 @@ class PoolAhead(Pool):
             resting = [group for group in resting if group not in continuing]
             continuing = []
             limits = self._limits_of(groups, later, budget)
-            unfinished = open_rollouts(groups, limits)
+            unfinished = unfinished_rollouts(groups, limits)
             continuations, _ = self._continuations(later, groups, limits, unfinished)
             samples = self.servers.begin(
                 [self._request(continuations[key], rollout) for key, rollout in unfinished.items()]
@@ -246,7 +246,7 @@ class PoolAhead(Pool):
         expected = groups_for(self.slots, self.state.signal_shares, max_groups)
         count = expected - self.slots - self.state.min_complete
         while len(spare) < count:
-            attempt = replace(later, attempt=1 + len(spare) // self.slots)
+            attempt = later.attempt(1 + len(spare) // self.slots)
             spare += self._draw_further(attempt, min(self.slots, count - len(spare)))
         return [replace(group, began=began) for group in spare]
 
@@ -265,12 +265,13 @@ class PoolAhead(Pool):
         """The generation `distance` after this one; None after the last of the training."""
         if distance >= self._generations_left(generation):
             return None
-        number = self._generations_before(generation.step, generation.micro) + distance
+        number = self._generations_before(generation.key.step, generation.key.micro) + distance
         step, micro = divmod(number * self.shape.cycle, self.shape.accumulated)
         if self.shape.has_one_step:
             step, before_in_step = place_of(number, *self._generations_of_step_and_epoch)
             micro = before_in_step * self.shape.cycle
-        return replace(generation, step=step, key=f"{step}/{micro}", number=number)
+        key = StepKey(mode="train", step=step, micro=micro)
+        return replace(generation, key=key, number=number)
 
     def _rows_after(
         self, generation: Generation, drawn: list[RolloutGroup], distance: int
@@ -291,4 +292,4 @@ class PoolAhead(Pool):
 
 def _row_numbers(groups: Sequence[RolloutGroup]) -> tuple[int, ...]:
     """Number in the data set of each rollout's row."""
-    return tuple(group.problem.number for group in groups for _ in group.rollouts)
+    return tuple(group.problem.row_number for group in groups for _ in group.rollouts)

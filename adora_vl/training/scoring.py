@@ -127,7 +127,9 @@ class StopCriteria:
         False for a rollout that stopped at an unanswered tool call or for lack of context, whatever
         its last token is.
         """
-        return rollout.ended not in ("calls", "room") and self.ended(rollout.last_turn_tokens, text)
+        return not rollout.finish_reason.is_unanswered and self.ended(
+            rollout.last_turn_tokens, text
+        )
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ KINDS = {"gaussian": (500.0, 999.0, "diffusion steps"), "rotate": (15.0, 180.0, 
 def sigmoid_annealing(progress: float, *, middle: float, steepness: float) -> float:
     """`1 - sigmoid(steepness (progress - middle))`, of shares of the run.
 
-    The repository counts generations from 1, so its middle of 40 of 60 with steepness 30 is a
-    `middle` of 39 / 60 here.
+    It is near 1 at first, 1/2 at `middle`, and near 0 at the end. The repository counts generations
+    from 1, so its middle of 40 of 60 with steepness 30 is a `middle` of 39 / 60 here.
     """
     exponent = min(steepness * (progress - middle), 700.0)  # math.exp overflows above 709
     return 1.0 / (1.0 + math.exp(exponent))
@@ -170,10 +170,10 @@ class NoisyRollouts(Extension):
         problem = group.problem
         generations = self.context.config.num_generations
         first_distorted = generations - self.count(generations)
-        level = self.level(problem.step)
+        level = self.level(problem.key.step)
         if first_distorted == generations or level <= 0:
             return [None] * len(group.rollouts)
-        key = f"noise/{self.context.config.seed}/{problem.where}/{problem.place}"
+        key = f"noise/{self.context.config.seed}/{problem.key.name}/{problem.slot}"
         noisy = [
             distorted(
                 as_seen(image, self.images.image_processor),
@@ -188,4 +188,4 @@ class NoisyRollouts(Extension):
 
     def after_weighing(self, generation: Generation) -> None:
         """Log the strength of the noise."""
-        self.context.log("noisy_rollouts/level", self.level(generation.step))
+        self.context.log("noisy_rollouts/level", self.level(generation.key.step))

@@ -162,7 +162,7 @@ def several(arguments: list[str], starts: list[str]) -> int:
         else:
             trainers.append(build(run))
         trainer = trainers[0]
-        trainer.train_dataset = run.dataset
+        trainer.train_dataset = run.data.train
         trainer.run = run
         trainer.bad_steps.in_a_row = 0
         trainer.bad_steps.reason = None

@@ -114,7 +114,7 @@ def main() -> int:
     from adora_vl.prepare import prepare
     from adora_vl.train import build_trainer
 
-    trainer: Any = build_trainer(prepare(read(sys.argv[2:]), to_train=False))
+    trainer: Any = build_trainer(prepare(read(sys.argv[2:]), "look"))
     trainer.callback_handler.callbacks.insert(0, Look(trainer, Path(sys.argv[1])))
     with contextlib.suppress(LookedAt):
         GRPOTrainer.train(trainer)  # which notes no failure

@@ -17,9 +17,9 @@ from PIL import Image
 
 from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer
 from adora_vl.config.run_context import RunContext
-from adora_vl.preflight.python_inputs import Datasets, model_keys
-from adora_vl.preflight.resolved_run import ModelSource, RunRequest
-from adora_vl.preflight.run_checks import resolve_run
+from adora_vl.preflight.python_inputs import Datasets
+from adora_vl.preflight.request import ModelSource, RunRequest, model_keys
+from adora_vl.preflight.run_checks import run_checks
 from adora_vl.utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -172,23 +172,23 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
     )
     rows = Datasets(Dataset.from_list(ROWS), {"own": Dataset.from_list(ROWS[4:])})
     source = ModelSource(model_keys("tiny", args, None))
-    run = resolve_run(
-        RunRequest(args, source, rows, seen, tools=[area, "zoom"], environment=Board),
+    run = run_checks(
+        RunRequest(args, source, rows, seen, tools=[area, "zoom"], environment_factory=Board),
         RunContext.of_launch("leave"),
     )
     assert run.rewards.entries == ("seen", "Board")
-    assert '"name": "pair"' in run.dataset[0]["prompt"][0]["content"]
+    assert '"name": "pair"' in run.data.train[0]["prompt"][0]["content"]
     with pytest.raises(
         UserError, match="environment_factory: a reward function has the name 'seen', too; rename"
     ):
-        resolve_run(
-            RunRequest(args, source, rows, seen, environment=type("seen", (Board,), {})),
+        run_checks(
+            RunRequest(args, source, rows, seen, environment_factory=type("seen", (Board,), {})),
             RunContext.of_launch("leave"),
         )
-    assert run.evaluated["own"][0]["prompt"][0] == run.dataset[0]["prompt"][0], (
+    assert run.data.evaluated["own"][0]["prompt"][0] == run.data.train[0]["prompt"][0], (
         "TRL's evaluations tell of them, too"
     )
-    first, second = run.dataset[0]["prompt"]
+    first, second = run.data.train[0]["prompt"]
     assert first["role"] == "system"
     assert '"name": "area"' in first["content"]
     assert '"name": "zoom"' in first["content"]
@@ -199,7 +199,7 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
         "tool Board",
     }
     call = '<tool_call>{"name": "area", "arguments": {"width": 3}}</tool_call>'
-    assert run.toolbox.answer(call, [], seed="", last=True).calls[0].text == "9"
+    assert run.prompts.toolbox.answer(call, [], seed="", last=True).calls[0].text == "9"
 
 
 @pytest.mark.slow

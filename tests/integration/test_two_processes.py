@@ -92,7 +92,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(stopped):
 def test_all_ranks_stop_together_over_drift_with_a_whole_checkpoint(stopped):
     out, done, processes = stopped
     assert done.stderr.count("error: step 3: the engine's log-probabilities are") == 1
-    assert f"Checkpoint: {out / 'checkpoint-2'}" in done.stderr
+    assert f"go on with --resume_from_checkpoint {out / 'checkpoint-2'}" in done.stderr
     assert "Traceback (most recent call last)" not in done.stderr.split("error: step 3")[0]
     assert [path.name for path in checkpoints(out)] == ["checkpoint-2", "checkpoint-1"]
     assert [problem_of(path) for path in checkpoints(out)] == [None, None]
@@ -212,8 +212,10 @@ def test_each_rank_goes_on_with_its_own_rollouts(tmp_path):
     }
     shutil.rmtree(tmp_path / "run" / "checkpoint-3")
     again = trained(tmp_path / "run")
+    # One generation serves all three steps: its record stands once, TRL's table once a step.
     assert list(uninterrupted["steps"]) == [1, 2, 3]
-    assert len(uninterrupted["rollouts"]) == 3
+    assert list(uninterrupted["rollouts"]) == ["step 1"]
+    assert len(uninterrupted["tables"]) == 3
     assert again == uninterrupted
 
 

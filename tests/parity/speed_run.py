@@ -35,8 +35,9 @@ from adora_vl.config.blocks import RolloutOptions  # noqa: E402
 from adora_vl.config.keys import StepPart  # noqa: E402
 from adora_vl.models.load import PRETRAINED  # noqa: E402
 from adora_vl.packing import policy_pass as packed_module  # noqa: E402
-from adora_vl.packing.shared_prompt import pack, sharing_pays  # noqa: E402
+from adora_vl.packing.shared_prompt import Packed, pack, sharing_pays  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
+from adora_vl.rollout.rollouts import StepKey  # noqa: E402
 from adora_vl.synthetic.generate import generate  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
 from adora_vl.training import micro_batches as batcher_module  # noqa: E402
@@ -113,8 +114,9 @@ class SameAgain(AdoraGRPOTrainer):
         return super()._compute_loss(model, inputs)
 
     @property
-    def _step_key(self) -> str:
-        return "again"
+    def _step_key(self) -> StepKey:
+        """The same in each step, so that the same rollouts are drawn again."""
+        return StepKey(mode="train", step=0, micro=0)
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
         self.before = self.images._cache.processed, self.images.vision.seen
@@ -124,9 +126,9 @@ class SameAgain(AdoraGRPOTrainer):
         super()._build_collaborators(*args)
         graded = self.pool.builder.watcher.graded
 
-        def noted(generation: Generation, *arguments: Any) -> None:
-            graded(generation, *arguments)
-            if not generation.attempt:
+        def noted(generation: Generation, *args: Any) -> None:
+            graded(generation, *args)
+            if not generation.key.attempt:
                 processed, seen = self.before
                 self.work.append(
                     {"processed": self.images._cache.processed - processed, "seen": seen}
@@ -187,8 +189,8 @@ def sabotage(names: str) -> None:
     """Break parts, comma-separated, to see that the tests notice."""
     if "positions" in names:  # every rollout one place further on
 
-        def shifted(*args: Any) -> Any:
-            packed = pack(*args)
+        def shifted(input_ids: torch.Tensor, **layout: Any) -> Packed:
+            packed = pack(input_ids, **layout)
             after_the_prompt = torch.arange(packed.ids_NS.size(1)) >= packed.shared.groups[0].prompt
             return dataclasses.replace(packed, positions=packed.positions + after_the_prompt)
 

@@ -200,7 +200,10 @@ def test_a_generation_is_trls(tmp_path, case):
     }
     trainer = trainer_of(tmp_path, [by_tokens, *further_rewards[rewards]], **settings)
     completions, logps = sampled(trainer.eos_token_ids[:1])
-    answers = [SamplingResult(*sampled_row) for sampled_row in zip(completions, logps, strict=True)]
+    answers = [
+        SamplingResult(tokens=tokens, logps=scores)
+        for tokens, scores in zip(completions, logps, strict=True)
+    ]
     if engine:
         trainer.use_vllm = True
         fake_engine: Any = SimpleNamespace(

@@ -28,7 +28,11 @@ def asks_of(
         seed = rollout_seed(3, "train/0", group, member)
         asks.append(
             SamplingRequest(
-                prompt_ids, list(prompt_images or ()), group if grouped else number, seed, limit
+                prompt_ids=prompt_ids,
+                images=list(prompt_images or ()),
+                group=group if grouped else number,
+                seed=seed,
+                max_tokens=limit,
             )
         )
     return asks

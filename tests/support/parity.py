@@ -156,7 +156,7 @@ class Draws:
                 [(draw.randrange(28), draw.randrange(28)), size], "black", width=3
             )
             parts += ["\n", image]
-        call = Call("draw", seed, "", 0.0, failed=False)
+        call = Call(name="draw", arguments=seed, text="", seconds=0.0, failed=False)
         return SimpleNamespace(parts=(*parts, "\n</tool_response>"), calls=(call,))
 
 

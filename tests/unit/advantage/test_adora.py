@@ -14,7 +14,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from adora_vl.advantage import AdvantagePipeline, Groups, Schedule, group_advantages, weigh_groups
 from adora_vl.advantage.adora import Adora
 from adora_vl.advantage.grpo import is_constant
-from adora_vl.config.advantage import check_method, method_run
+from adora_vl.config.methods import build_pipeline, check_methods
 from adora_vl.config.schema import parse
 from adora_vl.training.optimizer_steps import ScaledRate
 from adora_vl.utils.errors import UserError
@@ -229,7 +229,7 @@ def test_the_key_reaches_the_criterion():
     )
     for words, weight in (([], 0.1), (["--adora_method.adora.ties", "keep"], 1.0)):
         options = config(*words)
-        assert method_run(options).weigh(tie).weights_P.tolist() == [pytest.approx(weight)]
+        assert build_pipeline(options).weigh(tie).weights_P.tolist() == [pytest.approx(weight)]
 
 
 def test_adora_changes_its_factor_and_tau_with_the_step_and_is_off_outside_its_steps():
@@ -410,7 +410,10 @@ def config(*arguments):
 
 def test_the_key_and_what_does_not_fit_it():
     words = ["--adora_method.adora.assign", "random", "--seed", "7"]
-    assert (method_run(config(*words)).judged_by.assign, method_run(config(*words)).seed) == (
+    assert (
+        build_pipeline(config(*words)).judged_by.assign,
+        build_pipeline(config(*words)).seed,
+    ) == (
         "random",
         7,
     )
@@ -434,12 +437,12 @@ def test_a_step_has_one_rate(subtests):
     ]:
         with subtests.test(f"{words!r:.80}"):
             for fits in (["8"], ["2", "--num_iterations", "2"]):
-                check_method(config(*RATE, "--steps_per_generation", *fits))
+                check_methods(config(*RATE, "--steps_per_generation", *fits))
             with pytest.raises(UserError, match=message):
-                check_method(config(*RATE, *words))
+                check_methods(config(*RATE, *words))
     with subtests.test("DeepSpeed"):
         ours = config(*RATE)
-        check_method(ours)
+        check_methods(ours)
         ours.deepspeed_plugin = object()
         with pytest.raises(UserError, match="assign: rate does not work with DeepSpeed"):
-            check_method(ours)
+            check_methods(ours)

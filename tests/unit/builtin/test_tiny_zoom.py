@@ -9,7 +9,7 @@ from adora_vl.builtin.small_model import build_start
 from adora_vl.builtin.tiny_zoom import SEEN, ZoomStart, _Teacher, begin_zoom, call_for
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.models.load import load_processor
-from adora_vl.rollout.rollouts import Rollout, Segment
+from adora_vl.rollout.rollouts import FinishReason, Rollout, Segment
 from adora_vl.rollout.turns import ToolLoop
 from adora_vl.synthetic.corners import CORNERS, drawn
 from adora_vl.synthetic.generate import generate
@@ -34,7 +34,10 @@ def test_what_follows_a_call_is_what_the_start_was_taught(built):
     ids = [processor.tokenizer(text, add_special_tokens=False)["input_ids"] for text, _ in parts]
     decode = lambda tokens: processor.tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
     turns = ToolLoop(toolbox, processor, {}, lambda image: 1, 2, decode)
-    before = Rollout((Segment(tuple(ids[1]), (0.0,) * len(ids[1]), 0),), "stop")
+    before = Rollout(
+        segments=(Segment(tokens=tuple(ids[1]), logps=(0.0,) * len(ids[1]), step=0),),
+        finish_reason=FinishReason.STOP,
+    )
     after = turns(before, images[:1], prompt_length=len(ids[0]), max_length=400, step=0, seed="0")
     assert list(after.segments[1].tokens) == ids[2]
     assert after.pictures[0].image.tobytes() == images[1].tobytes()

@@ -11,10 +11,11 @@ import yaml
 
 from adora_vl.advantage import METHODS
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.batch_plan import BatchLayout, batch_plan, check_rows
-from adora_vl.config.checks import check_config
+from adora_vl.config.batch_plan import BatchLayout, batch_plan, check_row_count
 from adora_vl.config.command import read_file
 from adora_vl.config.schema import parse
+from adora_vl.preflight.check_keys import check_keys
+from adora_vl.preflight.request import ModelSource, RunRequest
 from adora_vl.utils.cli import dotted
 from adora_vl.utils.errors import UserError
 from tests.support.recipes import CONFIGS, PAIRS, key_defaults
@@ -63,9 +64,9 @@ def test_every_train_config_passes_the_checks_of_a_real_run(subtests):
             processes = yaml.safe_load((CONFIGS / "accelerate" / f"{launcher}.yaml").read_text())[
                 "num_processes"
             ]
-            check_config(config)
+            check_keys(RunRequest(config=config, model=ModelSource(keys=model), rows=script))
             plan = batch_plan(config, processes)
-            check_rows(plan, ROWS.get(name, 2101))
+            check_row_count(plan, ROWS.get(name, 2101))
             assert plan.generation_batch == plan.prompts_per_generation * config.num_generations
             assert model.model_name_or_path and script.dataset_name
             # a micro-batch has whole groups, where the card has room for them
@@ -193,9 +194,9 @@ def test_batches_that_are_not_whole_groups_and_too_few_rows_are_errors():
         UserError, match="64 sequences does not divide into groups of num_generations: 12; make"
     ):
         batch_plan(config, 2)
-    check_rows(plan(), 8)
+    check_row_count(plan(), 8)
     with pytest.raises(UserError, match="7 rows cannot fill one generation of 8 prompts"):
-        check_rows(plan(), 7)
+        check_row_count(plan(), 7)
 
 
 def stated() -> dict[str, str]:

@@ -16,8 +16,9 @@ from trl.data_utils import prepare_multimodal_messages
 
 from adora_vl.checkpoint.fingerprint import differences, fingerprint
 from adora_vl.config.command import read
-from adora_vl.config.run_context import DryRunOptions
+from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.schema import parse
+from adora_vl.data import prompt_lengths
 from adora_vl.data.dataset import schema, write_manifest, write_split
 from adora_vl.data.loading import load_rows
 from adora_vl.data.prompt_lengths import (
@@ -31,9 +32,9 @@ from adora_vl.data.prompt_lengths import (
     measured,
     served_length,
     sizes_in,
-    tokenizer_counter,
 )
 from adora_vl.data.prompts import SYSTEM_PROMPT
+from adora_vl.data.token_counters import TokenCounter, tokenizer_counter
 from adora_vl.evals.records import Problem
 from adora_vl.evaluation import EvaluationPlan, Task, fitting_evaluations
 from adora_vl.models.load import PRETRAINED, load_config, load_processor
@@ -113,7 +114,7 @@ def processor() -> Any:
 
 def counted(processor: Any, problem: str, images: int = 25) -> int:
     """Tokens of a prompt with one picture."""
-    return tokenizer_counter(processor, SYSTEM_PROMPT)(problem, 1) - 1 + images
+    return tokenizer_counter(processor, SYSTEM_PROMPT).count([problem], [1])[0] - 1 + images
 
 
 def words_of(data: Path, out: Path, *words: str) -> list[str]:
@@ -252,7 +253,9 @@ def test_a_language_model_is_asked_in_plain_texts(processor: Any) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": SHORT}]
     for options in (None, {"end": "<|im_end|> and so on"}):  # TRL's chat_template_kwargs
         ids = tokenizer.apply_chat_template(messages, tokenize=True, **(options or {}))
-        assert tokenizer_counter(tokenizer, "Be brief.", options)(SHORT, 0) == len(ids["input_ids"])
+        assert tokenizer_counter(tokenizer, "Be brief.", options).count([SHORT], [0]) == [
+            len(ids["input_ids"])
+        ]
 
 
 def test_an_image_that_cannot_be_read_is_left_to_the_step_that_names_it(tmp_path: Path) -> None:
@@ -264,9 +267,57 @@ def test_an_image_that_cannot_be_read_is_left_to_the_step_that_names_it(tmp_path
     assert list(sizes_in(rows.data.table)) == [[(140, 140)], [None], [None]]
     texts = Dataset.from_dict({"images": [[], []]}, Features({"images": schema()["images"]}))
     assert list(sizes_in(texts.data.table)) == [[], []]
-    lengths = measured([("a", "x", [None])], lambda text, images: 7 + images, Limits(1, 100, 1), 1)
+    counter = TokenCounter(lambda texts, images: [7 + count for count in images])
+    lengths = measured([("a", "x", [None])], counter, Limits(1, 100, 1), 1)
     assert lengths.prompt == [7]
     assert lengths.image == [0]
+
+
+def counting(identity: str, calls: list[int]) -> TokenCounter:
+    """A counter of characters that notes how many texts each of its calls has."""
+
+    def count(texts: Sequence[str], images: Sequence[int]) -> list[int]:
+        calls.append(len(texts))
+        return [len(text) + n_images for text, n_images in zip(texts, images, strict=True)]
+
+    return TokenCounter(count, identity)
+
+
+def test_lengths_of_many_rows_are_counted_once_for_the_same_rows_and_tokenizer(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path))
+    monkeypatch.setattr(prompt_lengths, "REMEMBERED_ROWS", 10)
+    rows = Dataset.from_parquet(str(next(data.glob("data/train*"))), cache_dir=str(tmp_path / "hf"))
+    limit = ContextLimit(400, 10, "vllm_max_model_length: 400", "set it to", None)
+    calls: list[int] = []
+
+    def numbers_of(identity: str, source: str, texts: Sequence[str], high: int = 100) -> list[int]:
+        limits = Limits(1, high, 1)
+        overlong = OverlongPrompts(limit, counting(identity, calls), limits, "drop", speaks=False)
+        numbers = list(overlong.fitting(rows, texts, [source]))
+        assert overlong.lengths is not None
+        assert overlong.lengths.ids == [rows[number]["id"] for number in numbers]
+        return numbers
+
+    texts = list(rows["problem"])
+    expected = numbers_of("tokenizer", "files", texts)
+    assert 0 < len(expected) < len(texts)
+    assert calls == [12]
+    assert numbers_of("tokenizer", "files", texts) == expected
+    assert calls == [12], "the second start counts nothing"
+    # What decides a length is another one: the tokenizer, the files, a text, the limit on pixels.
+    numbers_of("another tokenizer", "files", texts)
+    numbers_of("tokenizer", "other files", texts)
+    numbers_of("tokenizer", "files", [*texts[:-1], "short"])
+    numbers_of("tokenizer", "files", texts, high=90)
+    numbers_of("", "files", texts)
+    numbers_of("", "files", texts)
+    assert calls == [12] * 7, "a counter that has no identity is asked each time"
+    for file in (tmp_path / "prompt_lengths").iterdir():
+        file.write_bytes(file.read_bytes()[:50])
+    assert numbers_of("tokenizer", "files", texts) == expected
+    assert len(calls) == 8, "a torn file is no answer"
 
 
 def test_an_image_that_the_processor_refuses_is_named(
@@ -306,11 +357,9 @@ def test_the_length_that_is_named_holds_all(
     data: Path, tmp_path: Path, capsys: Any, processor: Any
 ) -> None:
     needed = str(counted(processor, LONG + LONG) + 40)
-    run = prepare(
-        read(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed)), to_train=False
-    )
-    assert len(run.dataset) == 12
-    assert run.overlong.left_out == []
+    run = prepare(read(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed)), "look")
+    assert len(run.data.train) == 12
+    assert run.data.left_out == ()
     assert capsys.readouterr().out == ""
     assert "overlong_rows_left_out" not in run.manifest()["data"]
     assert (
@@ -333,17 +382,17 @@ def test_rows_are_left_out_and_recorded(
         "--adora_overlong_prompts",
         "drop",
     )
-    run = prepare(read(words), to_train=False)
+    run = prepare(read(words), "look")
     (note,) = capsys.readouterr().out.splitlines()
     assert note.startswith(
         "adora_overlong_prompts: drop leaves out 3 of 12 rows, for whose prompts vllm_max_model_len"
     )
-    assert run.overlong.left_out == ["mine/train/7", "mine/train/9", "mine/train/11"]
-    assert [row["id"] for row in run.dataset] == [
+    assert run.data.left_out == ("mine/train/7", "mine/train/9", "mine/train/11")
+    assert [row["id"] for row in run.data.train] == [
         f"mine/train/{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 10)
     ]
-    assert {row["problem"] for row in run.dataset} == {SHORT}
-    assert run.dataset[7]["images"][0].size == (140, 140)
+    assert {row["problem"] for row in run.data.train} == {SHORT}
+    assert run.data.train[7]["images"][0].size == (140, 140)
     manifest = run.manifest()
     assert manifest["data"]["rows"] == 9
     assert manifest["data"]["overlong_rows_left_out"] == 3
@@ -427,13 +476,17 @@ def test_a_dry_run_keeps_the_rows_that_it_has_not_measured(
     plan = make_plan(read(words_of(data, tmp_path / "out", *limit)), DryRunOptions(rows=8))
     assert len(plan.lengths.prompt) == 7
     assert plan.rows == 11
-    assert plan.run.unknown == ["measured on the first 8 of 12 rows (--rows)"]
+    assert plan.run.messages.unknown == ["measured on the first 8 of 12 rows (--rows)"]
 
 
 def evaluated(limit: int, policy: str, *problems: Problem) -> list[Problem]:
     overlong = OverlongPrompts(
         ContextLimit(limit, 10, f"vllm_max_model_length: {limit}", "set it to", None),
-        lambda text, images: len(text) + images,
+        TokenCounter(
+            lambda texts, images: [
+                len(text) + count for text, count in zip(texts, images, strict=True)
+            ]
+        ),
         Limits(1, 100, 1),
         policy,
         speaks=True,
@@ -506,14 +559,14 @@ def test_a_run_refuses_an_evaluation_that_would_stop_it(data, tmp_path, capsys, 
         )
         assert expected + "mine/test/1 has" in capsys.readouterr().err
     words += ["--adora_overlong_prompts", "drop"]
-    run = prepare(read(words), to_train=False)
+    run = prepare(read(words), "look")
     assert run.evaluations is not None
     assert [problem.pid for problem in run.evaluations.tasks[0].problems] == [
         "mine/test/0",
         "mine/test/2",
     ]
-    assert run.overlong.left_out == []
-    assert len(run.dataset) == 4
+    assert run.data.left_out == ()
+    assert len(run.data.train) == 4
     assert main([*words, "--dry-run"]) == 0
     assert "drop leaves out 1 of 3 rows of the evaluation geometry3k" in capsys.readouterr().out
     write(tmp_path / "all", [LONG], split="test")

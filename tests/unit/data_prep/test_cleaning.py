@@ -111,7 +111,7 @@ WORDS = {  # of some: the value and the remedy
     "answer that is a number": "'answer' is 2; make it a text in",
     "no choices": "'choices' is missing; make it a list of texts in",
     "blank choice": "choice B, the right one, is ' '",
-    "an open list as a gold": "the gold answer '2, 4, ...' cannot be met by any answer",
+    "an open list as a gold": "with the right answer '2, 4, ...' no answer would be graded as right",
     "no picture": "img_diagram.png cannot be read",
     "PNG cut in half": "is not usable (Truncated File Read)",
 }

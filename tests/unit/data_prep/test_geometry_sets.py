@@ -17,7 +17,7 @@ from adora_vl.rewards import grade
 from data_prep.cli import main
 from tests.support.user_tables import PICTURES, rows_of
 
-PAGE = Path(__file__).parents[3] / "docs" / "data.md"
+PAGE = Path(__file__).parents[3] / "docs" / "data_formats.md"
 ANGLES = ("50", "65", "72")  # the right answers, of which each stands at B
 Write = Callable[[Path], None]
 

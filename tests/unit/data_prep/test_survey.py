@@ -233,6 +233,12 @@ def test_inspect_leaves_out_what_no_row_has(
     assert "longest problems" in output
     for title in ("unknown", "goal", "shape", "image size", "image tokens"):
         assert title not in output, title
+    drawn_page = (tmp_path / "drawn.html").read_text()
+    assert "<figcaption>Goals</figcaption>" in drawn_page
+    assert drawn_page.index("<article>") < drawn_page.index("<figcaption>"), "pictures come first"
+    text_page = (tmp_path / "text.html").read_text()
+    assert "<figcaption>Answer forms</figcaption>" in text_page
+    assert "Goals" not in text_page and "Shapes" not in text_page
 
 
 def test_inspect_of_something_else_is_one_line(

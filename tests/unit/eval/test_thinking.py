@@ -17,7 +17,7 @@ from adora_vl.evals.scoring.judge import Question, by_rules, messages_for, repor
 from adora_vl.evals.scoring.number import extract_list, extract_number
 from adora_vl.evals.scoring.score import score
 from adora_vl.evals.scoring.table import table
-from adora_vl.rollout.rollouts import SamplingResult
+from adora_vl.rollout.rollouts import FinishReason, SamplingResult
 from data_prep.filter import tallies
 from eval.logicvista import by_rules as letters_by_rules
 from eval.mathvista import BENCHMARK as MATHVISTA
@@ -173,7 +173,7 @@ def test_an_engine_in_this_process_says_whether_the_prompt_opens_the_block(
         overlong=lambda ids, context: None,
         decode=lambda ids: "".join(map(chr, ids)),
     )
-    answer = SamplingResult([ord("5")], [None], "stop")
+    answer = SamplingResult(tokens=[ord("5")], logps=[None], finish_reason=FinishReason.STOP)
     engine = Conversations(chat, lambda asks: [answer for _ in asks], 10, 4)
     (reply,) = engine.generate([AnswerRequest([], [])])
     assert not isinstance(reply, tuple)

@@ -16,7 +16,7 @@ from adora_vl.evals.inference.local import _Local
 from adora_vl.evals.inference.predictions import read_predictions
 from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.models.load import PRETRAINED
-from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
+from adora_vl.rollout.rollouts import FinishReason, SamplingRequest, SamplingResult
 from adora_vl.synthetic.generate import generate
 from adora_vl.utils.openai_client import Reply
 from eval.command import main, parse
@@ -169,9 +169,9 @@ class Scripted(_Local):
         ids = [self.chat.processor.tokenizer(next(self.script))["input_ids"] for _ in asks]
         return [
             SamplingResult(
-                [*prompt_ids, self.chat.processor.tokenizer.eos_token_id],
-                [None] * (len(prompt_ids) + 1),
-                "stop",
+                tokens=[*prompt_ids, self.chat.processor.tokenizer.eos_token_id],
+                logps=[None] * (len(prompt_ids) + 1),
+                finish_reason=FinishReason.STOP,
             )
             for prompt_ids in ids
         ]

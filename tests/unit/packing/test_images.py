@@ -27,7 +27,7 @@ from adora_vl.packing.image_store import (
     effective_settings,
 )
 from adora_vl.packing.images import may_have_images
-from adora_vl.packing.prompts import distinct_rows, read_prompts, referring
+from adora_vl.packing.prompts import distinct_rows, read_prompts, returning_references
 from adora_vl.record import trackers as texts
 from adora_vl.utils import compat
 from tests.support.pictures import noise_picture
@@ -76,7 +76,7 @@ def test_other_limits_are_another_entry_and_the_oldest_images_go_first(processor
     cached = cache.preprocess(processor.image_processor)
     for seed in range(6):
         cached([noise_picture(seed)])
-        assert cache.bytes_held <= 40_000 or seed == 0
+        assert cache.cached_bytes <= 40_000 or seed == 0
     assert cache.processed == 6
     cached([noise_picture(5)])
     assert cache.processed == 6
@@ -93,7 +93,7 @@ def test_an_image_that_is_used_again_and_again_outlives_those_that_came_after_it
         cached([noise_picture(0)])
         cached([noise_picture(seed)])
     assert cache.processed == 9
-    assert cache.bytes_held <= 60_000
+    assert cache.cached_bytes <= 60_000
     cached([noise_picture(1)])
     assert cache.processed == 10, "the others went"
 
@@ -146,7 +146,10 @@ def test_rows_with_any_number_of_images_are_as_each_row_alone(processor, subtest
             cache = ImageCache(2**20)
             bank = ImageBank(100)
             ours = read_prompts(
-                rows, sees, {}, referring(sees.image_processor, cache, bank, torch.device("cpu"))
+                rows,
+                sees,
+                {},
+                returning_references(sees.image_processor, cache, bank, torch.device("cpu")),
             )
             plain = read_prompts(rows, sees, {})
             assert cache.processed == len(bank) == 3
@@ -205,7 +208,10 @@ def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, m
     cache = ImageCache(2**20)
     bank = ImageBank(0)
     read_prompts(
-        rows, processor, {}, referring(processor.image_processor, cache, bank, torch.device("cpu"))
+        rows,
+        processor,
+        {},
+        returning_references(processor.image_processor, cache, bank, torch.device("cpu")),
     )
     for image in pictures:
         cache.preprocess(processor.image_processor)([image])

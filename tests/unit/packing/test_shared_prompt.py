@@ -31,7 +31,7 @@ from adora_vl.packing.shared_prompt import (
     pack,
     sharing_pays,
 )
-from adora_vl.packing.split_attention import ARGUMENT, install, own_attention, prepared_mask
+from adora_vl.packing.split_attention import ARGUMENT, configured_attention, empty_mask, install
 from tests.support.small_models import (
     BOUND,
     IMAGE,
@@ -115,7 +115,7 @@ def shared(model: Any, rows: Batch) -> Tensor:
     install(model)
     positions, images = prompts_of(model, rows)
     packed = pack(rows["ids"], rows["mask"], rows["completion"], rows["groups"], positions)
-    attention = {"attention_mask": prepared_mask(packed.ids_NS.device), ARGUMENT: packed.shared}
+    attention = {"attention_mask": empty_mask(packed.ids_NS.device), ARGUMENT: packed.shared}
     logits = model(
         input_ids=packed.ids_NS, position_ids=packed.positions, **attention, **images
     ).logits
@@ -272,14 +272,14 @@ def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_pat
                 shared_of_another = pack(
                     rows["ids"], rows["mask"], 4, rows["groups"], torch.arange(5)[None]
                 ).shared
-                mask = prepared_mask(torch.device("cpu"))
+                mask = empty_mask(torch.device("cpu"))
                 model(rows["ids"][:1, :3], attention_mask=mask, **{ARGUMENT: shared_of_another})
             assert all(
                 torch.equal(first, second) for first, second in zip(before, ordinary(), strict=True)
             )
             assert (
-                own_attention(model.config)
-                == own_attention(type(model)(model.config).config)
+                configured_attention(model.config)
+                == configured_attention(type(model)(model.config).config)
                 == "sdpa"
             )
             model.config.save_pretrained(tmp_path / kind)

@@ -32,10 +32,10 @@ from adora_vl.packing.vision import (
     BATCHED,
     SharedVision,
     batch_windows,
-    by_size,
-    host_bounds,
-    in_passes,
-    look,
+    run_tower,
+    sort_windows,
+    split_into_passes,
+    window_arguments,
 )
 from adora_vl.utils.launch import free_port
 from tests.support.paths import REPOSITORY
@@ -160,7 +160,7 @@ def together(model: Any, vision: SharedVision, rows: list[list[int]]) -> Tensor:
         [torch.cat([torch.zeros(longest - len(t)).long(), t]) for t in map(tokens, rows)]
     )
     references = {
-        number: bank.hold(str(number), pictures()[number], GRIDS[number])
+        number: bank.store(str(number), pictures()[number], GRIDS[number])
         for row in rows
         for number in row
     }
@@ -350,11 +350,11 @@ def test_a_frozen_tower_runs_as_often_on_a_process_without_images(one_of_many, s
 
 
 def test_images_are_divided_into_passes_by_their_patches():
-    assert in_passes([0, 7, 9, 30], [7, 2, 21, 4], 9) == [[0, 7], [9], [30]], (
+    assert split_into_passes([0, 7, 9, 30], [7, 2, 21, 4], 9) == [[0, 7], [9], [30]], (
         "a larger one has a pass of its own"
     )
-    assert in_passes([0, 7], [7, 2], 100) == [[0, 7]]
-    assert in_passes([], [], 9) == []
+    assert split_into_passes([0, 7], [7, 2], 100) == [[0, 7]]
+    assert split_into_passes([], [], 9) == []
 
 
 def test_a_frozen_tower_in_several_passes_gives_the_same_features(monkeypatch, subtests):
@@ -442,7 +442,7 @@ def test_scored_beside_a_generation_no_process_waits_for_another(one_of_many, mo
         model.model.visual.requires_grad_(False)
         model.model.visual.register_forward_hook(lambda *_: collectives.append("weights"))
         vision.install(model)
-        vision.banks.new("train").hold("of the generation", pictures()[1], GRIDS[1])
+        vision.banks.new("train").store("of the generation", pictures()[1], GRIDS[1])
         pixels = torch.cat(
             [
                 torch.zeros(0, 16, dtype=torch.float64),
@@ -507,7 +507,7 @@ def test_features_and_gradients_are_those_of_the_loop(grids):
 
 @given(st.lists(st.sampled_from([64, 32, 16, 4]), min_size=1, max_size=30))
 def test_every_patch_has_its_place_and_its_way_back(lengths):
-    sizes, order, back = by_size(tuple(lengths), torch.device("cpu"))
+    sizes, order, back = sort_windows(tuple(lengths), torch.device("cpu"))
     assert sum(size * windows for size, windows in sizes) == sum(lengths)
     assert len(sizes) == len(set(lengths))
     if order is not None and back is not None:
@@ -542,7 +542,8 @@ def test_bounds_from_the_host_change_no_bit(grids):
     sizes = torch.tensor(grids)
     pixels = torch.randn(int(sizes.prod(dim=1).sum()), 1176, dtype=torch.float64)
     bounds = {
-        name.removeprefix("image_"): value for name, value in host_bounds(eye, sizes, "cpu").items()
+        name.removeprefix("image_"): value
+        for name, value in window_arguments(eye, sizes, "cpu").items()
     }
     for batched in (False, True):
         batch_windows(eye, batched)
@@ -563,10 +564,12 @@ def test_a_tower_on_a_device_reads_nothing_back(subtests):
             vision.batch_windows(batched)
             bank = vision.banks.new("train")
             starts = [
-                int(bank.hold(str(n), p.to("meta"), GRIDS[n])[0]) for n, p in enumerate(pictures())
+                int(bank.store(str(n), p.to("meta"), GRIDS[n])[0]) for n, p in enumerate(pictures())
             ]
             output = vision._pass(
-                bank, starts, partial(look, model.model.visual, original, {}, torch.device("meta"))
+                bank,
+                starts,
+                partial(run_tower, model.model.visual, original, {}, torch.device("meta")),
             )
             assert [len(features) for features in output.pooler_output] == [6, 2, 6]
             with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
@@ -576,7 +579,7 @@ def test_a_tower_on_a_device_reads_nothing_back(subtests):
 def test_flash_attention_gets_its_bounds_on_the_device():
     eye = tower()
     eye.config._attn_implementation = "flash_attention_2"
-    bounds_by_name = host_bounds(eye, torch.tensor([[1, 24, 20], [1, 8, 10]]), "meta")
+    bounds_by_name = window_arguments(eye, torch.tensor([[1, 24, 20], [1, 8, 10]]), "meta")
     on_device = {
         name
         for name, value in bounds_by_name.items()
@@ -589,7 +592,7 @@ def test_flash_attention_gets_its_bounds_on_the_device():
         64,
     )
     eye.config._attn_implementation = "sdpa"
-    bounds_by_name = host_bounds(eye, torch.tensor([[1, 24, 20]]), "meta")
+    bounds_by_name = window_arguments(eye, torch.tensor([[1, 24, 20]]), "meta")
     assert all(bounds_by_name[name].device.type == "cpu" for name in bounds)
 
 

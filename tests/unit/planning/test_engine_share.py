@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from adora_vl.config.command import read
-from adora_vl.config.run_context import DryRunOptions
+from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.models.check import LOST_UPDATES
 from adora_vl.planning.dry_run import Plan, make_plan
 from adora_vl.planning.memory import HEADROOM, Setup, fits, predict, proposed_utilization
@@ -60,7 +60,7 @@ def test_what_is_said_about_four_gpus_fits_them(name, words):
     whole_plan = make_plan(
         read(command[:2]), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate)
     )
-    sizes = [planned.run.plan.generation_batch for planned in (plan, whole_plan)]
+    sizes = [planned.run.layout.generation_batch for planned in (plan, whole_plan)]
     assert sizes[0] == sizes[1], "a generation is as large as on eight"
 
 

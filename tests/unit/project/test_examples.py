@@ -18,7 +18,7 @@ from adora_vl.advantage import AdvantagePipeline, Groups, Schedule, group_advant
 from adora_vl.config.batch_plan import batch_plan
 from adora_vl.config.schema import parse
 from adora_vl.packing.image_store import ImageBanks
-from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup
+from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, StepKey
 from adora_vl.training.extensions import chosen_extensions
 from adora_vl.training.generation import Generation
 from adora_vl.types import Row
@@ -89,8 +89,14 @@ def noisy_at(progress: float, log: dict[str, float] | None = None, **options: An
 
 def part(number: int, members: int = 8, first: int = 0, step: int = 0) -> RolloutGroup:
     """A group, or the part of it that a rank has."""
-    drawn = DrawnProblem(5, f"train/{step}/0", number)
-    return RolloutGroup(drawn, Row(), 0, (Rollout(),) * members, first)
+    drawn = DrawnProblem(row_number=5, key=StepKey(mode="train", step=step, micro=0), slot=number)
+    return RolloutGroup(
+        problem=drawn,
+        row=Row(),
+        began=0,
+        rollouts=(Rollout(),) * members,
+        first_member=first,
+    )
 
 
 def drawing(seed: int = 0, size: tuple[int, int] = (56, 28)) -> Image.Image:
@@ -156,7 +162,7 @@ def test_the_last_rollouts_of_a_group_see_one_image_of_the_same_patches():
     for nothing in (noisy_at(0, share=0.0), noisy_at(0, strength=0.0)):
         assert nothing.images_of(part(0), images) == [None] * 8
     log: dict[str, float] = {}
-    noisy_at(0, log).after_weighing(Generation([], "train", 400, "400/0", 0, 4))
+    noisy_at(0, log).after_weighing(Generation([], StepKey(mode="train", step=400, micro=0), 4))
     assert log == {"noisy_rollouts/level": 250.0}
     distorted = example("noisy_rollouts.py:distorted")
     as_seen = example("noisy_rollouts.py:as_seen")
@@ -221,7 +227,9 @@ def test_visual_tokens_weigh_a_batch_by_hand():
     advantages: Any = SimpleNamespace(live_B=torch.ones(3, dtype=torch.bool))
     rows: Any = [{}, {}, {}]
     visual.after_weighing(
-        Generation(rows, "train", 0, "0/0", 0, 3, batch=batch, advantages=advantages)
+        Generation(
+            rows, StepKey(mode="train", step=0, micro=0), 3, batch=batch, advantages=advantages
+        )
     )
     # Two rollouts, at 0 and 1 of the range: 0.9 and 0.9 + 0.1 / 0.5.
     expected = [[1.1, 0, 1.1, 0], [-1.8, 0, 0, -1.8], [3, 3, 3, 3]]
@@ -261,8 +269,7 @@ def test_half_of_every_image_is_black_alike_for_the_rollouts_of_a_group():
     banks = ImageBanks()
     bank = banks.new("train")
     references_of = [
-        bank.hold(f"image{n}", image_pixels, grid[0])
-        for n, image_pixels in enumerate((first, second))
+        bank.store(f"image{n}", pixels, grid[0]) for n, pixels in enumerate((first, second))
     ]
     order = [0, 0, 1, 0]  # two rollouts of one image, one of another, and the first again
     references: Any = {

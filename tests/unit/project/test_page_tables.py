@@ -153,7 +153,16 @@ def small_cards(folder, rows):
     assert [f"| {' | '.join(row)} |" for row in rows if row[0] in ("12", "24")] == printed
 
 
+def rented_cards(folder, rows):
+    """Hours and cost follow from the seconds and the price, which are estimates."""
+    for _, _, seconds, rollouts, hours, price, cost in rows:
+        exact = float(seconds) * int(rollouts.replace(",", "")) / 256 / 3600
+        assert int(hours) == pytest.approx(exact, abs=0.6)
+        assert int(cost) == pytest.approx(exact * float(price), abs=0.6)
+
+
 CHECKS = {
+    rented_cards: ["recipe, on a rented card"],
     small_cards: ["card, GB"],
     predictions: ["GPUs", "model"],
     policy_step: ["prompt, tokens"],
@@ -167,7 +176,8 @@ CHECKS = {
     ],
 }
 # The tests of the rewards hold the presets; the others are read, take an engine for half an hour or
-# a card, or are of experiments whose pages name the commit at which their commands run.
+# a card, are seconds of one machine, or are of experiments whose pages name the commit at which
+# their commands run.
 UNCOMPARED = {
     "R2, recipe and arm",
     "accuracy, end (seeds)",
@@ -177,6 +187,7 @@ UNCOMPARED = {
     "reward",
     "two CPU cores, 24 GiB",
     "verdict",
+    "work",
     "median",
     "start",
     "generations ahead",
@@ -185,6 +196,7 @@ UNCOMPARED = {
     "on Geometry3K",
     "card",
     "task, by a model of under 1 M parameters",
+    "task, accuracy at the end in percent",
 }
 
 

@@ -133,7 +133,7 @@ def test_a_tracker_that_is_not_installed_is_one_line_before_anything_is_loaded(
 ):
     monkeypatch.setattr(backends, "find_spec", lambda name: None)
     monkeypatch.setattr(
-        "adora_vl.preflight.run_checks.resolve_model",
+        "adora_vl.preflight.check_model.resolve_model",
         lambda name: pytest.fail("a model was looked for"),
     )
     for name, package in (("wandb", "wandb"), ("mlflow", "mlflow"), ("flyte", "flytekit")):

@@ -279,7 +279,7 @@ def test_diagrams_are_bounded_and_never_read_from_elsewhere(tmp_path, capsys):
     make_page(tmp_path / "page.html", run, words=("--max-image-mb", "0"))
     assert "1 diagrams are left out" in capsys.readouterr().out
     (tmp_path / "secret.png").write_bytes(b"secret")
-    stranger = write_run(tmp_path / "stranger", 1, images=["../../../secret.png"])  # type: ignore[arg-type]
+    stranger = write_run(tmp_path / "stranger", 1, images=["../../../secret.png"])
     assert base64.b64encode(b"secret").decode() not in json.dumps(
         unpacked(make_page(tmp_path / "s.html", stranger))
     )
@@ -331,6 +331,28 @@ def unpacked(page: Path) -> dict[str, Any]:
     blocks = re.findall(r'id="(?:data|texts)">([^<]*)<', page.read_text())
     both = [json.loads(gzip.decompress(base64.b64decode(block))) for block in blocks]
     return {**both[0], **both[1]}
+
+
+EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "report.html"
+
+
+def test_the_finished_report_of_the_pages_has_the_form_that_its_command_makes_today(tmp_path):
+    """It is opened by people who have installed nothing, so it is small and fetches nothing."""
+    page = (EXAMPLE.parents[1] / "report.md").read_text()
+    (options,) = re.findall(r"report adora grpo --output docs/examples/report.html (.+?)`", page)
+    runs = [write_run(tmp_path / name, 3) for name in ("adora", "grpo")]
+    made_today = make_page(tmp_path / "page.html", *runs, words=tuple(options.split()))
+    assert EXAMPLE.stat().st_size < 1_500_000
+    example = unpacked(EXAMPLE)
+    today = unpacked(made_today)
+    assert example.keys() == today.keys() and example["rollout"] == today["rollout"]
+    for part in ("runs", "groups"):
+        for data in (example, today):
+            data |= data.pop(part)[0] if part in data else {}
+        assert example.keys() == today.keys(), part
+    assert len(example["story"]) == 3 and "held-out accuracy" in example["result"]
+    text = EXAMPLE.read_text() + json.dumps(example)
+    assert not re.search(r"/(home|root|tmp|work)/", text), "no path of a machine"
 
 
 def test_the_page_is_self_contained(tmp_path):

@@ -23,7 +23,7 @@ from PIL import Image, ImageDraw
 from transformers import TrainerState
 
 from adora_vl.data.images import kept
-from adora_vl.rewards.choose import ChosenRewards, choose_rewards, try_rewards
+from adora_vl.rewards.choose import RewardSet, choose_rewards, try_rewards
 from adora_vl.rewards.explain import main as explain
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
 from adora_vl.training.guards import RewardGuard
@@ -44,7 +44,7 @@ def chosen_rewards(tmp_path):
     """Writes a file with rewards and returns the run's functions for the entries."""
     numbers = iter(range(1000))
 
-    def write(body: str, *entries: str, options: Any = None) -> ChosenRewards:
+    def write(body: str, *entries: str, options: Any = None) -> RewardSet:
         file = tmp_path / f"own_{next(numbers)}.py"
         file.write_text(textwrap.dedent(body))
         options_by_name = dict(options or {})

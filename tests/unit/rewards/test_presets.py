@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from adora_vl.config.command import read
 from adora_vl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, asks_for_answer_tags
 from adora_vl.prepare import prepare
 from adora_vl.rewards import PRESETS, grade_batch, reward_function, reward_functions
 from adora_vl.rewards.choose import reachable
-from adora_vl.rewards.completion import last_boxed, reflective_words
+from adora_vl.rewards.completion import _PATTERNS, REFLECTIVE, last_boxed, reflective_words
 from adora_vl.utils.errors import UserError
 from benchmarks.grading_corpus import cases
 from tests.support.tiny_run import arguments
@@ -289,11 +291,36 @@ def test_the_presets_take_tags_for_a_box_where_they_are_asked_for() -> None:
 def test_a_run_grades_the_tags_where_its_format_has_them(tmp_path: Path) -> None:
     for form, expected in (("think_answer", [1.0]), ("think", [0.0])):
         words = arguments(tmp_path / form, adora_system_prompt=form, adora_reward="accuracy")
-        (function,) = prepare(read(words), to_train=False).rewards.functions
+        (function,) = prepare(read(words), "look").rewards.functions
         assert (
             function(completions=["<think>3 * 4</think><answer>12</answer>"], answer=["12"])
             == expected
         ), form
+
+
+@given(
+    words=st.lists(
+        st.sampled_from(
+            [
+                *REFLECTIVE,
+                "checking",
+                "re-checked",
+                "Wa\u0130t",
+                "mi\u017ftake",
+                "chec\u212a",
+                "12°",
+                "x",
+            ]
+        ),
+        max_size=12,
+    ),
+    spell=st.sampled_from([str, str.upper, str.title]),
+)
+def test_words_of_reflection_are_those_that_every_pattern_finds_by_itself(words, spell) -> None:
+    """Looking for a word's stem first may skip patterns, and no occurrence."""
+    text = spell(" ".join(words))
+    everywhere = {word: len(pattern.findall(text)) for word, pattern in _PATTERNS.items()}
+    assert reflective_words(text) == {word: n for word, n in everywhere.items() if n}
 
 
 def test_words_of_reflection_are_counted_once_each_and_as_whole_words() -> None:

@@ -12,7 +12,7 @@ from adora_vl.rewards.choose import choose_rewards
 from adora_vl.rewards.judge import score_in
 from adora_vl.rewards.knights import knights_verdict
 from adora_vl.rewards.thinking import final_part, is_blank, opens_thinking
-from adora_vl.rollout.rollouts import Rollout, Segment
+from adora_vl.rollout.rollouts import FinishReason, Rollout, Segment
 from adora_vl.training.batch_builder import BatchBuilder
 from adora_vl.training.scoring import RewardFunctions
 from adora_vl.utils.openai_client import EndpointError
@@ -160,8 +160,10 @@ def test_a_training_knows_which_prompts_open_the_block() -> None:
         spans: list[Segment] = []
         for number, text in enumerate(texts):
             ids = ids_of(text)
-            spans.append(Segment(ids, None if number % 2 else (-0.5,) * len(ids), 0))
-        return Rollout(tuple(spans), "stop")
+            spans.append(
+                Segment(tokens=ids, logps=None if number % 2 else (-0.5,) * len(ids), step=0)
+            )
+        return Rollout(segments=tuple(spans), finish_reason=FinishReason.STOP)
 
     cases = [
         ("Find x. <think> is a tag.", sampled("x"), "x", False),

@@ -39,7 +39,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState  # noqa: E
 
 from adora_vl.rollout.llm import PolicyLLM  # noqa: E402
 
-ASKS = [SamplingRequest([1], [], group=0)] * 2
+ASKS = [SamplingRequest(prompt_ids=[1], images=[], group=0)] * 2
 
 
 @pytest.fixture

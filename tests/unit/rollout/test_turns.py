@@ -22,7 +22,15 @@ from adora_vl.config.blocks import ToolOptions
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.packing.images import DistinctImages
 from adora_vl.rewards import reward_function
-from adora_vl.rollout.rollouts import Call, DrawnProblem, Rollout, RolloutGroup, Segment
+from adora_vl.rollout.rollouts import (
+    Call,
+    DrawnProblem,
+    FinishReason,
+    Rollout,
+    RolloutGroup,
+    Segment,
+    StepKey,
+)
 from adora_vl.rollout.turns import CALL, ToolLoop, run_turns
 from adora_vl.tools.ours import View
 from adora_vl.tools.run import Toolbox, choose_tools
@@ -35,6 +43,7 @@ from tests.support.step_context import step_context
 
 PROCESSOR: Any = load_processor(str(PRETRAINED))
 TOKENIZER = PROCESSOR.tokenizer
+KEY = StepKey(mode="train", step=0, micro=0)
 END = TOKENIZER.eos_token_id
 IMAGE = PROCESSOR.image_token_id
 CALLED = f"{CALL} 7"
@@ -46,7 +55,10 @@ def ids_of(text: str) -> list[int]:
 
 def sampled(text: str, *before: Segment, end: Sequence[int] = (END,)) -> Rollout:
     ids = (*ids_of(text), *end)
-    return Rollout((*before, Segment(ids, (-0.5,) * len(ids), 3)), "stop")
+    return Rollout(
+        segments=(*before, Segment(tokens=ids, logps=(-0.5,) * len(ids), step=3)),
+        finish_reason=FinishReason.STOP,
+    )
 
 
 class Says:
@@ -60,7 +72,10 @@ class Says:
         self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, **_: Any
     ) -> Any:
         self.asked.append((text, len(images), seed, last))
-        return SimpleNamespace(parts=self.parts, calls=(Call("zoom", "{}", "", 0.1, failed=False),))
+        return SimpleNamespace(
+            parts=self.parts,
+            calls=(Call(name="zoom", arguments="{}", text="", seconds=0.1, failed=False),),
+        )
 
 
 def answered(
@@ -133,7 +148,7 @@ def test_no_turn_of_a_policy_ends_a_run():
             step=4,
             seed=f"7/{number}",
         )
-        assert after.ended in ("", "room", "stop")
+        assert after.finish_reason in ("", "room", "stop")
         called += bool(after.calls)
         for call in after.calls:
             assert call.failed == call.text.startswith("Error: ") and "\n" not in call.text
@@ -150,7 +165,7 @@ def test_an_answer_is_a_users_turn_of_the_template_behind_what_was_sampled(end):
     picture = Image.new("L", (84, 28), 50)
     before = sampled(CALLED, end=end)
     after = answered(Says("Picture 2: ", picture, " of <|image_pad|> and<|im_end|>"), before)
-    assert after.segments[0] == before.segments[0] and not after.ended
+    assert after.segments[0] == before.segments[0] and not after.has_ended
     own = "" if end else "<|im_end|>"
     shown = f"<|vision_start|>{'<|image_pad|>' * 3}<|vision_end|>"
     said = f"Picture 2: {shown} of < |image_pad|> and< |im_end|>"
@@ -201,7 +216,7 @@ def test_what_ends_a_rollout_and_whether_it_has_an_end():
         (answered(tools, sampled(CALLED), longest=50), "room", False),
         (answered(tools, sampled(CALLED), room=150), "room", False),
     ):
-        assert rollout.ended == ended and ends.has_end(rollout, "") is has_end
+        assert rollout.finish_reason == ended and ends.has_end(rollout, "") is has_end
     computer = AdvantageComputer(step_context(), AdvantagePipeline({}), torch.ones(1), tools=True)
     assert computer.truncated_at is None, "by the end alone, however few tokens of its own it has"
     assert (
@@ -220,7 +235,11 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
     tools = Says("It is \\boxed{7}.", Image.new("RGB", (wide, 28)))
     looked = answered(tools, sampled(CALLED))
     rollouts = (
-        replace(looked, segments=sampled("so 3", *looked.segments).segments, ended="stop"),
+        replace(
+            looked,
+            segments=sampled("so 3", *looked.segments).segments,
+            finish_reason=FinishReason.STOP,
+        ),
         sampled("so it is " * 4 + "\\boxed{7}"),
         answered(tools, sampled(CALLED), longest=50),
     )
@@ -249,8 +268,10 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
     )
     prompt = [{"role": "user", "content": "Which?"}]
     asked: Any = {"prompt": prompt, "answer": "7", "images": [Image.new("RGB", (56, 28))]}
-    group = RolloutGroup(DrawnProblem(0, "train/0/0", 0), asked, 0, rollouts)
-    generation = Generation([], "train", 0, "0/0", 0, 3)
+    group = RolloutGroup(
+        problem=DrawnProblem(row_number=0, key=KEY, slot=0), row=asked, began=0, rollouts=rollouts
+    )
+    generation = Generation([], KEY, 3)
     judge(generation, [group], None, aged=False)
     judged = generation.advantages
     batch = generation.batch
@@ -281,7 +302,11 @@ def test_all_play_a_turn_then_those_that_were_answered_the_next_one():
 
     def answer(key: str, rollout: Rollout) -> Rollout:
         more = len(rollout.segments) < 2 * wanted[key] - 1
-        return Rollout((*rollout.segments, Segment((9,), None, 3))) if more else rollout
+        return (
+            Rollout(segments=(*rollout.segments, Segment(tokens=(9,), logps=None, step=3)))
+            if more
+            else rollout
+        )
 
     others = iter([True, True, True, True, False])
     done = run_turns(

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from adora_vl.config.blocks import ToolOptions
-from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup
+from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, StepKey
 from adora_vl.tools.environments import environments_of
 from adora_vl.tools.run import Toolbox, choose_tools
 from adora_vl.tools.tries import unsteady_tools
@@ -52,7 +52,14 @@ def group(number, content, answer="x"):
     row = Row(
         id=f"r{number}", answer=answer, prompt=[{"role": "user", "content": content}], images=images
     )
-    return RolloutGroup(DrawnProblem(number, "train/3/0", number), row, 0, (Rollout(),) * 2)
+    return RolloutGroup(
+        problem=DrawnProblem(
+            row_number=number, key=StepKey(mode="train", step=3, micro=0), slot=number
+        ),
+        row=row,
+        began=0,
+        rollouts=(Rollout(),) * 2,
+    )
 
 
 def opens(toolbox, rollout, door):

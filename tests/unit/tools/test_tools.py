@@ -16,7 +16,7 @@ from PIL import ExifTags, Image, ImageDraw
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.prompts import with_tools
 from adora_vl.tools.ours import OURS, View
-from adora_vl.tools.run import Toolbox, choose_tools
+from adora_vl.tools.run import CALLS_PER_TURN, Toolbox, choose_tools
 from adora_vl.tools.tries import unsteady_tools
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import OverdueError
@@ -502,14 +502,11 @@ def test_a_tool_draws_the_same_in_every_run_and_the_run_goes_on_as_if_it_had_not
 
 
 def test_calls_that_are_too_many_and_the_last_turn_are_said():
-    toolbox = box(calls_per_turn=2)
+    toolbox = box()
     call = written("calculate", expression="1+1")
     answer = toolbox.answer(call * 9, [], seed="0", last=True)
-    assert [made_call.text for made_call in answer.calls] == [
-        "2",
-        "2",
-        "Error: too many calls in a turn, at most 2",
-    ]
+    refused = f"Error: too many calls in a turn, at most {CALLS_PER_TURN}"
+    assert [call.text for call in answer.calls] == [*["2"] * CALLS_PER_TURN, refused]
     assert answer.parts[-1] == "\nNo calls are left."
 
 

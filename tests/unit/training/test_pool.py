@@ -13,10 +13,12 @@ from functools import partial
 from pathlib import Path
 from threading import Barrier, Thread
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis.strategies import integers, sampled_from
 from PIL import Image
 from transformers import TrainerState
 
@@ -27,12 +29,14 @@ from adora_vl.packing.prompts import PromptBatch
 from adora_vl.rollout.rollouts import (
     Call,
     DrawnProblem,
+    FinishReason,
     Picture,
     Rollout,
     RolloutGroup,
     SamplingRequest,
     SamplingResult,
     Segment,
+    StepKey,
     merge_requests,
 )
 from adora_vl.rollout.samplers import AsyncServerSampler, PendingSamples
@@ -126,8 +130,12 @@ class Engine:
             whole = self.length(begun[0] if begun else one.seed & TOKEN)
             left = whole - len(begun) if whole < LONGEST else 10 * LONGEST
             new = [one.seed & TOKEN, *[self.step] * (min(one.max_tokens, left) - 1)]
-            reason: Literal["length", "stop"] = "length" if left > one.max_tokens else "stop"
-            answers.append(SamplingResult(new, [-float(self.step)] * len(new), reason))
+            reason = FinishReason.LENGTH if left > one.max_tokens else FinishReason.STOP
+            answers.append(
+                SamplingResult(
+                    tokens=new, logps=[-float(self.step)] * len(new), finish_reason=reason
+                )
+            )
         self.steps += max((len(answer.tokens) for answer in answers), default=0)
         return answers
 
@@ -144,8 +152,13 @@ class TurnsEngine(Engine):
             assert one.seed is not None and one.max_tokens is not None and one.max_tokens > 0
             assert sum(token == IMAGE for token in one.prompt_ids) == len(one.images)
             length = min(one.max_tokens, drawn(one.seed))
-            reason = "stop" if drawn(one.seed) <= one.max_tokens else "length"
-            answers.append(SamplingResult([one.seed & TOKEN] * length, [-1.0] * length, reason))  # type: ignore[arg-type]
+            is_whole = drawn(one.seed) <= one.max_tokens
+            reason = FinishReason.STOP if is_whole else FinishReason.LENGTH
+            answers.append(
+                SamplingResult(
+                    tokens=[one.seed & TOKEN] * length, logps=[-1.0] * length, finish_reason=reason
+                )
+            )
         return answers
 
 
@@ -188,15 +201,18 @@ class Answered:
         draw = random.Random(f"{seed}/{len(rollout.pictures)}")
         place = len(rollout.segments)
         if draw.random() < 0.3 or len(rollout.pictures) == 3:
-            return replace(rollout, ended="stop" if draw.random() < 0.7 else "calls")
+            return replace(
+                rollout,
+                finish_reason=FinishReason.STOP if draw.random() < 0.7 else FinishReason.CALLS,
+            )
         if max_length - len(rollout.tokens) < 30:
-            return replace(rollout, ended="room")
+            return replace(rollout, finish_reason=FinishReason.CONTEXT)
         image = kept(Image.new("RGB", (28, 28 + draw.randrange(9))))
         return replace(
             rollout,
-            ended="",
-            segments=(*rollout.segments, Segment((5, IMAGE, 6), None, step)),
-            pictures=(*rollout.pictures, Picture(image.digest, image, place)),
+            finish_reason=FinishReason.RUNNING,
+            segments=(*rollout.segments, Segment(tokens=(5, IMAGE, 6), logps=None, step=step)),
+            pictures=(*rollout.pictures, Picture(digest=image.digest, image=image, span=place)),
         )
 
 
@@ -294,7 +310,7 @@ class Run:
             for number in range(step * PLACES, (step + self.updates) * PLACES)
             for _ in range(SIZE)
         ]
-        generation = Generation(rows, "train", step, f"{step}/0", 0, SIZE)
+        generation = Generation(rows, StepKey(mode="train", step=step, micro=0), SIZE)
         self.pool.fill(generation)
         return generation
 
@@ -409,7 +425,7 @@ def test_a_run_with_tools_that_is_killed_within_a_turn_goes_on_to_the_bit(tmp_pa
     found = [[groups_in(generation) for generation in one.learned] for one in (run, whole)]
     assert found[0] == found[1]
     rollouts = [rollout for groups in found[1] for group in groups for rollout in group.rollouts]
-    assert {rollout.ended for rollout in rollouts} == {"stop", "calls", "length", "room"}
+    assert {rollout.finish_reason for rollout in rollouts} == {"stop", "calls", "length", "room"}
     assert {len(rollout.pictures) for rollout in rollouts} == {0, 1, 2, 3}
     seeds = [one.seed for asks in whole.engine.asked for one in asks]
     assert len(set(seeds)) == len(seeds)
@@ -471,7 +487,7 @@ def test_a_budget_that_no_answer_reaches_changes_nothing():
     ]
     for generation, asks in zip(run.learned, run.engine.asked, strict=True):
         seeds = [
-            rollout_seed(7, generation.where, *divmod(row, SIZE)) for row in range(PLACES * SIZE)
+            rollout_seed(7, generation.key.name, *divmod(row, SIZE)) for row in range(PLACES * SIZE)
         ]
         assert [one.seed for one in asks] == seeds
         assert len({one.group for one in asks}) == PLACES and len(merge_requests(asks)) == PLACES
@@ -491,8 +507,8 @@ def test_each_token_keeps_the_log_probability_of_the_weights_that_sampled_it():
             assert all(
                 -logp == token for token, logp in zip(tokens, logps, strict=True) if token < 1000
             )
-            stale = sum(-logp != generation.step for logp in logps if logp is not None)
-            assert stale == rollout.stale_tokens(generation.step) and len({*logps}) <= len(
+            stale = sum(-logp != generation.key.step for logp in logps if logp is not None)
+            assert stale == rollout.stale_tokens(generation.key.step) and len({*logps}) <= len(
                 rollout.segments
             )
             assert len({*logps}) <= age + 1
@@ -535,6 +551,19 @@ def test_every_generation_that_is_asked_for_ahead_has_groups_of_its_own(ahead):
             assert len(run.pool.state.waiting) <= PLACES, "little is sampled in vain"
 
 
+@given(
+    mode=sampled_from(["train", "eval"]),
+    step=integers(0, 10**6),
+    micro=integers(0, 999),
+    attempt=integers(0, 9),
+)
+def test_the_texts_that_seed_a_run_stay_what_they_are(mode, step, micro, attempt):
+    """Else a run that resumes would draw other random numbers, and learn from other rollouts."""
+    key = StepKey(mode=mode, step=step, micro=micro, attempt=attempt)
+    assert key.position == f"{step}/{micro}"
+    assert key.name == (f"{mode}/{step}/{micro}/{attempt}" if attempt else f"{mode}/{step}/{micro}")
+
+
 def test_the_figures_of_a_generation():
     run = Run(20).go_on()
     for generation, figures in zip(run.learned, run.figures, strict=True):
@@ -572,8 +601,9 @@ def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer()
     """
     run = Run(4)
     run.pool.shape, run.pool.rows = replace(run.pool.shape, accumulated=2), range(3 * PLACES)  # type: ignore[assignment]
-    places = ("0/0", "0/1", "1/0", "2/0", "2/1", "3/0")
-    ahead = [Generation([], "train", int(key[0]), key, 0, SIZE) for key in places]
+    places = ((0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (3, 0))
+    keys = [StepKey(mode="train", step=step, micro=micro) for step, micro in places]
+    ahead = [Generation([], key, SIZE) for key in keys]
     assert [run.pool._generations_left(generation) for generation in ahead] == [6, 5, 4, 3, 2, 1]
     for at, generation in enumerate(ahead):
         later = [
@@ -581,8 +611,8 @@ def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer()
             for distance in range(7 - at)
         ]
         assert later.pop() is None
-        assert [(one.where, one.number) for one in later if one] == [
-            (f"train/{key}", at + number) for number, key in enumerate(places[at:])
+        assert [(one.key, one.number) for one in later if one] == [
+            (key, at + number) for number, key in enumerate(keys[at:])
         ]
 
 
@@ -712,19 +742,24 @@ def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_p
     no seed. A picture is written once.
     """
     spans = (
-        Segment((5, 6), (-0.5, None), 3),
-        Segment((9, 9, 9), None, 3),
-        Segment((7,), (-0.25,), 4),
+        Segment(tokens=(5, 6), logps=(-0.5, None), step=3),
+        Segment(tokens=(9, 9, 9), logps=None, step=3),
+        Segment(tokens=(7,), logps=(-0.25,), step=4),
     )
     image = kept(Image.effect_noise((40, 30), 50).convert("RGB"))
-    picture = Picture(image.digest, image, 1)
-    call = Call("zoom", "{}", "<image>", 0.5, failed=False, span=1)
-    done = Rollout(spans, "stop", pictures=(picture,), calls=(call,))
+    picture = Picture(digest=image.digest, image=image, span=1)
+    call = Call(name="zoom", arguments="{}", text="<image>", seconds=0.5, failed=False, span=1)
+    done = Rollout(
+        segments=spans, finish_reason=FinishReason.STOP, pictures=(picture,), calls=(call,)
+    )
     group = RolloutGroup(
-        DrawnProblem(2, "train/3/0", 1),
-        Row(),
-        3,
-        (done, replace(done, segments=spans[:2], ended="")),
+        problem=DrawnProblem(row_number=2, key=StepKey(mode="train", step=3, micro=0), slot=1),
+        row=Row(),
+        began=3,
+        rollouts=(
+            done,
+            replace(done, segments=spans[:2], finish_reason=FinishReason.RUNNING),
+        ),
     )
     PoolState(waiting=(group,)).save(tmp_path, 0)
     (again,) = PoolState.load(tmp_path, 0, 1).waiting
@@ -762,7 +797,7 @@ class Signals(Judges):
 
     def __call__(self, generation: Generation, groups: Any, prompts: Any, *, aged: bool) -> None:
         super().__call__(generation, groups, prompts, aged=aged)
-        numbers = [group.problem.number for group in groups for _ in group.rollouts]
+        numbers = [group.problem.row_number for group in groups for _ in group.rollouts]
         wide = torch.tensor(numbers)[:, None]
         ages = generation.batch["age"]
         ones = torch.ones_like(wide)
@@ -791,7 +826,7 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(budget,
     numbers = generation.batch["prompt_ids"][::SIZE, 0].tolist()
     rounds = len(run.engine.asked) - 1
     places = {
-        one.group.where for asks in run.engine.asked for one in asks if len(one.prompt_ids) == 1
+        one.group.key.name for asks in run.engine.asked for one in asks if len(one.prompt_ids) == 1
     }
     assert {
         f"train/0/0/{attempt}" for attempt in range(1, rounds + 1 if budget is None else 2)

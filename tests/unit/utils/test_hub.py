@@ -18,7 +18,7 @@ from datasets import Dataset
 from huggingface_hub import constants, get_session
 
 from adora_vl.config.command import read
-from adora_vl.config.run_context import DryRunOptions
+from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.schema import parse
 from adora_vl.evals.inference.engines import build_engine
 from adora_vl.evals.inference.requests import AnswerEngineSettings
@@ -200,7 +200,7 @@ def test_every_way_into_a_run_asks_for_the_revision_of_its_processor(monkeypatch
         revisions.append(revision)
         raise UserError("not loaded here")
 
-    monkeypatch.setattr("adora_vl.preflight.run_checks.load_processor", asks)
+    monkeypatch.setattr("adora_vl.preflight.check_data.load_processor", asks)
     words = arguments(tmp_path / "run", model_name_or_path=PRETRAINED, model_revision="v1")
     config = parse(words)[1]
     config.model_init_kwargs = {"revision": "v1"}
