@@ -531,7 +531,7 @@ def dry_run(command: CliArgs, options: DryRunOptions) -> int:
     print(f"\n{verdict_line(plan)}", flush=True)
     if not memory.fits(plan.setup, plan.card):
         return 1
-    print(f"Next: {launch_command(plan, command.arguments, options.accelerate_config)}", flush=True)
+    print(f"Next: {launch_command(plan, command.words, options.accelerate_config)}", flush=True)
     return 0
 
 

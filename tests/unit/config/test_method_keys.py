@@ -8,6 +8,7 @@ import pickle
 import re
 from dataclasses import MISSING, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -272,7 +273,7 @@ class Doubled(Method):
 
 
 def test_python_passes_a_function_or_a_class_in_place_of_a_name():
-    keys = {"use_cpu": True, "bf16": False}
+    keys: dict[str, Any] = {"use_cpu": True, "bf16": False}
     rewards_PG = torch.tensor([[0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
     expected_PG = group_advantages(rewards_PG)
     for method, factor in ((halved, 0.5), (Doubled, 2.0), ({"grpo": {}, halved: {}}, 0.5)):

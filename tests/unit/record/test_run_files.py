@@ -20,6 +20,7 @@ from datasets import load_dataset
 from adora_vl.advantage import METHODS, Adora, AdoraWeighting, Groups, weigh_groups
 from adora_vl.checkpoint.store import problem_of
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.dataset import MADE_BY
 from adora_vl.export import main as export
 from adora_vl.models.load import MERGED
@@ -675,7 +676,7 @@ def test_a_run_with_tools_is_evaluated_with_them(tmp_path):
         max_steps=10,
         tools=["zoom"],
         max_tool_calling_iterations=2,
-        adora_tool_options={"images": 3},
+        adora_tool_options=ToolOptions(images=3),
     )
     lines = summary_lines([], config, tmp_path, 1)
     [evaluate] = [line for line in lines if line.startswith("Evaluate it")]
