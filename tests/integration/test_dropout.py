@@ -75,12 +75,7 @@ def policy() -> Any:
     """A pass over a model that is dropout alone, `score(learns)`, and the model."""
     model = nn.Dropout(0.5)
     model.train()
-<<<<<<< HEAD
-    config: Any = SimpleNamespace(uses=lambda part: False)
-    policy_pass = PolicyPass(Accelerator(cpu=True), config)
-=======
     policy_pass = PolicyPass(Accelerator(cpu=True), config_of(adora_stock_step=True))
->>>>>>> refs/heads/tests
 
     def separate(model: nn.Module, ids_BS: Tensor, *_: object) -> tuple[Tensor, None, None]:
         return model(torch.ones(ids_BS.shape)), None, None

@@ -468,7 +468,7 @@ def test_working_is_the_papers_inequality_where_the_measure_is_length(subtests):
         "others": ((), ("difficulty",)),
     }
     for values in product(*options.values()):
-        chosen = dict(zip(options, values, strict=True))
+        chosen: dict[str, Any] = dict(zip(options, values, strict=True))
         others = chosen.pop("others")
         chosen["factor"] = 0.1 if chosen["mode"] == "attenuation" else 4.0
         with subtests.test(str(values)):
@@ -512,6 +512,7 @@ def test_a_problem_without_a_figure_goes_by_length_or_keeps_its_weight():
     groups = with_work(groups_of_rewards(rewards, lengths), nothing)
     by_length = weigh_groups(groups, Adora(criteria=("working",)))
     assert by_length.weights_P.tolist() == [pytest.approx(0.1), 1.0]
+    mode: Any
     for mode, factor in (("attenuation", 0.1), ("amplification", 4.0)):
         options = Adora(criteria=("working",), no_figure="keep", mode=mode, factor=factor)
         kept_groups = weigh_groups(groups, options)

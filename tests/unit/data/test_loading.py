@@ -390,13 +390,8 @@ def test_manifest_page_and_card_name_every_data_set(sets: list[Path]) -> None:
         processes=1,
         checkpoint=None,
     )
-<<<<<<< HEAD
-    assert [one["share"] for one in manifest["data"]["sets"]] == [0.7, 0.3]
-    assert facts_of_run(manifest)["data"] == "large, small, 29 rows"
-=======
     assert [data_set["share"] for data_set in manifest["data"]["sets"]] == [0.7, 0.3]
-    assert facts_of_run(manifest)["data"] == "large, small, 29 rows (a+b)"
->>>>>>> refs/heads/tests
+    assert facts_of_run(manifest)["data"] == "large, small, 29 rows"
     card = model_card(manifest, [], 1)
     assert "| large | share 0.7, own/jsonl, " in card
     assert "| dataset | large, small |" in card

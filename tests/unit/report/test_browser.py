@@ -249,9 +249,9 @@ def test_a_run_one_step_ahead_shows_how_old_its_rollouts_are_and_who_waited(brow
     browser.js(f"document.querySelector('{waits} .plot').focus()")
     browser.press("ArrowLeft")
     assert browser.text(f"{waits} .reading") == "step 3: by the trainer 1.5 s, by the servers 0.5 s"
-    browser.open(make_page(tmp_path / "other.html", other))
-    assert not own & set(browser.texts("#charts figcaption"))
-    assert not any(title in browser.text("#charts > .missing") for title in own)
+    browser.open(make_page(tmp_path / "other.html", other_run))
+    assert not expected & set(browser.texts("#charts figcaption"))
+    assert not any(title in browser.text("#charts > .missing") for title in expected)
 
 
 def test_shares_go_from_0_to_100_percent_also_where_all_are_0(browser, tmp_path):
