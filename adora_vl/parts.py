@@ -11,18 +11,19 @@ from trl import GRPOTrainer
 from adora_vl.checkpoint.trl_state import Losses, MovingReference
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.advantage import method_run
 from adora_vl.config.batch_plan import BatchLayout
+from adora_vl.config.methods import build_pipeline
 from adora_vl.data.dataloader import NoPrefetch
 from adora_vl.data.prompts import control_tokens
 from adora_vl.evaluation import EvaluateOnTheWay
 from adora_vl.models.precision import RefuseWrongBuffers
 from adora_vl.packing.images import DistinctImages
 from adora_vl.packing.policy_pass import PolicyPass, bound_of, computing_dtype, has_dropout
-from adora_vl.preflight.resolved_run import ResolvedRun
+from adora_vl.preflight.facts import ResolvedRun
 from adora_vl.record import metrics, trackers
+from adora_vl.record.card_memory import CardMemory
 from adora_vl.record.recorder import MetricsLogger, Recorder
-from adora_vl.rollout.agreement import SelfCheck, drift_measured
+from adora_vl.rollout.agreement import SelfCheck, begin_drift_check
 from adora_vl.rollout.importance import ImportanceRatio
 from adora_vl.rollout.prompt_tokens import never_sample, never_sampled_ids
 from adora_vl.rollout.samplers import AsyncServerSampler, Sampler, TransformersSampler, VLLMSampler
@@ -57,6 +58,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
     toolbox: Tools | None = None  # what the policy may call
     run: ResolvedRun
     clock: metrics.PhaseClock
+    card_memory: CardMemory | None = None  # on a card
     _step: int  # TRL's count of micro-batches
 
     def _build_collaborators(self, args: AdoraGRPOConfig, models: list[Any]) -> None:
@@ -98,7 +100,12 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             extension.start(context, self.images)
         self.sampler = self._sampler(context)
         self.ratio = ImportanceRatio(context)
-        self.recorder = Recorder(context, decode if self.toolbox else None)
+        toolbox = self.run.prompts.toolbox
+        self.recorder = Recorder(
+            context=context,
+            decode=decode if self.toolbox else None,
+            view=toolbox.view if toolbox is not None else None,
+        )
         self.pool = Pool(context, self.train_dataset, tools=self.toolbox is not None)
         self.prompts = PromptReader(self.images)
         self.rows_ahead = RowsAhead()
@@ -137,7 +144,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             dataset=self.train_dataset,
             draws=has_tools,
         )
-        self.methods = method_run(args)
+        self.methods = build_pipeline(args)
         self.advantages = AdvantageComputer(
             context=context,
             methods=self.methods,
@@ -233,7 +240,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             phase=self.clock.phase,
             environments=self.run.tools.environments,
             rows_ahead=self.rows_ahead.after,
-            late_drift=LateDriftCheck(partial(drift_measured, self, self.drift_guard.check)),
+            late_drift=LateDriftCheck(partial(begin_drift_check, self, self.drift_guard.check)),
         )
 
     def _tool_loop(self) -> ToolLoop | None:
@@ -273,6 +280,8 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             self.bad_steps,
             RefuseWrongBuffers(self),
         ]
+        if self.card_memory is not None:
+            callbacks.append(self.card_memory)
         if args.adora_self_check:
             callbacks.append(SelfCheck(self))
         run = self.run
@@ -282,7 +291,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
                     trainer=self,
                     plan=run.evaluations,
                     system_prompt=run.system_prompt,
-                    revision=run.revision,
+                    revision=run.model.revision,
                 )
             )
         for callback in callbacks:

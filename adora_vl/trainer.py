@@ -38,19 +38,28 @@ from adora_vl.config.batch_plan import regroup_obstacle, regroups
 from adora_vl.config.run_context import RunContext
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler
 from adora_vl.models.adapter import begin_with, in_float32, name_base, trained_alone
+from adora_vl.models.check import with_own_layers
 from adora_vl.models.families import freeze, sees_images
 from adora_vl.models.load import restore_weights
 from adora_vl.models.precision import restore_buffers
 from adora_vl.models.reference import copied_policy
 from adora_vl.packing.policy_pass import evaluating, generation_logps
 from adora_vl.packing.prompts import PromptBatch
-from adora_vl.packing.split_attention import plan_no_shapes
+from adora_vl.packing.split_attention import disable_cudnn_attention
 from adora_vl.parts import TrainerParts
-from adora_vl.preflight.python_inputs import Datasets, config_of, model_keys, refuse_objects
-from adora_vl.preflight.resolved_run import ModelSource, ResolvedRun, RunRequest
-from adora_vl.preflight.run_checks import resolve_run
+from adora_vl.preflight.facts import ResolvedRun
+from adora_vl.preflight.python_inputs import Datasets
+from adora_vl.preflight.request import (
+    ModelSource,
+    RunRequest,
+    config_of,
+    model_keys,
+    refuse_objects,
+)
+from adora_vl.preflight.run_checks import run_checks
 from adora_vl.record import metrics, trackers
 from adora_vl.record.card import write_card
+from adora_vl.record.card_memory import CardMemory
 from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import engine_settings
@@ -107,6 +116,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 environment_factory=environment_factory,
             )
             args = config_of(args, model)
+            peft_config = with_own_layers(peft_config)
             loaded = None if isinstance(model, str) else model
             keys = model_keys(
                 model, config=args, peft_config=peft_config, quantised=quantization_config
@@ -121,25 +131,34 @@ class AdoraGRPOTrainer(TrainerParts):
                 rows=rows,
                 rewards=reward_funcs,
                 tools=tools or (),
-                environment=environment_factory,
+                environment_factory=environment_factory,
             )
-            run = resolve_run(request, RunContext.of_launch("leave"))
-            train_dataset = run.dataset
-            eval_dataset = run.evaluated
+            run = run_checks(request, RunContext.of_launch("leave"))
+            train_dataset = run.data.train
+            eval_dataset = run.data.evaluated
         args = run.config
         self.run = run
-        self.toolbox = run.toolbox or self.toolbox
-        plan_no_shapes()
+        self.toolbox = run.prompts.toolbox or self.toolbox
+        disable_cudnn_attention()
         self.run_facts: dict[str, Any] = {}  # into the manifest of every checkpoint
         self.manifest: dict[str, Any] = {}  # of the run, from the beginning of `train` on
         self.clock = metrics.PhaseClock(
             self.log_figure, sleep_mode=args.use_vllm and args.vllm_enable_sleep_mode
         )
+        timed: Callable[[str], AbstractContextManager[None]] = self.clock.phase
+        if args.device.type == "cuda":
+            self.card_memory = CardMemory(
+                self.log_figure,
+                largest=self._largest_of_ranks,
+                device=args.device,
+                sleep_mode=args.use_vllm and args.vllm_enable_sleep_mode,
+            )
+            timed = partial(self.card_memory.phase, clock=self.clock.phase)
         trackers.prepare_trackers(args.report_to, args.output_dir)
         engine = partial(
             AdoraVLLMGeneration,
-            settings=engine_settings(args, run.revision),
-            timed=self.clock.phase,
+            settings=engine_settings(args, run.model.revision),
+            timed=timed,
         )
         compat.SHARD_LOADING.install(load_shards, on=transformers_trainer)
         policy = run.policy() if isinstance(model, str) else model
@@ -153,7 +172,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 args=args,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
-                processing_class=run.processor,
+                processing_class=run.prompts.processor,
                 reward_processing_classes=reward_processing_classes,
                 callbacks=callbacks,
                 optimizers=optimizers,
@@ -166,9 +185,9 @@ class AdoraGRPOTrainer(TrainerParts):
 
         The adapter begins with its weights, buffers have their precision, and parts are frozen.
         """
-        if run.adapter is not None:
-            begin_with(self.model, run.adapter)
-        elif run.four_bit:
+        if run.model.continued is not None:
+            begin_with(self.model, run.model.continued)
+        elif run.model.four_bit:
             in_float32(self.model)
         models = [self.model]
         if self.ref_model is not None:
@@ -176,8 +195,8 @@ class AdoraGRPOTrainer(TrainerParts):
         for model in models:
             restore_buffers(model)
         if is_peft_model(self.model):
-            name_base(self.model, run.merged_adapters)
-            if not self._dist.is_fsdp and not run.four_bit:
+            name_base(self.model, run.model.merged)
+            if not self._dist.is_fsdp and not run.model.four_bit:
                 refuse_unmergeable(self.model, self._dist.gather_params)
         freeze(self.model, args.adora_freeze)
         return models
@@ -216,7 +235,8 @@ class AdoraGRPOTrainer(TrainerParts):
         is_main = self.accelerator.is_main_process
         from_python = run.request.cli_args is None
         if from_python:
-            run.take(resume_from_checkpoint)
+            run = run.claimed(resume_from_checkpoint)
+            self.run = run
         try:
             if from_python and is_main:
                 print("\n".join(run.first_lines()), flush=True)
@@ -232,7 +252,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 with errors_with_step(
                     lambda: self.state.global_step, self.checkpoints.where_to_go_on
                 ):
-                    output = super().train(run.start.checkpoint, trial, ignore_keys_for_eval)
+                    output = super().train(run.output.start.checkpoint, trial, ignore_keys_for_eval)
                 if self.bad_steps.reason:
                     raise RunError(f"step {self.state.global_step}: {self.bad_steps.reason}")
             if from_python and is_main:
@@ -256,19 +276,19 @@ class AdoraGRPOTrainer(TrainerParts):
         self.run_facts = {"fingerprint": run.fingerprint}
         self.manifest = run.manifest()
         self.manifest["model"]["sees_images"] = sees_images(self.model.config)
-        if run.adapters:
-            self.manifest["model"]["base"] = run.name
+        if run.model.adapters:
+            self.manifest["model"]["base"] = run.model.name
         self.manifest["vllm_model_runner"] = (
             self.vllm_generation.model_runner if self.use_vllm else None
         )
         if self.accelerator.is_main_process:
-            if run.start.replaces:
+            if run.output.start.replaces:
                 set_aside(output_dir)  # now that all that is known of the new run is in order
             write_manifest(self.manifest, output_dir)
         self.accelerator.wait_for_everyone()
-        if run.start.checkpoint:
-            self.restore(run.start.checkpoint)
-            if is_universal(Path(run.start.checkpoint)):
+        if run.output.start.checkpoint:
+            self.restore(run.output.start.checkpoint)
+            if is_universal(Path(run.output.start.checkpoint)):
                 expect_universal(self)
 
     def _nothing_left(self, checkpoint: Path) -> TrainOutput:
@@ -655,7 +675,7 @@ class AdoraGRPOTrainer(TrainerParts):
     @property
     def _skips_old_pass(self) -> bool:
         """Whether the old log-probabilities equal those of the policy's own pass."""
-        return self.args.own("skip_old_pass") and self.shape.has_one_step and not self.has_dropout
+        return self.args.uses("skip_old_pass") and self.shape.has_one_step and not self.has_dropout
 
     # ------------------------------------------------------------------------------ 3. a checkpoint
 
@@ -820,7 +840,7 @@ class AdoraGRPOTrainer(TrainerParts):
         once, if possible while the policy learns from the batch before.
         """
         options = self.args.adora_rollouts
-        share = self.args.own("cache_images")
+        share = self.args.uses("cache_images")
         numbered = options.budget is not None or options.ahead > 0
         if not is_training or not (share or numbered) or not hasattr(dataset, "__len__"):
             return super()._get_dataloader(
@@ -855,6 +875,11 @@ class AdoraGRPOTrainer(TrainerParts):
         self._row_order = EpochRepeatSampler.like(stock, seed=self.args.seed_of_rows)
         return self._row_order
 
+    def _largest_of_ranks(self, value: float) -> float:
+        """The largest value of all ranks. Collective."""
+        values = torch.tensor([value], device=self.accelerator.device)
+        return float(self.accelerator.gather(values).max())
+
     def log_figure(self, name: str, value: float) -> None:
         """Add a value of this step to the next log, which averages them.
 
@@ -872,4 +897,4 @@ class AdoraGRPOTrainer(TrainerParts):
         if isinstance(self.sampler, AsyncServerSampler):
             self.sampler.close()
         if self.use_vllm and self.vllm_mode == "colocate":
-            self.vllm_generation.llm.llm_engine.engine_core.shutdown()
+            self.vllm_generation.shut_down()

@@ -45,12 +45,12 @@ class PreparedDataOptions(DataOptions):
 
 
 def load(options: PreparedDataOptions) -> LoadedProblems:
-    """The problems of a prepared dataset folder, in the words of the prompt."""
+    """Return the problems of a prepared dataset folder, in the words of the prompt."""
     return load_prepared(options, options.prompt)
 
 
 def grade(row: Prediction, options: GraderOptions) -> RowGrade:
-    """The verdict on a row.
+    """Return the verdict on a row.
 
     `options.rounding`: also accept a decimal that is the reference answer rounded.
     `options.answer_tags`: also accept an answer in `<answer> </answer>` without a box.
@@ -68,6 +68,7 @@ def grade(row: Prediction, options: GraderOptions) -> RowGrade:
 
 
 def _rules(options: GraderOptions) -> dict[str, Any]:
+    """Return the rules of a score."""
     rules = {"rounding": options.rounding}
     if options.answer_tags:
         rules["answer_tags"] = True
@@ -77,7 +78,7 @@ def _rules(options: GraderOptions) -> dict[str, Any]:
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: GraderOptions
 ) -> OwnFigures:
-    """The number of reference answers that the grader cannot read, and the rules in words."""
+    """Return the number of unreadable reference answers, and the rules in words."""
     unusable = sum(item.grade.reason.startswith("gold_") for item in graded)
     warning = (
         f"{amount(unusable, 'gold')} cannot be graded against; see the items with a gold_ reason"
@@ -89,7 +90,7 @@ def _summary(
 
 
 def _data_set(rows: Sequence[Prediction]) -> dict[str, Any]:
-    """The sources and splits of the problems, as the rows of a prepared folder say it.
+    """Return the sources and splits of the problems, as the rows of a prepared folder say it.
 
     The number of problems goes with them, for figures that apply to a whole split alone.
     """
@@ -102,7 +103,7 @@ def _data_set(rows: Sequence[Prediction]) -> dict[str, Any]:
 
 
 def _groups(row: Prediction) -> dict[str, list[str]]:
-    """The groups of a row: goal, shapes, family and kind, and form of the answer."""
+    """Return the groups of a row: goal, shapes, family and kind, and form of the answer."""
     metadata = row.get("metadata") or {}
     groups = metadata_groups(row, _METADATA_GROUPS)
     if metadata.get("kind"):
@@ -111,7 +112,10 @@ def _groups(row: Prediction) -> dict[str, list[str]]:
 
 
 def prepared_benchmark(name: str, *, published: Published | None = None) -> Benchmark:
-    """The benchmark of this name on prepared problems. `published`: figures to quote beside it."""
+    """Return the benchmark of this name on prepared problems.
+
+    `published`: figures to quote beside it.
+    """
     return Benchmark(
         name=name,
         split="test",

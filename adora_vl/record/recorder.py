@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 
-from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.data.rows import images_of
 from adora_vl.record.metrics import (
     TieNotice,
@@ -36,8 +35,10 @@ from adora_vl.utils.secrets import masked
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
+    from adora_vl.tools.ours import View
+
 # Columns that the reward functions add to TRL's table of completions
-_EXTRA = ("verdict", "extracted", "reason")
+_EXTRA = ("verdict", "extracted", "reason", "new", "false", "steps")
 # Settings of TRL that the record holds beside all keys that begin with `adora_`
 _RECORDED_SETTINGS = (
     "num_generations",
@@ -56,21 +57,24 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
     """
 
     def __init__(
-        self, context: StepContext, decode: Callable[[Sequence[int]], str] | None = None
+        self,
+        context: StepContext,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        view: View | None = None,
     ) -> None:
         """Take the settings from the context.
 
         Args:
             context: the run's config, accelerator and state.
             decode: turns tokens into text, in a run with tools; None in a run without tools.
+            view: what the model sees of a picture, in a run with tools: coordinates of calls refer
+                to it.
         """
         config = context.config
         accelerator = context.accelerator
         self.accelerator = accelerator
         self.decode = decode
-        # every n-th generation is recorded; 0: none is
-        self.every = config.adora_record_every
-        self.updates = BatchLayout.of(config).updates
+        self._records = config.adora_record_gb > 0
         # how many rollouts of this rank were graded in the present step
         self._step_count = 0
         # how many rollouts of this rank were graded last
@@ -84,6 +88,8 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             plain({name: getattr(config, name) for name in (*adora_keys, *_RECORDED_SETTINGS)})
         )
         settings["truncated_at"] = config.truncated_at
+        if view is not None:
+            settings["view"] = asdict(view)
         self.record = Record(
             output_dir=Path(config.output_dir),
             limit_gb=config.adora_record_gb,
@@ -103,10 +109,6 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         numbers_B: Tensor = positions_B * accelerator.num_processes + accelerator.process_index
         return numbers_B
 
-    def records(self, step: int) -> bool:
-        """Whether the generation of this optimizer step (counted from 0) is recorded."""
-        return self.every > 0 and step // self.updates % self.every == 0
-
     def add(
         self,
         step: int,
@@ -117,7 +119,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
     ) -> None:
         """Add rollouts that were just scored.
 
-        Collective, where the generation is recorded: columns and rows are gathered on all ranks.
+        Collective, where rollouts are recorded: columns and rows are gathered on all ranks.
 
         Args:
             step: optimizer steps that had been made when they were sampled.
@@ -130,7 +132,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         batch = scored.batch
         self._last_count = len(rows)
         self._step_count += len(rows)
-        if not self.records(step):
+        if not self._records:
             return
         self._spans.append(slice(self._step_count - len(rows), self._step_count))
         drift = self._drift_of(batch)
@@ -238,7 +240,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         self.record.flush(state.global_step)
 
     def _drift_of(self, batch: Batch) -> list[float]:
-        """The drift of each rollout of all ranks, in nats per token.
+        """Return the drift of each rollout of all ranks, in nats per token.
 
         The list is empty where the log-probabilities are known only after the loss's forward pass.
         """
@@ -251,7 +253,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         return drift
 
     def _row_columns(self, row: Row) -> dict[str, Any]:
-        """The columns of a rollout that come from the dataset."""
+        """Return the columns of a rollout that come from the dataset."""
         row_id = None if row.get("id") is None else str(row["id"])
         problem = row.get("problem") or completion_text(row["prompt"])
         answer = row.get("answer")

@@ -30,7 +30,7 @@ def gather_texts(values: list[Any]) -> list[Any]:
 
 
 def is_conversation(value: object) -> bool:
-    """Whether the value is a list of messages, each with a role."""
+    """Return whether the value is a list of messages, each with a role."""
     return isinstance(value, list) and all(
         isinstance(message, dict) and "role" in message for message in value
     )
@@ -155,21 +155,19 @@ def in_one_form(prompts: MutableSequence[Any]) -> None:
 
     TRL splits them into parts on a rank whose batch has an image, and on no other rank.
     """
-    conversations = [prompt for prompt in prompts if is_conversation(prompt)]
-    if not any(
-        isinstance(message.get("content"), list) for prompt in conversations for message in prompt
-    ):
+    messages = [message for prompt in prompts if is_conversation(prompt) for message in prompt]
+    if not any(isinstance(message.get("content"), list) for message in messages):
         return
-    alike = [
-        [_with_parts(message) for message in prompt] if is_conversation(prompt) else prompt
-        for prompt in prompts
-    ]
-    prompts.clear()
-    prompts.extend(alike)
+    for number, prompt in enumerate(list(prompts)):
+        if is_conversation(prompt):
+            prompts[number] = [_with_parts(message) for message in prompt]
 
 
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose content is a list of parts; one that has such a list stays as it is."""
+    """Return a message whose content is a list of parts.
+
+    One that has such a list stays as it is.
+    """
     content = message.get("content")
     if not isinstance(content, str):
         return message
@@ -177,7 +175,7 @@ def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_json(logs: Mapping[str, Any]) -> str:
-    """The rows of the newest generation in TRL's `_logs`, without images, as JSON.
+    """Return the rows of the newest generation in TRL's `_logs`, without images, as JSON.
 
     A value that JSON does not know becomes its text, or a number where it is a scalar of an array.
     """
@@ -187,7 +185,8 @@ def to_json(logs: Mapping[str, Any]) -> str:
     return json.dumps(rows, default=_as_json_value)
 
 
-def _as_json_value(value: Any) -> Any:
+def _as_json_value(value: object) -> Any:
+    """Return a number of NumPy or torch as Python's, and any other value as text."""
     return value.item() if hasattr(value, "item") else str(value)
 
 
@@ -223,14 +222,14 @@ def empty(logs: Mapping[str, Any]) -> None:
 
 
 def logs_tables(args: AdoraGRPOConfig) -> bool:
-    """Whether a tracker gets TRL's table of completions; tensorboard has no tables."""
+    """Return whether a tracker gets TRL's table of completions; tensorboard has no tables."""
     return bool(args.log_completions and {"wandb", "trackio"} & set(args.report_to))
 
 
 def logs_images(args: AdoraGRPOConfig) -> bool:
-    """Whether a tracker gets the images of the table of completions (TRL's `log_multimodal`).
+    """Return whether a tracker gets the images of the table of completions.
 
-    Without a tracker that has tables they are not gathered, while stock TRL gathers all images on
-    every rank anyway.
+    TRL's key for that is `log_multimodal`. Without a tracker that has tables they are not gathered,
+    while stock TRL gathers all images on every rank anyway.
     """
     return bool(args.log_multimodal and logs_tables(args))

@@ -163,7 +163,7 @@ class Rollout:
         ]
 
     def stale_tokens(self, step: int) -> int:
-        """How many tokens at the beginning cannot be compared with the policy of `step`.
+        """Return how many tokens at the beginning cannot be compared with the policy of `step`.
 
         Those are the tokens of earlier steps, or all tokens of a rollout that saw other images.
         """
@@ -211,7 +211,7 @@ class RolloutGroup:
         return all(rollout.has_ended for rollout in self.rollouts)
 
     def seed(self, run_seed: int, member: int, rollout: Rollout) -> int:
-        """The seed of the next segment of the rollout with the number `member`.
+        """Return the seed of the next segment of the rollout with the number `member`.
 
         It differs from the seeds of earlier segments, whose random numbers would be drawn again.
         """
@@ -230,7 +230,10 @@ class RolloutGroup:
 
 
 def row_for_rewards(row: Row, rollout: Rollout) -> Row:
-    """The row as reward functions get it: with the rollout's environment, under TRL's name."""
+    """Return the row as reward functions get it.
+
+    It has the rollout's environment, under TRL's name.
+    """
     if rollout.environment is None:
         return row
     return cast("Row", {**row, "environments": rollout.environment})
@@ -239,7 +242,7 @@ def row_for_rewards(row: Row, rollout: Rollout) -> Row:
 def groups_of(
     rows: Sequence[Any], key: StepKey, *, began: int, first: int, generations: int
 ) -> list[RolloutGroup]:
-    """The rows of a rank as groups that are about to begin, or as parts of groups.
+    """Return the rows of a rank as groups that are about to begin, or as parts of groups.
 
     Args:
         rows: one for each rollout; those of a problem are neighbours.
@@ -272,7 +275,7 @@ def groups_of(
 def unfinished_rollouts(
     groups: Sequence[RolloutGroup], numbers: Iterable[int]
 ) -> dict[RolloutKey, Rollout]:
-    """The unfinished rollouts of the groups with these numbers.
+    """Return the unfinished rollouts of the groups with these numbers.
 
     Continued rollouts come first, since they are expected to take longest.
     """
@@ -318,7 +321,10 @@ class SamplingResult:
 
 
 def merge_requests(requests: Sequence[SamplingRequest]) -> list[list[SamplingRequest]]:
-    """Lists of neighbouring requests that ask for the same, so an engine may get each as one."""
+    """Return lists of neighbouring requests that ask for the same.
+
+    An engine may get each list as one request.
+    """
     alike = groupby(
         requests,
         key=lambda request: (

@@ -174,7 +174,7 @@ class AsyncServerSampler(VLLMSampler):
         return self.begin(asks, settings).join()
 
     def waited(self) -> dict[str, float]:
-        """Seconds of waiting since the last call.
+        """Return seconds of waiting since the last call.
 
         `trainer`: the trainer waited for servers. `servers`: they waited for it (first rank only).
         """

@@ -82,7 +82,7 @@ def append_result(
     stop: StopCriteria | None,
     compared: bool = True,
 ) -> Rollout:
-    """The rollout with one segment more, and with the reason why it ended, if it did.
+    """Return the rollout with one segment more, and with the reason why it ended, if it did.
 
     Args:
         rollout: that the request continued.
@@ -232,7 +232,7 @@ class ToolLoop:
         image_lengths: Sequence[int],
         last_turn: Sequence[int],
     ) -> list[int]:
-        """Token ids of the tool reply turn, from behind the policy's turn to where it continues.
+        """Return token ids of the tool reply turn, which follow the policy's turn.
 
         Args:
             parts: texts and images of the reply.
@@ -303,10 +303,10 @@ class ToolLoop:
         return before, image, behind
 
     def _harmless(self, text: str) -> str:
-        """A text without the model's control tokens, each of which gets a space behind its first
-        character.
+        """Return a text in which no control token of the model is left.
 
-        The token of an image would have no image, and the token of a turn would begin one.
+        Each of them gets a space behind its first character. The token of an image would have no
+        image, and the token of a turn would begin one.
         """
         for mark in self._control_tokens:
             text = text.replace(mark, f"{mark[0]} {mark[1:]}")

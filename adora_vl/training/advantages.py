@@ -149,6 +149,8 @@ class AdvantageComputer:
         cut_off_PG = facts.cut_off_N.view(-1, group_size)
         surprisal_PG = facts.surprisal_N.view(-1, group_size)
         rewards_PGF = rewards_NF.view(len(lengths_PG), group_size, -1)
+        work_PG = facts.work_N.view(-1, group_size)
+        is_work_known = self.methods.compares_work or not bool(work_PG.isnan().all())
         varied_P = None
         if not self.methods.sums_rewards:  # a group has signal where any weighed function varies
             is_weighed_F = self.reward_weights_F.to(rewards_NF.device) != 0
@@ -173,5 +175,6 @@ class AdvantageComputer:
             correct_above=self.correct_above,
             step=step,
             varied_P=varied_P,
+            work_PG=work_PG if is_work_known else None,
         )
         return groups, raw_PG

@@ -135,7 +135,7 @@ class BatchBuilder:
                 [picture.image for picture in rollout.pictures if is_counted]
                 for rollout, is_counted in zip(rollouts, counted, strict=True)
             ]
-            prompts = self.images.shown_later(prompts, pictures, generation.key.mode)
+            prompts = self.images.with_tool_images(prompts, pictures, generation.key.mode)
         sampled = self.collated(
             prompts,
             completions=[rollout.tokens for rollout in rollouts],

@@ -302,10 +302,10 @@ class GroupTurns:
         config = self.sampler.config
         tokens = rollout.tokens
         seed = None
-        if config.own("seeded_rollouts"):
+        if config.uses("seeded_rollouts"):
             seed = parts.group.seed(config.seed, parts.member, rollout)
         # Only rollouts that have not begun share their prompt, and so a request.
-        shares_request = not tokens and config.own("group_requests")
+        shares_request = not tokens and config.uses("group_requests")
         problem = parts.group.problem
         return SamplingRequest(
             prompt_ids=[*parts.prompt_ids, *tokens],

@@ -66,6 +66,9 @@ class RolloutFacts:
     """Seconds that all calls took together."""
     unanswered_N: Tensor
     """Whether the last turn may call a tool and nobody answers, bool."""
+    work_N: Tensor
+    """True and new claims of the rollout less its errors, at least 0, as `steps` counts them. NaN
+    where a row has no figure, and where nothing counts them."""
     missing: tuple[str | None, ...] = ()
     """Why a rollout has no reward; None where it has one."""
     extra: Mapping[str, list[Any]] = field(default_factory=dict)
@@ -168,3 +171,22 @@ class RolloutFacts:
     def tokens(self) -> int:
         """Tokens of all prompts and completions."""
         return int(self.prompt_length_N.double().sum() + self.length_N.double().sum())
+
+    def with_shown(
+        self, extra: Mapping[str, list[Any]], logged: Mapping[str, float]
+    ) -> RolloutFacts:
+        """The facts with what reward functions showed of the rollouts of all ranks.
+
+        Args:
+            extra: columns of N values; of `new` and `false` follows the work.
+            logged: figures for the log.
+        """
+        nothing = [None] * len(self.length_N)
+        work = []
+        for right, wrong in zip(
+            extra.get("new", nothing), extra.get("false", nothing), strict=True
+        ):
+            is_known = right is not None and wrong is not None
+            work.append(max(0.0, float(right - wrong)) if is_known else torch.nan)
+        work_N = torch.tensor(work, dtype=torch.float32)
+        return replace(self, extra=extra, logged=logged, work_N=work_N)

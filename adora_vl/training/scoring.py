@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -186,7 +186,7 @@ class Scorer:
         )
         self.guard.check_scored(facts.missing, step)
         extra, logged = _of_all_ranks(scores, len(built.rollouts))
-        return replace(facts, extra=extra, logged=logged)
+        return facts.with_shown(extra, logged)
 
 
 def measured_facts(built: BuiltGroups, rewards_BF: Tensor) -> RolloutFacts:
@@ -207,6 +207,7 @@ def measured_facts(built: BuiltGroups, rewards_BF: Tensor) -> RolloutFacts:
         calls_N=column(len(rollout.calls) for rollout in rollouts),
         failed_calls_N=column(sum(call.failed for call in rollout.calls) for rollout in rollouts),
         tool_seconds_N=column(sum(call.seconds for call in rollout.calls) for rollout in rollouts),
+        work_N=torch.full((len(rollouts),), torch.nan),
         unanswered_N=torch.tensor([rollout.finish_reason.is_unanswered for rollout in rollouts]),
     )
 

@@ -40,8 +40,8 @@ KINDS = {"gaussian": (500.0, 999.0, "diffusion steps"), "rotate": (15.0, 180.0, 
 def sigmoid_annealing(progress: float, *, middle: float, steepness: float) -> float:
     """`1 - sigmoid(steepness (progress - middle))`, of shares of the run.
 
-    The repository counts generations from 1, so its middle of 40 of 60 with steepness 30 is a
-    `middle` of 39 / 60 here.
+    It is near 1 at first, 1/2 at `middle`, and near 0 at the end. The repository counts generations
+    from 1, so its middle of 40 of 60 with steepness 30 is a `middle` of 39 / 60 here.
     """
     exponent = min(steepness * (progress - middle), 700.0)  # math.exp overflows above 709
     return 1.0 / (1.0 + math.exp(exponent))

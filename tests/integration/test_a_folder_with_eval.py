@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from adora_vl.evals.benchmark import NAMES
-from tests.conftest import REPOSITORY
+from tests.support.paths import REPOSITORY
 from tests.support.tiny_run import arguments
 
 pytestmark = pytest.mark.slow

@@ -20,7 +20,7 @@ from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.synthetic.generate import generate
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.rollout_facts import RolloutFacts
-from tests.parity.looks import Gradients, data_set
+from tests.support.parity import Gradients, data_set
 
 pytestmark = [pytest.mark.slow, pytest.mark.core]
 
@@ -44,7 +44,7 @@ def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, 
     decided by the seed.
     """
     processor = load_processor(str(PRETRAINED))
-    own: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "output_dir": str(tmp_path / "run"),
         "use_cpu": True,
         "bf16": False,
@@ -64,7 +64,7 @@ def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, 
         "generation_kwargs": {"suppress_tokens": never_sampled_ids(processor.tokenizer)},
         "adora_stock_step": [part for part in get_args(StepPart) if part != "seeded_rollouts"],
     }
-    args = AdoraGRPOConfig(**{**own, **settings})
+    args = AdoraGRPOConfig(**{**defaults, **settings})
     batches: list[dict[str, Any]] = []
 
     class Recorded(trainer_class):
@@ -133,7 +133,8 @@ def test_several_steps_a_generation_are_stock_grpos(tmp_path):
         [entry["clip_ratio/region_mean"] for entry in run["log"] if "loss" in entry]
         for run in (ours, stock)
     ]
-    assert clipped[0] == clipped[1] and clipped[0][0] == clipped[0][4] == 0 < max(clipped[0])
+    assert clipped[0] == clipped[1]
+    assert clipped[0][0] == clipped[0][4] == 0 < max(clipped[0])
 
 
 def test_attenuation_changes_the_advantages_of_the_marked_groups_only(tmp_path, stock):
@@ -147,8 +148,10 @@ def test_attenuation_changes_the_advantages_of_the_marked_groups_only(tmp_path, 
     weighted = ours["batches"][0]["advantages"].view(-1, 8)
     assert torch.equal(ours["batches"][0]["completion_ids"], stock["batches"][0]["completion_ids"])
     assert not torch.equal(raw, weighted)
-    ratios = {round(r, 4) for r in (weighted / raw)[raw != 0].tolist()}
-    assert 0.1 in ratios and ratios <= {
+    has_advantage = raw != 0
+    ratios = {round(ratio, 4) for ratio in (weighted / raw)[has_advantage].tolist()}
+    assert 0.1 in ratios
+    assert ratios <= {
         0.0,
         0.1,
         1.0,

@@ -22,7 +22,8 @@ def example(name: str) -> Any:
 def loaded(file: Path) -> Any:
     """A file that belongs to no package, as a module."""
     spec = spec_from_file_location(f"_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -63,7 +63,7 @@ class Conversations:
         self.any_rank = any_rank
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable]:
-        """One answer per request, in their order.
+        """Return one answer per request, in their order.
 
         It is called with no requests too, since other ranks may have some.
         """
@@ -73,27 +73,40 @@ class Conversations:
         begun = {number: Rollout() for number, fault in enumerate(faults) if fault is None}
         turns = ConversationTurns(engine=self, requests=requests, prompts=prompts)
         conversations = run_turns(begun, turns)
-        return [
-            self._reply(conversations[number], ids) if fault is None else Unanswerable(fault)
-            for number, (ids, fault) in enumerate(zip(prompts, faults, strict=True))
-        ]
+        replies: list[Reply | Unanswerable] = []
+        for number, (ids, fault) in enumerate(zip(prompts, faults, strict=True)):
+            if fault is None:
+                replies.append(self._reply(conversations[number], ids))
+            else:
+                replies.append(Unanswerable(fault))
+        return replies
 
     def _reply(self, rollout: Rollout, prompt: Sequence[int]) -> Reply:
-        """The answer of a rollout, whose last turn is what is graded, as in a training."""
-        by_calls = rollout.finish_reason is FinishReason.STOP or bool(
-            rollout.calls and rollout.has_ended
-        )
-        names = ("name", "arguments", "text", "failed")
-        calls = [{name: getattr(call, name) for name in names} for call in rollout.calls]
-        turn = rollout.last_turn_tokens
-        before = rollout.tokens[: len(rollout.tokens) - len(turn)]
+        """Return the answer of a rollout, whose last turn is what is graded, as in a training."""
+        finish_reason = rollout.finish_reason
+        ended_by_tools = bool(rollout.calls and rollout.has_ended)
+        # Without a call an answer that did not stop by itself was cut off, whatever cut it off.
+        if finish_reason is not FinishReason.STOP and not ended_by_tools:
+            finish_reason = FinishReason.LENGTH
+        calls = []
+        for call in rollout.calls:
+            calls.append(
+                {
+                    "name": call.name,
+                    "arguments": call.arguments,
+                    "text": call.text,
+                    "failed": call.failed,
+                }
+            )
+        last_turn = rollout.last_turn_tokens
+        earlier_turns = rollout.tokens[: len(rollout.tokens) - len(last_turn)]
         return Reply(
-            self.chat.decode(turn),
+            self.chat.decode(last_turn),
             n_tokens=len(rollout.policy_tokens),
-            finish_reason=str(rollout.finish_reason if by_calls else FinishReason.LENGTH),
+            finish_reason=str(finish_reason),
             n_prompt_tokens=len(prompt),
             calls=tuple(calls) if self.turns else None,
-            thinking_opened=opens_thinking([*prompt, *before], self.chat.decode),
+            thinking_opened=opens_thinking([*prompt, *earlier_turns], self.chat.decode),
         )
 
 
@@ -175,6 +188,8 @@ class ConversationTurns:
 
 
 class _Local(Conversations):
+    """What both engines of this machine have in common: a model, its processor and its limits."""
+
     def __init__(
         self,
         settings: AnswerEngineSettings,
@@ -182,6 +197,7 @@ class _Local(Conversations):
         batch_size: int,
         sample: Callable[[Sequence[SamplingRequest]], list[SamplingResult]],
     ) -> None:
+        """Begin with the tools of the settings, if they name any."""
         super().__init__(chat, sample, settings.max_tokens, settings.batch_size or batch_size)
         self.resolved = chat.resolved(settings.dtype)
         if toolbox := settings.toolbox:
@@ -210,7 +226,7 @@ class VLLMEngine(_Local):
             raise UserError(
                 "engine: vllm is not installed; install it or use --engine transformers"
             )
-        from adora_vl.rollout.engine_settings import machine_options
+        from adora_vl.rollout.engine_settings import compute_products_exactly, machine_options
         from adora_vl.utils.launch import prepare_engine_environment
 
         prepare_engine_environment()  # before the import: vLLM reads its environment there
@@ -223,10 +239,12 @@ class VLLMEngine(_Local):
         )
         tool_images = settings.toolbox.options.images if settings.toolbox else 1
         max_images = max(settings.max_images, tool_images)
+        dtype = chat.dtype(settings.dtype)
+        compute_products_exactly(str(dtype))
         llm = PolicyLLM(
             model=settings.model,
             revision=settings.revision,
-            dtype=cast("ModelDType", chat.dtype(settings.dtype)),
+            dtype=cast("ModelDType", dtype),
             max_model_len=longest,
             # On a CPU this is a share of the memory of the whole machine.
             gpu_memory_utilization=0.9 if torch.cuda.is_available() else 0.3,
@@ -255,6 +273,7 @@ class TransformersEngine(_Local):
     """
 
     def __init__(self, settings: AnswerEngineSettings) -> None:
+        """Load the model onto the GPU, or onto the CPU where there is none."""
         from transformers import GenerationConfig
 
         chat = ChatProcessor.of(settings)
@@ -284,23 +303,26 @@ class TransformersEngine(_Local):
             **(sampled if settings.temperature > 0 else {"do_sample": False}),
         )
 
-    def _sampled(self, asks: Sequence[SamplingRequest]) -> list[SamplingResult]:
-        if not asks:
+    def _sampled(self, requests: Sequence[SamplingRequest]) -> list[SamplingResult]:
+        """Sample requests of about the same length as one batch, by the seed of the first."""
+        if not requests:
             return []
-        inputs = self.chat.inputs(
-            [ask.prompt_ids for ask in asks], [image for ask in asks for image in ask.images]
-        )
-        torch.manual_seed(asks[0].seed or 0)
+        images = [image for request in requests for image in request.images]
+        inputs = self.chat.inputs([request.prompt_ids for request in requests], images)
+        torch.manual_seed(requests[0].seed or 0)
         with torch.inference_mode():
-            longest = max(ask.max_tokens or self.longest for ask in asks)
-            sequences_BT = self._model.generate(**inputs.to(self._device), max_new_tokens=longest)
+            max_tokens = max(request.max_tokens or self.longest for request in requests)
+            sequences_BT = self._model.generate(
+                **inputs.to(self._device), max_new_tokens=max_tokens
+            )
         completions = sequences_BT[:, inputs["input_ids"].shape[1] :].tolist()
         return [
-            self._answer(ids[: ask.max_tokens]) for ids, ask in zip(completions, asks, strict=True)
+            self._answer(ids[: request.max_tokens])
+            for ids, request in zip(completions, requests, strict=True)
         ]
 
     def _answer(self, ids: list[int]) -> SamplingResult:
-        """The tokens up to the first end token and with it.
+        """Return the tokens up to the first end token and with it.
 
         Without one the answer was cut off by the limit on its length.
         """

@@ -40,18 +40,19 @@ def test_what_follows_a_call_is_what_the_start_was_taught(built):
     )
     after = turns(before, images[:1], prompt_length=len(ids[0]), max_length=400, step=0, seed="0")
     assert list(after.segments[1].tokens) == ids[2]
-    assert after.pictures[0].image.tobytes() == images[1].tobytes() and not after.calls[0].failed
+    assert after.pictures[0].image.tobytes() == images[1].tobytes()
+    assert not after.calls[0].failed
 
 
 def test_a_call_shows_the_corner_that_is_asked_for():
     toolbox = Toolbox(choose_tools(["zoom"]), ToolOptions(), View(SEEN**2, SEEN**2, 28))
     image = drawn(random.Random(0), 448)[0]
     for corner in CORNERS:
-        shown: Any = toolbox.answer(call_for(corner), [image], seed="0", last=False).parts[2]
-        x, y = (0 if word in corner else 392 for word in ("left", "top"))
-        assert shown.tobytes() == image.crop((x, y, x + SEEN, y + SEEN)).tobytes()
+        view: Any = toolbox.answer(call_for(corner), [image], seed="0", last=False).parts[2]
+        x = 0 if "left" in corner else 392
+        y = 0 if "top" in corner else 392
+        assert view.tobytes() == image.crop((x, y, x + SEEN, y + SEEN)).tobytes()
     rows = list(generate(8, size=448, families=("corners",)))
-    assert {row["meta"]["kind"] for row in rows} <= {*CORNERS} and all(
-        10 <= int(row["answer"]) < 100 for row in rows
-    )
+    assert {row["meta"]["kind"] for row in rows} <= {*CORNERS}
+    assert all(10 <= int(row["answer"]) < 100 for row in rows)
     assert all(row["meta"]["kind"] in row["problem"] for row in rows)

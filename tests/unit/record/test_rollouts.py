@@ -26,19 +26,20 @@ from adora_vl.rollout.rollouts import Call, FinishReason, Picture, Rollout, Segm
 from adora_vl.training.advantages import JudgedGroups
 from adora_vl.training.rollout_facts import weighted_sum
 from tests.support.facts import counted_facts, rollout_facts
+from tests.support.stand_ins import Processes, state_of
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
 
 NAN = float("nan")
 
 
-def rows(step: int, count: int = 4, **more: Any) -> dict[str, list[Any]]:
+def rows(step: int, count: int = 4, **changed: Any) -> dict[str, list[Any]]:
     columns = {
         "step": [step] * count,
         "id": [f"p{step}"] * count,
         "completion": [f"answer {i}" for i in range(count)],
     }
-    return {**columns, **more}
+    return {**columns, **changed}
 
 
 def recorded(folder: Path) -> pa.Table:
@@ -86,11 +87,13 @@ def test_a_figure_that_is_not_there_is_null():
         rows(1, 2, drift=[NAN, 0.5], extracted=[None, "7"], tds=[], **{"reward/x": [1.0, None]}),
         {"k": 1},
     )
-    assert table["drift"].to_pylist() == [None, 0.5] and table["reward/x"].to_pylist() == [
+    assert table["drift"].to_pylist() == [None, 0.5]
+    assert table["reward/x"].to_pylist() == [
         1.0,
         None,
     ]
-    assert table["tds"].to_pylist() == [None, None] and b"adora_vl" in table.schema.metadata
+    assert table["tds"].to_pylist() == [None, None]
+    assert b"adora_vl" in table.schema.metadata
 
 
 def test_generations_of_one_step_are_numbered_through(tmp_path):
@@ -100,10 +103,8 @@ def test_generations_of_one_step_are_numbered_through(tmp_path):
     record.add(rows(1), generations=2)
     record.flush(1)
     table = recorded(record.folder)
-    assert (
-        table["group"].to_pylist() == [0, 0, 1, 1, 2, 2, 3, 3]
-        and table["rollout"].to_pylist() == [0, 1] * 4
-    )
+    assert table["group"].to_pylist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert table["rollout"].to_pylist() == [0, 1] * 4
     record.flush(2)  # a step whose rollouts are those of the one before
     assert len(rollouts.parts(record.folder)) == 1
 
@@ -156,10 +157,8 @@ def test_a_resume_cuts_at_its_step_also_inside_a_merged_file(tmp_path):
             rollouts.merge_small(folder)
         rollouts.cut_after(folder, step)
         assert steps(folder) == [number for number in range(1, step + 1) for _ in range(4)]
-        assert (
-            rollouts.parts(folder)[-1].last == step
-            and b"adora_vl" in recorded(folder).schema.metadata
-        )
+        assert rollouts.parts(folder)[-1].last == step
+        assert b"adora_vl" in recorded(folder).schema.metadata
         (folder / "notes.txt").write_text("somebody else's")
         rollouts.cut_after(folder, 0)
         assert [path.name for path in folder.iterdir()] == ["notes.txt"]
@@ -191,7 +190,8 @@ def test_rollouts_and_diagrams_have_half_of_the_room_each(tmp_path):
         7,
         8,
         9,
-    ] and record.diagrams.limit_bytes == pytest.approx(3.5 * size)
+    ]
+    assert record.diagrams.limit_bytes == pytest.approx(3.5 * size)
 
 
 def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, capsys):
@@ -204,9 +204,8 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, caps
 
     monkeypatch.setattr(pq, "write_table", full)
     record.flush(1)
-    assert (
-        record.failed and "step 1: the rollouts are no longer recorded" in capsys.readouterr().err
-    )
+    assert record.failed
+    assert "step 1: the rollouts are no longer recorded" in capsys.readouterr().err
 
 
 def scored_rollouts(
@@ -274,46 +273,33 @@ def test_what_a_call_gains_is_counted_within_groups_that_have_both():
         unanswered_N=torch.tensor([False, False, False, True, False, False]),
     )
     figures = tool_figures(rewards_PG, facts)
-    assert (
-        figures["adora/tool_gain"] == 1
-        and figures["adora/called"] == 0.5
-        and figures["adora/tools_s"] == 1
-    )
-    assert figures["tools/failure_frequency"] == 0.25 and figures[
-        "tools/call_frequency"
-    ] == pytest.approx(4 / 6)
+    assert figures["adora/tool_gain"] == 1
+    assert figures["adora/called"] == 0.5
+    assert figures["adora/tools_s"] == 1
+    assert figures["tools/failure_frequency"] == 0.25
+    assert figures["tools/call_frequency"] == pytest.approx(4 / 6)
     assert "adora/tool_gain" not in tool_figures(rewards_PG[1:], facts.selected(range(2, 6)))
 
 
 def test_a_problem_is_recorded_with_its_choices(tmp_path):
     recorder = Recorder(step_context(output_dir=str(tmp_path)))
     recorder.record.start(0)
-    asked = {
+    problem = {
         "id": 7,
         "problem": "Which?",
         "answer": "B",
         "choices": ["3", "4"],
         "prompt": "Which?\nChoices: ...",
     }
-    more: list[dict[str, Any]] = [{}, {}, {"choices": None}, {"choices": []}]
-    rows = [{**asked, **one} for one in more]
+    changes: list[dict[str, Any]] = [{}, {}, {"choices": None}, {"choices": []}]
+    rows = [{**problem, **changed} for changed in changes]
     built, scored = scored_rollouts(rows, 1)
     recorder.add(0, built, scored, {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"])
     recorder.record.flush(1)
-    found = recorded(recorder.record.folder).to_pylist()
-    assert [one["choices"] for one in found] == [["3", "4"], ["3", "4"], None, None]
-    for one in found:
-        assert (one["id"], one["problem"], one["answer"], one["images"]) == ("7", "Which?", "B", [])
-
-
-def test_every_second_generation_is_recorded_whole_however_many_steps_learn_from_it(tmp_path):
-    sizes: dict[str, Any] = {
-        "steps_per_generation": 4,
-        "gradient_accumulation_steps": 2,
-        "num_iterations": 1,
-    }
-    recorder = Recorder(step_context(output_dir=str(tmp_path), adora_record_every=2, **sizes))
-    assert [step for step in range(12) if recorder.records(step)] == [0, 1, 4, 5, 8, 9]
+    records = recorded(recorder.record.folder).to_pylist()
+    assert [row["choices"] for row in records] == [["3", "4"], ["3", "4"], None, None]
+    for row in records:
+        assert (row["id"], row["problem"], row["answer"], row["images"]) == ("7", "Which?", "B", [])
 
 
 def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_path, monkeypatch):
@@ -321,25 +307,21 @@ def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_pat
 
     The other one measures one of this rank's too.
     """
-    seen = iter([[], [{1: 10.5, 3: 10.25, 0: 0.75}]])
-    monkeypatch.setattr(recorder_module, "gather_object", lambda own: [*own, *(next(seen) or own)])
-    ranks = SimpleNamespace(
-        process_index=0,
-        num_processes=2,
-        is_main_process=True,
-        device=torch.device("cpu"),
-        gather=lambda own: torch.cat([own, own + 10]),
+    drifts_elsewhere = iter([[], [{1: 10.5, 3: 10.25, 0: 0.75}]])
+    monkeypatch.setattr(
+        recorder_module, "gather_object", lambda local: [*local, *(next(drifts_elsewhere) or local)]
     )
+    ranks = Processes(num_processes=2, gather=lambda local: torch.cat([local, local + 10]))
     recorder = Recorder(step_context(output_dir=str(tmp_path), accelerator=ranks))
     recorder.record.start(0)
     numbers = recorder.number(2)
-    asked = [{"id": "a", "problem": "Which?", "prompt": "Which?"}] * 2
-    built, scored = scored_rollouts(asked, 2)
+    drawn_rows = [{"id": "a", "problem": "Which?", "prompt": "Which?"}] * 2
+    built, scored = scored_rollouts(drawn_rows, 2)
     recorder.add(0, built, scored, {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"])
     learned: Any = {"rollout_number": numbers[1:], "completion_mask": torch.ones(1, 1)}
     learned["sampling_per_token_logps"] = torch.zeros(1, 1)
     recorder.measured(learned, torch.tensor([[0.25]]))
-    recorder.on_step_end(None, SimpleNamespace(global_step=1), None)
+    recorder.on_step_end(None, state_of(1), None)
     assert recorded(recorder.record.folder)["drift"].to_pylist() == [0.75, 0.25, 10.5, 10.25]
 
 
@@ -347,10 +329,8 @@ def test_a_diagram_is_stored_once_and_small(tmp_path):
     wide = Image.effect_noise((1000, 100), 50).convert("RGB")
     diagrams = rollouts.Diagrams(tmp_path / "images", 1e9)
     names = diagrams.keep("a", [wide])
-    assert (
-        diagrams.keep("b", [wide.copy()]) == names == diagrams.keep("a", [])
-        and diagrams.keep("c", []) == []
-    )
+    assert diagrams.keep("b", [wide.copy()]) == names == diagrams.keep("a", [])
+    assert diagrams.keep("c", []) == []
     assert diagrams.keep(None, [wide.rotate(90)]) != names
     with Image.open(tmp_path / "images" / names[0]) as stored:
         assert stored.size == (512, 51)
@@ -370,11 +350,9 @@ def test_a_real_run_records_what_its_metrics_say(adora_run):
     assert sorted(metrics) == list(range(1, STEPS + 1))
     for step, of_step in table.groupby("step"):
         groups = of_step.groupby("group")
-        assert (
-            len(groups) == 4
-            and groups["id"].nunique().eq(1).all()
-            and (groups["weight"].nunique() == 1).all()
-        )
+        assert len(groups) == 4
+        assert groups["id"].nunique().eq(1).all()
+        assert (groups["weight"].nunique() == 1).all()
         # float32: a mean of 16 numbers up to 1 is off by 16 x 6e-8 at most, in any order
         line = metrics[step]
         assert of_step["reward"].mean() == pytest.approx(line["reward"], abs=1e-6)
@@ -388,17 +366,20 @@ def test_a_real_run_records_what_its_metrics_say(adora_run):
         assert {
             f"seconds/{phase}" for phase in ("rollout", "grading", "policy", "sync", "other")
         } <= line.keys()
-        assert line["seconds/rollout"] > 0 and line["seconds/policy"] > 0
+        assert line["seconds/rollout"] > 0
+        assert line["seconds/policy"] > 0
     uneven = table.groupby(["step", "group"])["reward"].transform("nunique") > 1
     # one float32 product of a number below 4: 2.4e-7 at most
     weighted = table["advantage_raw"] * table["weight"]
     assert table.loc[uneven, "advantage"].tolist() == pytest.approx(
         weighted[uneven].tolist(), abs=1e-6
     )
-    assert (table.loc[~uneven, "advantage"] == 0).all() and uneven.any()
+    assert (table.loc[~uneven, "advantage"] == 0).all()
+    assert uneven.any()
     assert (table["reward/adora_reward"] == table["reward"]).all()
     for names in table["images"]:
-        assert len(names) == 1 and (adora_run / "rollouts" / "_images" / names[0]).is_file()
+        assert len(names) == 1
+        assert (adora_run / "rollouts" / "_images" / names[0]).is_file()
 
 
 @pytest.mark.slow
@@ -407,20 +388,22 @@ def test_a_run_that_went_on_has_every_step_once(adora_run, resumed_run, tmp_path
     """And the same figures and rollouts in each; then it goes on with every second generation
     recorded.
     """
-    whole, again = (
-        recorded(run / "rollouts").to_pandas() for run in (adora_run, resumed_run.folder)
-    )
-    pd.testing.assert_frame_equal(again, whole)
+    uninterrupted = recorded(adora_run / "rollouts").to_pandas()
+    again = recorded(resumed_run.folder / "rollouts").to_pandas()
+    pd.testing.assert_frame_equal(again, uninterrupted)
     # as a stranger reads it
-    pd.testing.assert_frame_equal(pd.read_parquet(resumed_run.folder / "rollouts"), whole)
-    before, after = (
-        [
-            (line["step"], line["kind"], line.get("loss"), line.get("reward"))
-            for line in read_metrics(run / METRICS)
-        ]
-        for run in (adora_run, resumed_run.folder)
-    )
+    pd.testing.assert_frame_equal(pd.read_parquet(resumed_run.folder / "rollouts"), uninterrupted)
+    before = [
+        (line["step"], line["kind"], line.get("loss"), line.get("reward"))
+        for line in read_metrics(adora_run / METRICS)
+    ]
+    after = [
+        (line["step"], line["kind"], line.get("loss"), line.get("reward"))
+        for line in read_metrics(resumed_run.folder / METRICS)
+    ]
     assert before == after
     longer = shutil.copytree(resumed_run.folder, tmp_path / "out")
-    train(longer, max_steps=STEPS + 4, adora_record_every=2, adora_record_gb=1)
-    assert sorted(set(steps(longer / "rollouts"))) == [1, 2, 3, 4, 5, 7]
+    train(longer, max_steps=STEPS + 2, adora_record_gb=1)
+    assert sorted(set(steps(longer / "rollouts"))) == [1, 2, 3, 4, 5, 6]
+    train(longer, max_steps=STEPS + 4, adora_record_gb=0)
+    assert sorted(set(steps(longer / "rollouts"))) == [1, 2, 3, 4, 5, 6], "0 records nothing"

@@ -12,7 +12,6 @@ from PIL import Image
 from transformers import AutoConfig
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
-from adora_vl.config.checks import costs_of
 from adora_vl.config.schema import parse
 from adora_vl.models.load import PRETRAINED
 from adora_vl.packing.image_store import PASSING, ImageCache, effective_settings
@@ -80,7 +79,7 @@ def test_an_extension_comes_from_a_file_with_its_options_and_is_known_by_it(mine
     assert before.keys() == {"mine.py"} and extension_hashes(keys) != before
     nothing = parse(CPU)[1]
     assert chosen_extensions(nothing) == {} and extension_hashes(nothing) == {}
-    assert costs_of(nothing) == []
+    assert extension_costs({}, nothing) == []
 
 
 def test_the_extension_of_the_page_is_one(mine):
@@ -181,8 +180,8 @@ def test_the_cache_of_images_does_not_keep_what_is_seen_once():
     settings = effective_settings(processor, {})
     image = Image.effect_noise((56, 28), 90).convert("RGB")
     clean = cache.get(processor, image, settings)
-    held = cache.bytes_held
+    held = cache.cached_bytes
     passing = image.rotate(180)
     passing.info[PASSING] = True
     assert not torch.equal(cache.get(processor, passing, settings).patches_RD, clean.patches_RD)
-    assert cache.bytes_held == held and cache.get(processor, image, settings) is clean
+    assert cache.cached_bytes == held and cache.get(processor, image, settings) is clean
