@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Barrier, Thread
@@ -536,6 +536,32 @@ def test_processes_whose_rollouts_have_other_numbers_of_turns_make_the_same_call
 
     several, one = on_two(part)
     assert len(several) == len(one) > 4 and one.count(0) == len(one) - 4 and several.count(0) == 0
+
+
+@pytest.mark.parametrize(("tools", "budget"), [(True, None), (True, 40), (False, 40)])
+def test_the_engine_stays_awake_through_a_generation(tools, budget):
+    """However many turns and parts it samples: asleep, it would need all weights again."""
+    run = Run(4, tools=tools, budget=budget)
+    noted = list[str]()
+    sample = run.engine.sample
+
+    def noted_sample(requests: Any, prompts: Any) -> list[SamplingResult]:
+        noted.append("turn")
+        return sample(requests, prompts)
+
+    @contextmanager
+    def noted_awake() -> Iterator[None]:
+        noted.append("awake")
+        yield
+        noted.append("asleep")
+
+    run.engine.sample = noted_sample  # type: ignore[method-assign]
+    run.engine.awake = noted_awake  # type: ignore[method-assign]
+    run.go_on()
+    generations = " ".join(noted).split("awake ")[1:]
+    assert len(generations) == 4 and max(generation.count("turn") for generation in generations) > 1
+    assert all(generation.split()[-1] == "asleep" for generation in generations)
+    assert noted.count("asleep") == 4
 
 
 def test_when_answers_get_short_again_no_group_waits_for_long():
