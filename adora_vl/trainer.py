@@ -459,15 +459,16 @@ class AdoraGRPOTrainer(TrainerParts):
             if not all(gather_object([further.batch.keys() == scored.batch.keys()])):
                 continue
             chosen = pool.chosen_groups(scored.judged, further.judged)
+            for numbers in chosen:  # of every rank, since the figure is that of all
+                groups_before = numbers[: len(scored.groups)]
+                replaced += sum(number != slot for slot, number in enumerate(groups_before))
             rank = self.accelerator.process_index
-            for slot in range(len(scored.groups)):
-                if chosen[rank][slot] != slot:
-                    replaced += 1
             scored = scored.exchanged(further, chosen, pad_id=self.context.pad_id, rank=rank)
             judged = self.advantages.judge(scored.facts, generation.group_size, generation.key.step)
             scored = replace(scored, judged=judged)
         if rounds:
-            self.log_figure("adora/refilled_groups", replaced / len(scored.groups))
+            groups_of_ranks = len(scored.groups) * self.accelerator.num_processes
+            self.log_figure("adora/refilled_groups", replaced / groups_of_ranks)
         pool.note_learned(scored.batch, lengths)
         return scored
 

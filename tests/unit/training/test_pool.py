@@ -939,13 +939,17 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(budget,
 
 
 def test_processes_that_lack_different_numbers_of_groups_ask_for_equally_many_further_ones():
-    def part(rank: int, accelerator: Any) -> list[int]:
+    def part(rank: int, accelerator: Any) -> tuple[list[int], list[float]]:
         def has_signal(number: int, rank: int) -> bool:
             return random.Random(number).random() < 0.9 - 0.5 * rank
 
         run = Run(5, accelerator, budget=None, refill=3, has_signal=has_signal)
         run.go_on()
-        return [len(asks) for asks in run.engine.asked]
+        shares = [figures["adora/refilled_groups"] for figures in run.figures]
+        return [len(asks) for asks in run.engine.asked], shares
 
     one, other = on_two(part)
-    assert one == other and len({*one}) > 2
+    assert one == other, "the share of replaced groups is that of all processes"
+    asked, shares = one
+    assert len({*asked}) > 2
+    assert max(shares) > 0
