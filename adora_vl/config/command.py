@@ -41,7 +41,10 @@ OPTIONS = (
 )
 # The options of ADORA's criteria, by which groups are judged even if that is only logged.
 _CRITERIA = frozenset(
-    {"criteria", "combine", "tau", "empty_wrong", "ties", "no_correct", "needs_correct"}
+    {
+        *("criteria", "combine", "tau", "empty_wrong", "ties", "no_figure", "no_correct"),
+        "needs_correct",
+    }
 )
 
 

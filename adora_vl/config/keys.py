@@ -81,10 +81,10 @@ class AdoraScriptArguments:
         lambda: ["adora"],
         "Reward preset: adora (1.0 / 0.1 / 0.0), easyr1 (0.9 + 0.1 format), accuracy (1 / 0), "
         "format (1 for a box), think_format, think_answer_format (1 for that form), knights (1.0 "
-        "/ 0.1 / 0.0 on puzzles) or knights_logic_rl (3 / -0.5 / -1 / -3); judge (a served "
-        "model); or a function of your own, FILE.py:FUNCTION. One with options is {judge: {model: "
-        "m}} or {accuracy: {rounding: true}}, which takes a rounded decimal. Several are summed "
-        "with TRL's reward_weights.",
+        "/ 0.1 / 0.0 on puzzles) or knights_logic_rl (3 / -0.5 / -1 / -3); steps (true and new "
+        "claims on the row's figure); judge (a served model); or a function of your own, "
+        "FILE.py:FUNCTION. One with options is {judge: {model: m}} or {accuracy: {rounding: "
+        "true}}, which takes a rounded decimal. Several are summed with TRL's reward_weights.",
     )
 
     # the keys whose values were converted before, by a command

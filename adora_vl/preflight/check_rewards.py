@@ -12,11 +12,12 @@ from datasets import Dataset
 from PIL import Image
 from transformers import TrainerState
 
+from adora_vl.advantage.adora import Adora
 from adora_vl.data.dataloader import shown_rows
 from adora_vl.data.prompts import asks_for_answer_tags
 from adora_vl.data.rows import images_of
 from adora_vl.preflight import python_inputs
-from adora_vl.rewards import try_rewards
+from adora_vl.rewards import steps, try_rewards
 from adora_vl.rewards.choose import RewardSet, choose_rewards
 from adora_vl.rollout.rollouts import RolloutGroup, StepKey, groups_of, row_for_rewards
 from adora_vl.tools.environments import environments_of
@@ -81,6 +82,20 @@ def with_environment_reward(
         functions=(*rewards.functions, tools.environments.reward()),
         from_python=rewards.from_python | {name},
     )
+
+
+def check_criteria(config: AdoraGRPOConfig, rewards: RewardSet) -> None:
+    """Raise `UserError` where ADORA compares work, and no reward measures it."""
+    for name, method in config.methods.chosen.items():
+        if (
+            isinstance(method, Adora)
+            and "working" in method.criteria
+            and steps.NAME not in rewards.entries
+        ):
+            raise UserError(
+                f"adora_method.{name}.criteria: working compares what the reward steps counts; add "
+                "steps to adora_reward, with weight 0 if it is to be measured only"
+            )
 
 
 def check_user_code(

@@ -66,7 +66,9 @@ FIGURES: Mapping[str, LoggedFigure] = {
         LoggedFigure(key=MISSING, title="without reward", format="share"),
         LoggedFigure(key=PASS, title="pass rate", format="share", short="pass"),
         LoggedFigure(key=ACCURACY, title="accuracy", format="share"),
-        LoggedFigure(key="grading/worked", title="answers with a working", format="share"),
+        LoggedFigure(key="grading/worked", title="answers with a solution", format="share"),
+        LoggedFigure(key="steps/new", title="answers with a true step", format="share"),
+        LoggedFigure(key="steps/lucky", title="right by luck", format="share"),
         LoggedFigure(key="adora/tds_share", title="TDS share", format="share", short="TDS"),
         LoggedFigure(key="adora/weight_mean", title="mean weight"),
         LoggedFigure(key="completions/mean_length", title="length", format="tokens"),
@@ -132,7 +134,12 @@ class Chart:
 
 CHARTS = (
     Chart(title="Reward", series=(("reward", ""),), zero=True),
-    Chart(title="Share of answers with a working", series=(("grading/worked", ""),)),
+    Chart(title="Share of answers with a step-by-step solution", series=(("grading/worked", ""),)),
+    Chart(
+        title="Share of answers with a true step, and of right ones by luck",
+        series=(("steps/new", "true and new"), ("steps/lucky", "right by luck")),
+        optional=True,
+    ),
     Chart(title="Pass rate", series=((PASS, ""),)),
     Chart(title="Accuracy in training", series=((ACCURACY, ""),)),
     Chart(
