@@ -46,7 +46,7 @@ _DOES = {"we", "i", "can", "you", "and"}
 
 
 def is_stood_by(signs: Sequence[Sign]) -> list[bool]:
-    """For each sign, whether what is said there is meant as it stands."""
+    """Tell of each sign whether what is said there is meant as it stands."""
     stands: list[bool] = []
     is_supposed_before = False
     start = 0
@@ -54,7 +54,7 @@ def is_stood_by(signs: Sequence[Sign]) -> list[bool]:
         if sign.kind == "line" or sign.text in (".", "?", "!") or number == len(signs) - 1:
             sentence = _Sentence(signs[start : number + 1], is_supposed_before)
             stands += sentence.stands()
-            if any(other.kind != "line" for other in sentence.signs):
+            if any(sentence_sign.kind != "line" for sentence_sign in sentence.signs):
                 is_supposed_before = sentence.goes_on
             start = number + 1
     return stands
@@ -70,7 +70,7 @@ class _Sentence:
         self.goes_on = self.is_supposed  # whether a next sentence with "then" supposes as well
 
     def stands(self) -> list[bool]:
-        """For each sign of the sentence, whether it is stood by; sets `is_supposed`."""
+        """Tell of each sign of the sentence whether it is stood by; sets `is_supposed`."""
         if self.words and self.words[-1] == "?":
             return [False] * len(self.words)
         stands: list[bool] = []

@@ -291,8 +291,8 @@ def test_a_claim_stands_where_it_was_said() -> None:
     text = "First, $AD = 5$. Then\nBD is **12**."
     claims = figure(ISOSCELES).claims(text)
     for claim in claims:
-        assert text[claim.claim.start : claim.claim.end] == claim.claim.said
-    assert [claim.claim.said for claim in claims] == ["AD = 5", "BD is **12"]
+        assert text[claim.claim.start : claim.claim.end] == claim.claim.words
+    assert [claim.claim.words for claim in claims] == ["AD = 5", "BD is **12"]
 
 
 # Bounds
