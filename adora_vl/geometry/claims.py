@@ -59,9 +59,31 @@ _IS = re.compile(
 _EQUAL_TO = re.compile(r"(?:equal|congruent) to(?: the (?:length|measure) of)?")
 # A number with one of these words behind it is no value: "5 more than CD", "5 or 6".
 _COMPARES = {
-    *("more", "less", "longer", "shorter", "greater", "larger", "smaller", "bigger", "percent"),
-    *("or", "times", "bigger", "higher", "lower", "parts", "equal", "sides", "angles", "right"),
-    *("congruent", "similar", "different", "points", "triangles", "pairs", "choices"),
+    "more",
+    "less",
+    "longer",
+    "shorter",
+    "greater",
+    "larger",
+    "smaller",
+    "bigger",
+    "percent",
+    "or",
+    "times",
+    "higher",
+    "lower",
+    "parts",
+    "equal",
+    "sides",
+    "angles",
+    "right",
+    "congruent",
+    "similar",
+    "different",
+    "points",
+    "triangles",
+    "pairs",
+    "choices",
 }
 _PLACES = {"opposite", "adjacent", "intercepts", "intercepted", "subtends", "subtended", "between"}
 _BRACKETS = {"(": 1, "{": 1, ")": -1, "}": -1}
@@ -433,12 +455,43 @@ _NOUNS = {
     **{"points": "Point", "parallelogram": "Polygon", "trapezoid": "Polygon"},
 }
 _ADVERBS = {
-    *("also", "both", "therefore", "thus", "then", "a", "an", "the", "all", "each", "always", "so"),
-    *("must", "be", "now", "indeed", "hence", "exactly", "clearly", "respectively"),
+    "also",
+    "both",
+    "therefore",
+    "thus",
+    "then",
+    "a",
+    "an",
+    "the",
+    "all",
+    "each",
+    "always",
+    "so",
+    "must",
+    "be",
+    "now",
+    "indeed",
+    "hence",
+    "exactly",
+    "clearly",
+    "respectively",
 }
 _POSITIONS = {
-    *("vertical", "corresponding", "alternate", "interior", "exterior", "opposite", "adjacent"),
-    *("base", "inscribed", "angles", "angle", "sides", "same-side", "consecutive", "arcs"),
+    "vertical",
+    "corresponding",
+    "alternate",
+    "interior",
+    "exterior",
+    "opposite",
+    "adjacent",
+    "base",
+    "inscribed",
+    "angles",
+    "angle",
+    "sides",
+    "same-side",
+    "consecutive",
+    "arcs",
 }
 _FOUR_CORNERS = {"parallelogram", "rectangle", "rhombus", "square", "kite", "trapezoid"}
 
@@ -575,6 +628,7 @@ class _RelationReader:
         return self._past_words(behind + 1, _ADVERBS)
 
     def _directions(self, sign: str) -> str:
+        """The fact that a sign between two lines says."""
         return "Parallel" if sign == "∥" else "Perpendicular"
 
     def _said(self, subjects: list[Term], number: int) -> tuple[Ways, int] | None:
@@ -621,6 +675,7 @@ class _RelationReader:
         return None
 
     def _behind_to(self, number: int) -> int:
+        """The place behind "to", "with" or "to each other"."""
         while self.sides.word(number) in ("to", "with", "each", "other", "one", "another"):
             number += 1
         return number
@@ -633,6 +688,7 @@ class _RelationReader:
         return number
 
     def _past_the(self, number: int) -> int:
+        """The place behind words that stand before a name, as in "the side AB"."""
         while self.sides.word(number) in ("the", "side", "segment", "both", "line", "chord"):
             number += 1
         return number

@@ -42,18 +42,67 @@ from adora_vl.geometry.signs import Sign
 MAX_TERMS = 60  # numbers and names of one side
 _END = Sign(kind="end", text="", start=0, end=0, is_apart=True)
 _UNITS = {
-    *("cm", "mm", "km", "m", "in", "inch", "inches", "ft", "feet", "foot", "unit", "units", "yd"),
-    *("degree", "degrees", "deg", "degs", "meter", "meters", "metre", "metres", "yards", "miles"),
-    *("centimeters", "centimetres", "millimeters", "square", "sq", "long"),
+    "cm",
+    "mm",
+    "km",
+    "m",
+    "in",
+    "inch",
+    "inches",
+    "ft",
+    "feet",
+    "foot",
+    "unit",
+    "units",
+    "yd",
+    "degree",
+    "degrees",
+    "deg",
+    "degs",
+    "meter",
+    "meters",
+    "metre",
+    "metres",
+    "yards",
+    "miles",
+    "centimeters",
+    "centimetres",
+    "millimeters",
+    "square",
+    "sq",
+    "long",
 }
 # Words before a name that say no more than the name.
 _KINDS = {
-    *("segment", "side", "line", "chord", "radius", "diameter", "hypotenuse", "leg", "base"),
-    *("height", "altitude", "median", "diagonal", "tangent", "secant", "ray"),
+    "segment",
+    "side",
+    "line",
+    "chord",
+    "radius",
+    "diameter",
+    "hypotenuse",
+    "leg",
+    "base",
+    "height",
+    "altitude",
+    "median",
+    "diagonal",
+    "tangent",
+    "secant",
+    "ray",
 }
 _SHAPES = {
-    *("triangle", "quadrilateral", "rectangle", "parallelogram", "rhombus", "square", "trapezoid"),
-    *("polygon", "pentagon", "hexagon", "kite"),
+    "triangle",
+    "quadrilateral",
+    "rectangle",
+    "parallelogram",
+    "rhombus",
+    "square",
+    "trapezoid",
+    "polygon",
+    "pentagon",
+    "hexagon",
+    "kite",
 }
 _FUNCTIONS: dict[str, Function] = {"sin": "sin", "cos": "cos", "tan": "tan"}
 _INVERSES = {
@@ -199,6 +248,7 @@ class SideReader:
         return number
 
     def _is_relation_sign(self, number: int) -> bool:
+        """Whether a sign that joins two sides stands here."""
         return self.at(number).text in ("=", "≈", "≅")
 
     def _begins_factor(self, number: int, *, is_number: bool) -> bool:
@@ -285,6 +335,7 @@ class SideReader:
         raise NoSideError(f"{sign.text} is no side")
 
     def _number(self, number: int) -> tuple[Quantity, int]:
+        """A number as written; a whole one with a proper fraction behind it is mixed."""
         text = self.at(number).text
         value = float(text.replace(",", ""))
         if value > MAX_NUMBER:
@@ -327,6 +378,7 @@ class SideReader:
         return names, cursor
 
     def _length(self, number: int) -> tuple[Quantity, int]:
+        """The length of the segment between two points that stand here."""
         names, cursor = self.names_at(number)
         if len(names) != 2 or names[0] == names[1]:
             raise NoSideError(f"{''.join(names)} is no segment")
@@ -379,6 +431,7 @@ class SideReader:
         return is_short and is_near and set(sign.text) <= self.unknowns - self.hidden
 
     def _letter(self, number: int) -> tuple[Quantity, int]:
+        """A letter of the problem, or `r` for the radius of its only circle."""
         letter = self.at(number).text
         is_article = letter == "a" and self.at(number + 1).kind == "word"
         if is_article and not self.at(number).is_math:
@@ -414,6 +467,7 @@ class SideReader:
         return self.reading.measures.corner(*corners), cursor
 
     def _arc(self, number: int) -> tuple[Quantity, int]:
+        """The angle of an arc at the centre, by two or three points of one circle."""
         names, cursor = self.names_at(number)
         if not any(set(names) <= set(circle.points) for circle in self.reading.drawing.circles):
             raise NoSideError(f"{''.join(names)} is no arc")
@@ -449,6 +503,7 @@ class SideReader:
         return (radius if is_radius else times(Constant(2.0), radius)), cursor
 
     def _root(self, number: int) -> tuple[Quantity, int]:
+        """A root; its degree stands in square brackets, else it is 2."""
         degree = 2.0
         if self.at(number).text == "[":
             quantity, number = self.group(number)
@@ -493,6 +548,7 @@ class SideReader:
         return quantity, self.past_unit(cursor)
 
     def _inverts(self, number: int) -> bool:
+        """Whether an exponent of -1 stands here."""
         return self._behind_inverse(number) > number
 
     def _behind_inverse(self, number: int) -> int:
@@ -584,6 +640,7 @@ def equation(left_side: Quantity, right_side: Quantity) -> Relation:
 
 
 def _other_way(quantity: Quantity, size: Quantity) -> Quantity:
+    """The rest of the circle, where a number over 180 says that it is meant."""
     value = number_of_quantity(size) if not isinstance(size, Combined) else None
     if isinstance(quantity, Angle) and value is not None and 180 < value < 360:
         return minus(Constant(360.0), quantity)

@@ -12,12 +12,38 @@ from collections.abc import Sequence
 from adora_vl.geometry.signs import Sign
 
 _SUPPOSES = {
-    *("if", "suppose", "supposing", "assume", "assuming", "let", "let's", "lets", "letting"),
-    *("denote", "unless", "whether", "imagine", "say", "call", "check", "verify", "test", "try"),
+    "if",
+    "suppose",
+    "supposing",
+    "assume",
+    "assuming",
+    "let",
+    "let's",
+    "lets",
+    "letting",
+    "denote",
+    "unless",
+    "whether",
+    "imagine",
+    "say",
+    "call",
+    "check",
+    "verify",
+    "test",
+    "try",
 }
 _HEDGES = {
-    *("would", "could", "might", "may", "should", "maybe", "perhaps", "probably", "guess"),
-    *("possibly", "were"),
+    "would",
+    "could",
+    "might",
+    "may",
+    "should",
+    "maybe",
+    "perhaps",
+    "probably",
+    "guess",
+    "possibly",
+    "were",
 }
 _DEFINES = {
     "let",
@@ -31,14 +57,41 @@ _CHOICES = {"option", "choice"}
 _AIMS = {"find", "determine", "calculate", "compute", "solve", "prove", "show", "evaluate"}
 _WISHES = {"want", "wants", "need", "needs", "asked", "asks", "looking"}
 _DENIES = {
-    *("not", "isn't", "aren't", "doesn't", "don't", "can't", "cannot", "never", "neither", "nor"),
-    *("won't", "wouldn't", "couldn't", "didn't", "without"),
+    "not",
+    "isn't",
+    "aren't",
+    "doesn't",
+    "don't",
+    "can't",
+    "cannot",
+    "never",
+    "neither",
+    "nor",
+    "won't",
+    "wouldn't",
+    "couldn't",
+    "didn't",
+    "without",
 }
 _REFUTES = {"incorrect", "wrong", "false", "impossible", "absurd", "contradiction", "mistake"}
 _AFTER_NOT = {"possible", "true", "correct", "valid", "right", "consistent"}
 _ENDS_CLAUSE = {
-    *(",", ";", ":", "so", "thus", "therefore", "hence", "but", "because", "since", "however"),
-    *("which", "giving", "gives", "then", "where"),
+    ",",
+    ";",
+    ":",
+    "so",
+    "thus",
+    "therefore",
+    "hence",
+    "but",
+    "because",
+    "since",
+    "however",
+    "which",
+    "giving",
+    "gives",
+    "then",
+    "where",
 }
 _ENDS_SUPPOSITION = {"but", "however", "actually", "instead"}
 _FACTS = {"fact", "information", "given", "know", "known", "property"}
