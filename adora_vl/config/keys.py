@@ -234,7 +234,7 @@ class AdoraKeys:
     vllm_server_host: Name = key("127.0.0.1", "Host of the vLLM server (server mode).")
 
     def uses(self, part: StepPart) -> bool:
-        """Whether this part of a step is computed in our way, and not as stock TRL does."""
+        """Return whether this part of a step is computed in our way, and not as stock TRL does."""
         stock = self.adora_stock_step
         if isinstance(stock, list):
             return part not in stock
@@ -261,7 +261,7 @@ def _check_mixture(names: list[str], weights: list[float] | None) -> None:
 
 
 def _prompt_of(value: str | None) -> str | None:
-    """The text of a system prompt: one of ours by its name, a file's, or `value` itself.
+    """Return the text of a system prompt: one of ours by its name, a file's, or `value` itself.
 
     A text of several words is the prompt itself. Raises `UserError` for a file that cannot be read.
     """

@@ -39,6 +39,7 @@ class RowError(UserError):
         originals: Sequence[bytes] = (),
         record: dict[str, Any] | None = None,
     ) -> None:
+        """Begin an error of the row `row_id`. `wrong`: what is wrong; `remedy`: what to do."""
         super().__init__(row_id, kind, wrong, remedy)  # pickling needs the arguments
         self.row_id = row_id
         self.sentence = f"{wrong}; {remedy}"
@@ -61,6 +62,7 @@ def several_faults() -> Iterator[Callable[..., Any]]:
     faults: list[RowError] = []
 
     def tried(part: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what `part` returns; None where it raises a `RowError`, which is kept."""
         try:
             return part(*arguments)
         except RowError as error:

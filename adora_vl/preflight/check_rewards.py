@@ -44,7 +44,7 @@ def check_rewards(request: RunRequest) -> RewardSet:
 
 
 def check_tools(request: RunRequest) -> ToolSet:
-    """Choose the tools and make an environment. Raises `UserError` for one that cannot be called."""
+    """Choose the tools, and make an environment. Raises `UserError` where one cannot be called."""
     config = request.config
     environments = environments_of(request.environment, config.adora_tool_options.seconds)
     return choose_tools([*config.tools, *request.tools], environments)
@@ -53,7 +53,7 @@ def check_tools(request: RunRequest) -> ToolSet:
 def with_environment_reward(
     rewards: RewardSet, tools: ToolSet, config: AdoraGRPOConfig
 ) -> RewardSet:
-    """The reward functions with that of the environments among them, where they have one.
+    """Return the reward functions with that of the environments among them, where they have one.
 
     Its weight is 1, as in TRL, unless `reward_weights` has one value more than there are functions;
     it is written into the config, where TRL and the fingerprint read it. Raises `UserError`.
@@ -142,7 +142,7 @@ def check_user_code(
 def _first_rows(
     rewards: RewardSet, tools: ToolSet, prompts: PromptFacts, data: DataFacts
 ) -> list[dict[str, Any]]:
-    """The first two rows, where rewards or tools of the user's are tried; else none."""
+    """Return the first two rows, where rewards or tools of the user's are tried; else none."""
     if data.train is None:
         return []
     if isinstance(data.train, Dataset):
@@ -162,7 +162,7 @@ def _first_rows(
 
 
 def _unsteady(toolbox: Toolbox, groups: Sequence[RolloutGroup]) -> list[str]:
-    """A line for each tool that answers the same call in two ways, on the first row's images."""
+    """Return a line for each tool that answers one call in two ways, on the first row's images."""
     if not groups:
         return unsteady_tools(toolbox)
     first = groups[0]

@@ -93,21 +93,23 @@ def test_difficulty_is_a_pass_rate_of_at_most_tau(subtests):
             rewards = torch.tensor([([1.0] * right + [0.1] * 3 + [0.0])[:4]])
             lengths = torch.tensor([[10] * 4])
             for needs_correct, weights in ((False, published), (True, needing_one)):
-                own: dict[str, Any] = {
+                options: dict[str, Any] = {
                     "criteria": ("difficulty",),
                     "tau": tau,
                     "needs_correct": needs_correct,
                 }
-                assert adora_weights(rewards, lengths, **own).tolist() == [
+                assert adora_weights(rewards, lengths, **options).tolist() == [
                     pytest.approx(weights[0])
                 ]
-                amplified = adora_weights(rewards, lengths, mode="amplification", factor=2.0, **own)
+                amplified = adora_weights(
+                    rewards, lengths, mode="amplification", factor=2.0, **options
+                )
                 assert amplified.tolist() == [pytest.approx(weights[1])]
     with subtests.test("nothing scored"):
         rewards = torch.full((1, 4), NAN)
         lengths = torch.full((1, 4), 10)
-        own = {"mode": "amplification", "factor": 2.0, "criteria": ("difficulty",)}
-        assert adora_weights(rewards, lengths, **own).item() == 1.0
+        options = {"mode": "amplification", "factor": 2.0, "criteria": ("difficulty",)}
+        assert adora_weights(rewards, lengths, **options).item() == 1.0
 
 
 # criteria, combine, weight of a group without a correct rollout with no_correct="keep", with
@@ -124,9 +126,9 @@ def test_a_group_without_a_correct_rollout_is_kept_or_attenuated(subtests):
     for criteria, combine, keep, attenuate in NO_CORRECT:
         with subtests.test(f"{criteria!r:.80} {combine} {keep}"):
             group = torch.tensor([[0.0, 0.1, 0.1, 0.0]]), torch.tensor([[5, 6, 70, 8]])
-            own: dict[str, Any] = {"criteria": criteria, "combine": combine}
-            assert adora_weights(*group, **own).item() == keep
-            assert adora_weights(*group, **own, no_correct="attenuate").item() == pytest.approx(
+            options: dict[str, Any] = {"criteria": criteria, "combine": combine}
+            assert adora_weights(*group, **options).item() == keep
+            assert adora_weights(*group, **options, no_correct="attenuate").item() == pytest.approx(
                 attenuate
             )
 
@@ -159,11 +161,11 @@ def test_ties_of_length_are_attenuated_as_in_the_references_or_kept(subtests):
         with subtests.test(f"{rewards} {lengths}"):
             group = torch.tensor([rewards]), torch.tensor([lengths])
             strict = adora_weights(*group, truncated_at=100)
-            kept = adora_weights(*group, truncated_at=100, ties="keep")
-            assert not torch.equal(strict, kept) if tied else torch.equal(strict, kept)
+            lenient = adora_weights(*group, truncated_at=100, ties="keep")
+            assert not torch.equal(strict, lenient) if tied else torch.equal(strict, lenient)
             if tied:
                 assert strict.item() == pytest.approx(0.1)
-                assert kept.item() == 1.0
+                assert lenient.item() == 1.0
             weighting = weigh_groups(Groups(*group, group[1] >= 100))
             assert weighting.ties_P.tolist() == [tied]
             kept_ties = weigh_groups(Groups(*group, group[1] >= 100), Adora(ties="keep")).ties_P
@@ -190,8 +192,10 @@ def test_with_both_options_the_length_criterion_is_the_llm_references():
         rewards, lengths, truncated_at=60, empty_wrong="keep", no_correct="attenuate"
     )
     for reward, length, weight in zip(rewards, lengths, weights, strict=True):
-        right = length[reward > 0.5]
-        wrong = length[(reward <= 0.5) & (length < 60)]
+        is_right = reward > 0.5
+        is_wrong = (reward <= 0.5) & (length < 60)
+        right = length[is_right]
+        wrong = length[is_wrong]
         longest = right.max().item() if len(right) else float("-inf")
         mean = wrong.float().mean().item() if len(wrong) else float("-inf")
         assert weight.item() == pytest.approx(1.0 if longest > mean else 0.1)
@@ -279,10 +283,10 @@ def test_random_attenuates_as_many_groups_with_signal_but_others(subtests):
             by_criterion = judged("criterion", batch)
             by_chance = judged("random", batch)
             signal = ~is_constant(batch.rewards_PG)
-            wanted = by_criterion.weights_P[signal]
-            given = by_chance.weights_P[signal]
-            assert torch.equal(given.sort().values, wanted.sort().values)
-            assert not torch.equal(given, wanted)
+            criterion_weights = by_criterion.weights_P[signal]
+            random_weights = by_chance.weights_P[signal]
+            assert torch.equal(random_weights.sort().values, criterion_weights.sort().values)
+            assert not torch.equal(random_weights, criterion_weights)
             assert torch.equal(by_chance.weights_P[~signal], by_criterion.weights_P[~signal])
             assert torch.equal(by_chance.tds_P, by_criterion.tds_P), (
                 "what the criteria say stays in the log"
@@ -332,9 +336,9 @@ def test_reversed_gives_the_factor_to_the_other_side(subtests):
 
 def test_a_control_gives_the_factor_of_the_step_and_is_off_outside_its_steps():
     factor = Schedule(0.1, 0.5, "linear", (0, 4))
-    for step, wanted in ((0, 0.1), (2, 0.3), (9, 0.5)):
+    for step, expected in ((0, 0.1), (2, 0.3), (9, 0.5)):
         weights_P = judged("reversed", groups(step=step), factor=factor).weights_P
-        assert sorted({round(weight, 6) for weight in weights_P.tolist()}) == [wanted, 1.0]
+        assert sorted({round(weight, 6) for weight in weights_P.tolist()}) == [expected, 1.0]
         assert bool((judged("random", groups(step=step), steps=(0, 2)).weights_P < 1).any()) is (
             step < 2
         )
@@ -425,7 +429,7 @@ RATE = ["--adora_method.adora.assign", "rate", "--gradient_accumulation_steps", 
 
 def test_a_step_has_one_rate(subtests):
     """Of two generations in one optimizer step, the step would take the rate of the second alone."""
-    for words, said in [
+    for words, message in [
         (
             ["--steps_per_generation", "2"],
             "steps_per_generation: 2 with assign: rate, .*accumulation_steps: 4",
@@ -435,7 +439,7 @@ def test_a_step_has_one_rate(subtests):
         with subtests.test(f"{words!r:.80}"):
             for fits in (["8"], ["2", "--num_iterations", "2"]):
                 check_methods(config(*RATE, "--steps_per_generation", *fits))
-            with pytest.raises(UserError, match=said):
+            with pytest.raises(UserError, match=message):
                 check_methods(config(*RATE, *words))
     with subtests.test("DeepSpeed"):
         ours = config(*RATE)
@@ -464,7 +468,7 @@ def test_working_is_the_papers_inequality_where_the_measure_is_length(subtests):
         "others": ((), ("difficulty",)),
     }
     for values in product(*options.values()):
-        chosen = dict(zip(options, values, strict=True))
+        chosen: dict[str, Any] = dict(zip(options, values, strict=True))
         others = chosen.pop("others")
         chosen["factor"] = 0.1 if chosen["mode"] == "attenuation" else 4.0
         with subtests.test(str(values)):
@@ -508,6 +512,7 @@ def test_a_problem_without_a_figure_goes_by_length_or_keeps_its_weight():
     groups = with_work(groups_of_rewards(rewards, lengths), nothing)
     by_length = weigh_groups(groups, Adora(criteria=("working",)))
     assert by_length.weights_P.tolist() == [pytest.approx(0.1), 1.0]
+    mode: Any
     for mode, factor in (("attenuation", 0.1), ("amplification", 4.0)):
         options = Adora(criteria=("working",), no_figure="keep", mode=mode, factor=factor)
         kept_groups = weigh_groups(groups, options)
