@@ -21,6 +21,7 @@ from adora_vl.packing.images import DistinctImages
 from adora_vl.packing.policy_pass import PolicyPass, bound_of, computing_dtype, has_dropout
 from adora_vl.preflight.facts import ResolvedRun
 from adora_vl.record import metrics, trackers
+from adora_vl.record.card_memory import CardMemory
 from adora_vl.record.recorder import MetricsLogger, Recorder
 from adora_vl.rollout.agreement import SelfCheck, begin_drift_check
 from adora_vl.rollout.importance import ImportanceRatio
@@ -54,6 +55,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
     toolbox: Tools | None = None  # what the policy may call
     run: ResolvedRun
     clock: metrics.PhaseClock
+    card_memory: CardMemory | None = None  # on a card
     _step: int  # TRL's count of micro-batches
 
     def _build_collaborators(self, args: AdoraGRPOConfig, models: list[Any]) -> None:
@@ -287,6 +289,8 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             self.bad_steps,
             RefuseWrongBuffers(self),
         ]
+        if self.card_memory is not None:
+            callbacks.append(self.card_memory)
         if args.adora_self_check:
             callbacks.append(SelfCheck(self))
         run = self.run

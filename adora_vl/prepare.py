@@ -8,7 +8,8 @@ from adora_vl.utils.launch import prepare_engine_environment, use_expandable_seg
 
 if TYPE_CHECKING:
     from adora_vl.config.command import CliArgs
-    from adora_vl.config.run_context import DryRunOptions, OutputDirMode
+    from adora_vl.config.dry_run_options import DryRunOptions
+    from adora_vl.config.run_context import OutputDirMode
     from adora_vl.preflight.facts import ResolvedRun
 
 
@@ -37,5 +38,8 @@ def prepare_on_paper(cli_args: CliArgs, options: DryRunOptions) -> ResolvedRun:
     from adora_vl.preflight.request import request_from_command
     from adora_vl.preflight.run_checks import run_checks
 
-    request = request_from_command(cli_args, any_machine=True, max_rows=options.rows)
+    processes = RunContext.of_dry_run(options, local=False).sharding.processes
+    request = request_from_command(
+        cli_args, any_machine=True, max_rows=options.rows, processes=processes
+    )
     return run_checks(request, RunContext.of_dry_run(options, local=request.runs_here))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adora_vl.utils import errors
-from adora_vl.utils.cli import EXIT_INTERRUPTED, imports
+from adora_vl.utils.cli import EXIT_INTERRUPTED, READING_S, announce_reading, imports
 from adora_vl.utils.errors import DiskFullError, RolloutError, RunError, UserError
 from adora_vl.utils.files import disk_is_full, written_to
 from adora_vl.utils.launch import STARTUP_LOG, StartupLog, leave, watch_launcher
@@ -24,8 +24,8 @@ from adora_vl.utils.versions import check_versions
 
 with imports():
     from adora_vl.config.command import CliArgs, read
+    from adora_vl.config.dry_run_options import take_options
     from adora_vl.config.help import asks_for_help, help_text
-    from adora_vl.config.run_context import take_options
     from adora_vl.prepare import prepare
 
 if TYPE_CHECKING:
@@ -292,6 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_versions(use_vllm=False)
         options, training_arguments = take_options(words)
         cli_args = read(words if options is None else training_arguments)
+        announce_reading(READING_S)
         if options is None:
             return train(cli_args)
         from adora_vl.planning.dry_run import dry_run

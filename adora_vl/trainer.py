@@ -58,6 +58,7 @@ from adora_vl.preflight.request import (
 from adora_vl.preflight.run_checks import run_checks
 from adora_vl.record import metrics, trackers
 from adora_vl.record.card import write_card
+from adora_vl.record.card_memory import CardMemory
 from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import engine_settings
@@ -141,11 +142,20 @@ class AdoraGRPOTrainer(TrainerParts):
         self.clock = metrics.PhaseClock(
             self.log_figure, sleep_mode=args.use_vllm and args.vllm_enable_sleep_mode
         )
+        timed: Callable[[str], AbstractContextManager[None]] = self.clock.phase
+        if args.device.type == "cuda":
+            self.card_memory = CardMemory(
+                self.log_figure,
+                largest=self._largest_of_ranks,
+                device=args.device,
+                sleep_mode=args.use_vllm and args.vllm_enable_sleep_mode,
+            )
+            timed = partial(self.card_memory.phase, clock=self.clock.phase)
         trackers.prepare_trackers(args.report_to, args.output_dir)
         engine = partial(
             AdoraVLLMGeneration,
             settings=engine_settings(args, run.model.revision),
-            timed=self.clock.phase,
+            timed=timed,
         )
         compat.SHARD_LOADING.install(load_shards, on=transformers_trainer)
         policy = run.policy() if isinstance(model, str) else model
@@ -733,6 +743,11 @@ class AdoraGRPOTrainer(TrainerParts):
         self._row_order = EpochRepeatSampler.like(stock, seed=self.args.seed_of_rows)
         return self._row_order
 
+    def _largest_of_ranks(self, value: float) -> float:
+        """The largest value of all ranks. Collective."""
+        values = torch.tensor([value], device=self.accelerator.device)
+        return float(self.accelerator.gather(values).max())
+
     def log_figure(self, name: str, value: float) -> None:
         """Add a value of this step to the next log, which averages them.
 
@@ -750,4 +765,4 @@ class AdoraGRPOTrainer(TrainerParts):
         if isinstance(self.sampler, AsyncServerSampler):
             self.sampler.close()
         if self.use_vllm and self.vllm_mode == "colocate":
-            self.vllm_generation.llm.llm_engine.engine_core.shutdown()
+            self.vllm_generation.shut_down()

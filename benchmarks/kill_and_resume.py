@@ -44,7 +44,7 @@ UNTIMED = (
 
 def settings(folder: Path, steps: int, extra: list[str]) -> list[str]:
     """The demo's command, smaller, with every step logged."""
-    own = {
+    keys = {
         "config": "configs/train/smoke_cpu.yaml",
         "output_dir": str(folder),
         "max_steps": steps,
@@ -56,7 +56,7 @@ def settings(folder: Path, steps: int, extra: list[str]) -> list[str]:
         "adora_synthetic_rows": 128,
         "max_completion_length": 24,
     }
-    return [word for key, value in own.items() for word in (f"--{key}", str(value))] + extra
+    return [word for key, value in keys.items() for word in (f"--{key}", str(value))] + extra
 
 
 def launch(folder: Path, options: argparse.Namespace, kill: str = "") -> int:
@@ -190,12 +190,12 @@ def compare(reference: dict[str, Any], killed: dict[str, Any]) -> list[str]:
     """One line per difference."""
     lines = []
     for step, figures in reference["steps"].items():
-        other = killed["steps"].get(step, {})
-        names = [name for name in figures if figures[name] != other.get(name)]
+        killed_step = killed["steps"].get(step, {})
+        names = [name for name in figures if figures[name] != killed_step.get(name)]
         if names:
             name = names[0]
             lines.append(
-                f"step {step}: {name} is {figures[name]} and {other.get(name)} ({len(names)} "
+                f"step {step}: {name} is {figures[name]} and {killed_step.get(name)} ({len(names)} "
                 "figures differ)"
             )
     if not reference["rollouts"]:

@@ -147,15 +147,16 @@ def _ends(groups: Groups, signal_P: torch.Tensor) -> list[tuple[float, float]]:
     Groups whose answers all have one length are left out.
     """
     pairs: list[tuple[float, float]] = []
-    correct_PG = groups.correct_PG
-    scored_PG = groups.scored_PG
-    for p in signal_P.nonzero()[:, 0].tolist():
-        lengths = groups.lengths_PG[p][scored_PG[p]]
-        right = correct_PG[p][scored_PG[p]].float()
-        if lengths.min() < lengths.max():
-            longest = right[lengths == lengths.max()].mean().item()
-            shortest = right[lengths == lengths.min()].mean().item()
-            pairs.append((longest, shortest))
+    for group in signal_P.nonzero()[:, 0].tolist():
+        scored = groups.scored_PG[group]
+        lengths = groups.lengths_PG[group][scored]
+        correct = groups.correct_PG[group][scored].float()
+        shortest = lengths.min()
+        longest = lengths.max()
+        if shortest < longest:
+            of_longest = torch.eq(lengths, longest)
+            of_shortest = torch.eq(lengths, shortest)
+            pairs.append((correct[of_longest].mean().item(), correct[of_shortest].mean().item()))
     return pairs
 
 

@@ -133,18 +133,14 @@ def problem_folders(root: Path) -> dict[str, list[ProblemFolder]]:
     Raises `UserError` for a bad zip file, for two that have one split, and where `root` has no
     problem.
     """
+    problems: dict[str, list[ProblemFolder]] = {}
     if root.is_file():
         problems = _zipped(root)
     elif root.is_dir():
-        numbered = {
-            split: [path for path in root.glob(f"{split}/*/") if path.name.isdecimal()]
-            for split in _SPLITS
-        }
-        problems = {
-            split: [ProblemFolder(path) for path in paths]
-            for split, paths in numbered.items()
-            if paths
-        }
+        for split in _SPLITS:
+            paths = [path for path in root.glob(f"{split}/*/") if path.name.isdecimal()]
+            if paths:
+                problems[split] = [ProblemFolder(path) for path in paths]
         if len(problems) < len(_SPLITS):
             problems = _from_zips(sorted(root.glob("*.zip"))) | problems
     else:
@@ -155,11 +151,13 @@ def problem_folders(root: Path) -> dict[str, list[ProblemFolder]]:
             f"zip file with one; give the folder that holds {', '.join(_SPLITS)}, or a zip file "
             "of it"
         )
-    return {
-        split: sorted(problems[split], key=lambda folder: (folder.number, str(folder)))
-        for split in _SPLITS
-        if split in problems
-    }
+    by_split = {}
+    for split in _SPLITS:
+        if split in problems:
+            by_split[split] = sorted(
+                problems[split], key=lambda folder: (folder.number, str(folder))
+            )
+    return by_split
 
 
 def _from_zips(paths: list[Path]) -> dict[str, list[ProblemFolder]]:

@@ -127,6 +127,7 @@ def _suffices(text: str, form: Form) -> bool:
 
 
 def _all(terms: Iterable[Term]) -> Iterable[Term]:
+    """Yield all terms and the terms inside them, the outer ones first."""
     for term in terms:
         yield term
         yield from _all(term.arguments)
@@ -162,4 +163,5 @@ def _joined(names: Sequence[str]) -> str:
 
 
 def _list(words: Sequence[str]) -> str:
+    """Return names as a list in words: `A, B and C`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -220,6 +220,7 @@ def _measure_of(head: str, part_noun: str) -> str | None:
 
 
 def _leaf(text: str) -> str | None:
+    """Return a term without arguments as a noun; None for one that no question names."""
     if text in ("Radius", "Diameter"):
         return f"the {text.lower()}"
     return None if "$" in text or "_" in text else text
@@ -249,6 +250,7 @@ def _measured(term: Term) -> str | None:
 
 
 def _plain_head(term: Term) -> str:
+    """Return the head of a term below its colours and kinds: `Circle` of a shaded circle."""
     while term.head in (*COLOURS, *_KINDS) and term.arguments:
         term = term.arguments[0]
     return term.head

@@ -219,9 +219,9 @@ def _line(problem: Solved) -> str:
 
 
 def _counts(problems: Sequence[Solved], *, labelled: bool) -> str:
-    """Return how many problems have which status, by how.
+    """Return how many problems have which status, by how they were solved.
 
-    With labels, how many of the values are theirs.
+    With labels it has too how many of the values are theirs.
     """
     rows = Counter((problem.verdict.status, problem.verdict.how) for problem in problems)
     lines = [f"{amount(len(problems), 'problem')}"]

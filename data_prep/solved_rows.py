@@ -89,9 +89,9 @@ def solved_problems(
 
 
 def drawable(form: Form, result: Verdict) -> Form:
-    """Return the form with its own places.
+    """Return the form with its own places, or with those of its figure.
 
-    With those of its figure where some point of it has none.
+    The figure's are taken where some point of the form has no place.
     """
     if can_be_drawn(form) or result.figure is None:
         return form

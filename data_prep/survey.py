@@ -117,40 +117,31 @@ def _facts(
 ) -> SplitFacts:
     """Read every row of a split once; the rows with the indices `picked` go into the gallery.
 
+    `measure` counts the tokens of a problem, and `family` is the model family whose image tokens
+    are counted.
+
     Raises `UserError` for a row that no training could use.
     """
     facts = SplitFacts()
     vision = VISIONS[family]
-    pixels = (vision.unit, vision.min_pixels, vision.max_pixels)
+    limits = (vision.unit, vision.min_pixels, vision.max_pixels)
     for index, row in enumerate(stored_rows(folder, split)):
         where = f"dataset: split {split!r}, row {row['id'] or f'number {index}'}"
         fault = problem_with_row(row)
         if fault:
             raise UserError(f"{where}: {fault}")
-        meta = row.get("meta")
-        counts = facts.counts
-        meta = meta if isinstance(meta, dict) else {}
-        shapes = meta.get("shapes")
-        counts["rows"]["rows"] += 1
-        counts["source"][str(row.get("source") or UNKNOWN)] += 1
-        counts["goal"][str(meta.get("goal") or UNKNOWN)] += 1
-        counts["shape"].update(
-            [str(shape) for shape in shapes] if shapes and isinstance(shapes, list) else [UNKNOWN]
-        )
-        counts["answer form"][answer_form(row["answer"], row.get("choices"))] += 1
+        _count_properties(facts.counts, row)
         sizes: list[tuple[int, int]] = []
         try:
-            sizes.extend(image_size(image["bytes"]) for image in row["images"])
+            for image in row["images"]:
+                sizes.append(image_size(image["bytes"]))
         except Exception as error:  # Pillow raises nearly anything on broken bytes
-            why = f"image {len(sizes)} is not a stored picture ({in_one_line(error)})"
-            raise UserError(f"{where}: {why}; prepare the dataset again") from error
-        classes = (
-            (f"up to {side} px" for side in _LONGEST_SIDES if max(size) <= side) for size in sizes
-        )
-        counts["image size"].update(
-            next(names, f"over {_LONGEST_SIDES[-1]} px") for names in classes
-        )
-        facts.tokens.append(sum(image_tokens(size, *pixels, row["id"]) for size in sizes))
+            raise UserError(
+                f"{where}: image {len(sizes)} is not a stored picture ({in_one_line(error)}); "
+                "prepare the dataset again"
+            ) from error
+        facts.counts["image size"].update(map(_size_class, sizes))
+        facts.tokens.append(sum(image_tokens(size, *limits, row["id"]) for size in sizes))
         facts.characters.append(len(row["problem"]))
         if len(facts.sizes) < _SIZES_KEPT:
             facts.sizes.extend(sizes)
@@ -163,6 +154,29 @@ def _facts(
             facts.gallery.append(row)
     facts.longest.sort(reverse=True)
     return facts
+
+
+def _count_properties(counts: Mapping[str, Counter[str]], row: Row) -> None:
+    """Count the properties of a row that its columns say."""
+    meta = row.get("meta")
+    if not isinstance(meta, dict):
+        meta = {}
+    shapes = meta.get("shapes")
+    if not shapes or not isinstance(shapes, list):
+        shapes = [UNKNOWN]
+    counts["rows"]["rows"] += 1
+    counts["source"][str(row.get("source") or UNKNOWN)] += 1
+    counts["goal"][str(meta.get("goal") or UNKNOWN)] += 1
+    counts["shape"].update(str(shape) for shape in shapes)
+    counts["answer form"][answer_form(row["answer"], row.get("choices"))] += 1
+
+
+def _size_class(size: tuple[int, int]) -> str:
+    """Return the class of a picture by its longest side: `up to 512 px`."""
+    for side in _LONGEST_SIDES:
+        if max(size) <= side:
+            return f"up to {side} px"
+    return f"over {_LONGEST_SIDES[-1]} px"
 
 
 def _tokenizer(model: str) -> TextTokens:

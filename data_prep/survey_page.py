@@ -69,6 +69,10 @@ def _is_known(overview: Survey, name: str) -> bool:
 
 
 def _svg(draw: Callable[[Axes], None]) -> str:
+    """Return a small diagram as SVG; `draw` draws into its axes.
+
+    The file has no date, so that the same data give the same page.
+    """
     figure = Figure(figsize=(4.6, 3.0), layout="constrained")
     axes = figure.add_subplot()
     draw(axes)
@@ -83,13 +87,17 @@ def _bars(axes: Axes, splits: dict[str, SplitFacts], name: str) -> None:
     """Draw the share of rows with each value, for each split, the most frequent value on top."""
     total: Counter[str] = sum((facts.counts[name] for facts in splits.values()), Counter())
     values = sorted(total, key=lambda value: (-total[value], value))[:_SHOWN_VALUES]
-    height = 0.8 / len(splits)
+    bar_height = 0.8 / len(splits)
     for index, (split, facts) in enumerate(splits.items()):
         rows = max(1, facts.counts["rows"]["rows"])
-        positions = [-(rank + index * height) for rank in range(len(values))]
-        shares = [100 * facts.counts[name][value] / rows for value in values]
-        axes.barh(positions, shares, height, label=split, color=_COLOURS[index % len(_COLOURS)])
-    middle = height * (len(splits) - 1) / 2
+        axes.barh(
+            [-(rank + index * bar_height) for rank in range(len(values))],
+            [100 * facts.counts[name][value] / rows for value in values],
+            bar_height,
+            label=split,
+            color=_COLOURS[index % len(_COLOURS)],
+        )
+    middle = bar_height * (len(splits) - 1) / 2
     labels = [value if len(value) <= 24 else value[:23] + "…" for value in values]
     axes.set_yticks([-(rank + middle) for rank in range(len(values))], labels)
     axes.set_xlabel("% of the rows")
@@ -98,18 +106,18 @@ def _bars(axes: Axes, splits: dict[str, SplitFacts], name: str) -> None:
 
 def _histogram(axes: Axes, values: dict[str, list[int]], unit: str) -> None:
     """Draw the share of rows by a number that each row has, for each split."""
-    present = {split: numbers for split, numbers in values.items() if numbers}
-    different = {number for numbers in present.values() for number in numbers}
-    low = min(different, default=0)
-    high = max(different, default=0)
+    filled = {split: numbers for split, numbers in values.items() if numbers}
+    all_numbers = set[int]().union(*filled.values())
+    low = min(all_numbers, default=0)
+    high = max(all_numbers, default=0)
     room = max(0, 10 - (high - low) // 2)  # around a few values that are nearly the same
-    shares = [[100 / len(numbers)] * len(numbers) for numbers in present.values()]
-    look: Any = {
-        "label": list(present),
-        "color": list(islice(cycle(_COLOURS), len(present))),
-        "weights": shares,
+    style: Any = {
+        "label": list(filled),
+        "color": list(islice(cycle(_COLOURS), len(filled))),
+        # so that the bars of a split add up to 100 %
+        "weights": [[100 / len(numbers)] * len(numbers) for numbers in filled.values()],
     }
-    axes.hist(list(present.values()), bins=30, range=(low - room, high + room), **look)
+    axes.hist(list(filled.values()), bins=30, range=(low - room, high + room), **style)
     axes.set(xlabel=unit, ylabel="% of the rows")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.grid(axis="y", alpha=0.3)
@@ -243,6 +251,7 @@ def _card(row: Row, split: str) -> str:
 
 
 def _text(value: str) -> str:
+    """Return a text for HTML, cut where it is too long for a card."""
     return escape(value if len(value) <= _SHOWN_CHARACTERS else value[:_SHOWN_CHARACTERS] + "…")
 
 
@@ -261,4 +270,5 @@ def _picture(encoded: bytes) -> str:
 
 
 def _data_uri(content: bytes, kind: str) -> str:
+    """Return a picture as a data URI of the page itself."""
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"

@@ -87,7 +87,12 @@ def build_parser(benchmark: Benchmark) -> Parser:
     for verb, help_text in VERBS.items():
         sub = verbs.add_parser(verb, help=help_text)
         if verb == "score":
-            sub.add_argument("--predictions", type=optional(path), metavar="FILE.jsonl")
+            sub.add_argument(
+                "--predictions",
+                type=optional(path),
+                metavar="FILE.jsonl",
+                help="needed: answers that `infer` or another program made",
+            )
             sub.add_argument(
                 "--columns",
                 nargs="+",
@@ -96,7 +101,7 @@ def build_parser(benchmark: Benchmark) -> Parser:
                 metavar="OURS=THEIRS",
                 help="fields under another name: pid=index response=prediction",
             )
-            where = "a folder for score.json, or a file whose name ends in .json"
+            where = "needed: a folder for score.json, or a file whose name ends in .json"
         else:
             _add_inference(sub, benchmark)
             sub.add_argument(
@@ -105,7 +110,7 @@ def build_parser(benchmark: Benchmark) -> Parser:
                 metavar="FILE.yaml",
                 help="these options, with _ for -",
             )
-            where = "a folder; a run that is there is resumed"
+            where = "needed: a folder; a run that is there is resumed"
         sub.add_argument("--output", type=optional(path), help=where)
         if verb != "infer":
             add_options(sub, benchmark.score_options)
@@ -126,7 +131,7 @@ def _column(word: str) -> str:
 def _add_inference(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
     """The options of `infer` and `run`."""
     split = benchmark.split
-    parser.add_argument("--data", type=optional(text), help="a folder or file, or a hub id")
+    parser.add_argument("--data", type=optional(text), help="needed: a folder or file, or a hub id")
     parser.add_argument("--split", type=text, default=split, help=f"default {split}")
     add_options(parser, AskOptions)
     add_options(parser, benchmark.data_options)

@@ -24,6 +24,7 @@ def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
 
 
 def _check(row: Prediction) -> str | None:
+    """Return what makes a row unusable: a reference answer without roles; else None."""
     if not roles_in(row["answer"]):
         return f"has answer = {row['answer']!r:.60}, which names nobody as a knight or a knave"
     return None

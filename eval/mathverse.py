@@ -316,6 +316,7 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
 
 
 def _rules(options: ExtractionOptions) -> dict[str, Any]:
+    """Return the rules of a score, and whether a judge was asked."""
     ours = "in place of the official judge"
     judged = "and a judge where they do not find a free answer right"
     extraction = extraction_rules(options)

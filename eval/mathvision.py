@@ -160,15 +160,16 @@ def _respelt(answer: str) -> str:
         head, *roots = answer.split("\\sqrt")
         answer = head + "".join("\\sqrt" + _braced(root, 1) for root in roots)
         head, *fractions = answer.split("\\frac")
-        if all(part.startswith("{") or len(part) > 1 for part in fractions):
-            answer = head + "".join("\\frac" + _braced(part, 2) for part in fractions)
+        if all(fraction.startswith("{") or len(fraction) > 1 for fraction in fractions):
+            answer = head + "".join("\\frac" + _braced(fraction, 2) for fraction in fractions)
     if answer == "0.5":
         return "\\frac{1}{2}"
-    above, slash, below = answer.partition("/")
-    if slash and above.removeprefix("-").isdecimal() and below.removeprefix("-").isdecimal():
-        plain = f"{int(above)}/{int(below)}"
-        if answer == plain:
-            return f"\\frac{{{int(above)}}}{{{int(below)}}}"
+    numerator, slash, denominator = answer.partition("/")
+    are_numbers = (
+        numerator.removeprefix("-").isdecimal() and denominator.removeprefix("-").isdecimal()
+    )
+    if slash and are_numbers and answer == f"{int(numerator)}/{int(denominator)}":
+        return f"\\frac{{{int(numerator)}}}{{{int(denominator)}}}"
     return answer
 
 
@@ -323,6 +324,7 @@ def _summary(
 
 
 def _rules(options: MathVisionScoreOptions) -> dict[str, Any]:
+    """Return the rules of a score; the official ones extract no answer."""
     if options.rules == "official":
         return {"rules": options.rules}
     return {"rules": options.rules, **extraction_rules(options)}

@@ -28,6 +28,7 @@ class _NoValueError(Exception):
 
 
 def _exp(exponent: Number) -> Number:
+    """Return a power of e. Raises `_NoValueError` for e itself."""
     if exponent == 1:  # printed as `E`, which `math` does not know
         raise _NoValueError
     return math.exp(exponent)
@@ -98,6 +99,7 @@ class _Reader:
     """Evaluates an expression while it reads its tokens, one method for each rule of the grammar."""
 
     def __init__(self, text: str) -> None:
+        """Begin before the first token."""
         text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
         text = _SIDES.sub("", _ASSIGNS.sub("", text, count=1) if _ASSIGNS.match(text) else text)
         self.tokens = deque([*filter(None, _TOKEN.findall(text)), ""])
@@ -165,10 +167,14 @@ class _Reader:
         if self._taken("e"):
             self._expect("^")
             return _exp(self._exponent())
-        if self._taken(r"\frac", r"\binom"):
-            above = self._group("{")
-            below = self._group("{")
-            return above / below if word == r"\frac" else _binomial(above, below)
+        if self._taken(r"\frac"):
+            numerator = self._group("{")
+            denominator = self._group("{")
+            return numerator / denominator
+        if self._taken(r"\binom"):
+            n = self._group("{")
+            k = self._group("{")
+            return _binomial(n, k)
         return self._function(word) if self._taken(*_FUNCTIONS) else self._atom()
 
     def _function(self, name: str) -> Number:

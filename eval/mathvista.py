@@ -97,7 +97,7 @@ class Hit(NamedTuple):
 
 
 def judge_extraction(row: dict[str, Any], extraction: object, rules: RuleSet) -> Hit:
-    """Return normalise the extraction of a row and compare it with the reference answer.
+    """Normalise the extraction of a row, and compare it with the reference answer.
 
     `rules` is one of `RULE_SETS`.
     """
@@ -272,6 +272,7 @@ def grade(row: Prediction, options: MathVistaScoreOptions) -> RowGrade:
 
 
 def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
+    """Return the entry of an answer in the score file."""
     grade = graded.grade
     fields = {"correct": graded.correct, "answer": row["answer"]}
     read = {"extraction": row["read"].text, "prediction": grade.extracted}
@@ -282,24 +283,27 @@ def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: MathVistaScoreOptions
 ) -> OwnFigures:
     """Return ID and OOD as ADORA's table has them (docs/evaluation.md)."""
-    groups = [item.grade.groups for item in graded]
-    # How often an item counts in ID: not at all, once or twice.
-    times = [
-        g.get("task", []).count(_GEOMETRY_TASK) + g.get("skills", []).count(_GEOMETRY_SKILL)
-        for g in groups
-    ]
-    correct = sum(n * item.correct for n, item in zip(times, graded, strict=True))
-    total = sum(times)
+    id_total = 0
+    id_correct = 0
+    for item in graded:
+        groups = item.grade.groups
+        # An item counts in ID not at all, once or twice: by its task and by its skills.
+        count = groups.get("task", []).count(_GEOMETRY_TASK)
+        count += groups.get("skills", []).count(_GEOMETRY_SKILL)
+        id_total += count
+        if item.correct:
+            id_correct += count
     answers_each = max(map(len, by_problem(graded).values()))
-    id_cell = counted(correct, total, answers_each)
+    id_cell = counted(id_correct, id_total, answers_each)
     # By the double count, ID of a small set can have more answers than there are; then OOD has no
     # figure.
     all_correct = sum(item.correct for item in graded)
-    ood_cell = counted(all_correct - correct, len(graded) - total, answers_each)
+    ood_cell = counted(all_correct - id_correct, len(graded) - id_total, answers_each)
     return OwnFigures(figures={"id_ood": {"definition": ID_OOD, "ID": id_cell, "OOD": ood_cell}})
 
 
 def _rules(options: MathVistaScoreOptions) -> dict[str, Any]:
+    """Return the rules of a score, and how answers were extracted."""
     empty = options.ignore_empty_extractions
     return {"rules": options.rules, "ignore_empty_extractions": empty, **extraction_rules(options)}
 

@@ -129,6 +129,7 @@ def grade(row: Prediction, options: MMMUProScoreOptions) -> RowGrade:
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: MMMUProScoreOptions
 ) -> OwnFigures:
+    """Return how many answers name no letter, for which the official score draws one."""
     drawn = sum(item.grade.reason == "drawn" for item in graded)
     line = (
         f"note: {amount(drawn, 'answer')} without a letter, wrong here; the official score draws "

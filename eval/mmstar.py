@@ -126,6 +126,7 @@ def grade(row: Prediction, options: MMStarScoreOptions) -> RowGrade:
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: MMStarScoreOptions
 ) -> OwnFigures:
+    """Return the multi-modal gain and the leakage, if there are runs to compare with."""
     leakage = _leakage(rows, graded, options)
     lines = []
     if leakage is not None:
@@ -186,10 +187,12 @@ def _shares_of_run(
 
 
 def _shares(graded: Sequence[Graded]) -> list[float]:
+    """Return the share of right answers to each problem."""
     return [sum(right) / len(right) for right in by_problem(graded).values()]
 
 
 def _mean(values: Sequence[float]) -> float:
+    """Return the mean of at least one value."""
     return sum(values) / len(values)
 
 

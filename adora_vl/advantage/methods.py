@@ -118,7 +118,7 @@ class AdvantagePipeline:
     def state(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as JSON can hold it.
 
-        Empty without any state.
+        It is empty for methods without any state.
         """
         state: dict[str, Any] = {}
         daro = self._daro.state() if self._daro is not None else self._saved

@@ -49,8 +49,10 @@ STARTS: dict[str, Start] = {
 
 
 def resolve_model(name: str) -> str:
-    """As `local_model`, but the tiny models are built in this process where they are missing, or
-    were built by another plan than this version's. Machines that share the folder build it once.
+    """Return the folder or hub id of a model, as `local_model`; tiny models are built here.
+
+    They are built in this process where they are missing, or were built by another plan than this
+    version's. Machines that share the folder build it once.
     """
     is_there = name in STORED and (STORED[name] / "model.safetensors").is_file()
     if name not in STARTS or is_there:

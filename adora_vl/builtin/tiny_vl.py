@@ -64,7 +64,7 @@ _OWN: dict[
 
 
 def language_settings(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Of the language model in a config: three layers, untied embeddings.
+    """Return the language model's part of a config: three layers, untied embeddings.
 
     Untied, because the CPU engine refreshes only one use of a tied embedding when weights are
     synced.
@@ -143,6 +143,7 @@ class Encoded:
 
 
 def encode(processor: "ProcessorMixin", rows: list[Row], system_prompt: str) -> Encoded:
+    """Return rows as tensors, each with its system prompt and its one picture."""
     conversations = [conversation_with_images(row["problem"], 1, system_prompt) for row in rows]
     texts = [
         processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -165,6 +166,7 @@ Answers = Sequence[Tensor] | Mapping[int, Tensor]  # by the number of the row
 def answer_loss(
     model: "PreTrainedModel", data: Encoded, answers: Answers, picks: list[int]
 ) -> Tensor:
+    """Return the mean loss of the answers to the chosen problems; prompts do not count."""
     sequences = [torch.cat([data.prompts[i], answers[i]]) for i in picks]
     labels = [torch.cat([torch.full_like(data.prompts[i], -100), answers[i]]) for i in picks]
     if data.pixels is None or data.grids is None:

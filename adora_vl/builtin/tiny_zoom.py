@@ -65,6 +65,11 @@ def call_for(corner: str) -> str:
 
 
 class _Teacher:
+    """Draws the examples of the two lessons.
+
+    An example is parts of text, each with whether it is learned, and its pictures.
+    """
+
     def __init__(self, processor: "ProcessorMixin", toolbox: Toolbox, plan: ZoomStart) -> None:
         self.processor = processor
         self.toolbox = toolbox
@@ -72,6 +77,7 @@ class _Teacher:
         self.rng = random.Random(plan.seed + _DATA_SEED)
 
     def prompt(self, corner: str) -> str:
+        """Return the prompt that asks for the number in a corner, with the tools described."""
         messages = conversation_with_images(
             question(corner), 1, with_tools(SYSTEM, self.toolbox.schemas)
         )

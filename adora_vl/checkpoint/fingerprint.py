@@ -170,9 +170,12 @@ def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
 
     Keys that the user sets come first.
     """
-    changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
     changed.sort(key=lambda key: (not key.startswith("adora_"), key))
-    return [f"{key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}" for key in changed]
+    lines = []
+    for key in changed:
+        lines.append(f"{key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}")
+    return lines
 
 
 _PREFIX = ".seen-by-all-"

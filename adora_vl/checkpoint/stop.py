@@ -110,6 +110,10 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
             control.should_save = control.should_training_stop = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Note the first signal; end the process at once for a later one.
+
+        SIGHUP never ends it, since a launcher that dies may send several.
+        """
         mute_lost_outputs()
         if self.received is not None:
             if number != signal.SIGHUP and time.monotonic() - self._received_at >= REPEAT_S:

@@ -73,7 +73,7 @@ def seal(folder: Path, facts: dict[str, Any], written: Collection[str] = ()) -> 
 def problem_of(checkpoint: Path) -> str | None:
     """Return why this checkpoint is not whole, in a few words; None if it is.
 
-    Reads every byte of it.
+    Every byte of it is read.
     """
     try:
         manifest_bytes = (checkpoint / MANIFEST).read_bytes()

@@ -34,9 +34,10 @@ _ALSO_CODE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 @contextlib.contextmanager
 def without_code(checkpoint: Path | str) -> Iterator[None]:
-    """Inside, unpickling makes tensors, plain values and the classes that checkpoints of DeepSpeed
-    0.19 have, and runs nothing else, whatever a caller of `torch.load` asks for. Raises `UserError`
-    for a file that asks for more.
+    """Keep unpickling from running code inside the block, whatever a caller asks for.
+
+    It makes tensors, plain values and the classes that checkpoints of DeepSpeed 0.19 have. Raises
+    `UserError` for a file that asks for more.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum

@@ -136,6 +136,7 @@ def noted(output_dir: Path, writes: bool) -> Iterator[None]:
 
 
 def _write_notes(output_dir: Path, **notes: Any) -> None:
+    """Write the notes on the files of the final model, in place of those of before."""
     replace_file(
         output_dir / WRITTEN, json.dumps({**_MADE_BY, **notes}, indent=2, sort_keys=True) + "\n"
     )
@@ -339,7 +340,10 @@ class CheckpointWriter:
     """
 
     def __init__(self, output_dir: Path, keep: int | None, accelerator: Accelerator) -> None:
-        """`keep`: TRL's `save_total_limit`."""
+        """Create the writer; nothing is written yet.
+
+        `keep`: TRL's `save_total_limit`.
+        """
         self.output_dir = output_dir
         self.keep = keep
         self.accelerator = accelerator

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adora_vl.config.help import Key, read_keys
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
+from adora_vl.config.trl_keys import Key, read_keys
 from adora_vl.config.trl_ranges import RANGES
 from adora_vl.config.values import convert, declared, takes
 from adora_vl.utils.cli import is_null, read_mapping, yaml_line, yaml_value
@@ -87,13 +87,7 @@ def read(arguments: Sequence[str], *, needs_model: bool = True) -> CliArgs:
     """
     keys = read_keys()
     words_by_key = _by_key(arguments)
-    names = [words for key, words in words_by_key if key == "config"]
-    if len(names) > 1:
-        raise UserError("--config: given twice; name one file, and other keys on the command line")
-    refuse_stray(names[0][1:] if names else [])
-    if names and not names[0]:
-        raise UserError("--config: expected the path of a YAML file after it")
-    file = recipe(names[0][0]) if names else None
+    file = _config_file(words_by_key)
     look_beside(file)
     values = read_file(file) if file else {}
     _set_environment(values.pop("env", {}), str(file))
@@ -115,6 +109,20 @@ def read(arguments: Sequence[str], *, needs_model: bool = True) -> CliArgs:
     return CliArgs(words=arguments, file=file, values=values, unread=unread)
 
 
+def _config_file(words_by_key: Sequence[tuple[str, CliWords]]) -> Path | None:
+    """The file that a command names with `--config`; None without one. Raises `UserError`."""
+    named = [words for key, words in words_by_key if key == "config"]
+    if not named:
+        return None
+    if len(named) > 1:
+        raise UserError("--config: given twice; name one file, and other keys on the command line")
+    words = named[0]
+    refuse_stray(words[1:])
+    if not words:
+        raise UserError("--config: expected the path of a YAML file after it")
+    return recipe(words[0])
+
+
 def recipe(name: str) -> Path:
     """The config file `name`, or the recipe of that name which the package ships.
 
@@ -128,9 +136,14 @@ def recipe(name: str) -> Path:
         Path(__file__).parents[2],
         Path(sys.prefix, "share", "adora_vl"),
     )
-    shipped = [home / "configs" / "train" / f"{word}.yaml" for home in homes]
     names_recipe = name in (word, f"{word}.yaml") and not file.exists()
-    return next((path for path in shipped if names_recipe and path.is_file()), file)
+    if not names_recipe:
+        return file
+    for home in homes:
+        shipped = home / "configs" / "train" / f"{word}.yaml"
+        if shipped.is_file():
+            return shipped
+    return file
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class AdoraScriptArguments:
         "vllm_max_model_length (or what the model allows): error (the run does not start) or drop "
         "(the row is left out).",
     )
-    adora_reward: list[str | dict[str, Any]] = key(
+    adora_reward: list[Name | dict[str, Any]] = key(
         lambda: ["adora"],
         "Reward preset: adora (1.0 / 0.1 / 0.0), easyr1 (0.9 + 0.1 format), accuracy (1 / 0), "
         "format (1 for a box), think_format, think_answer_format (1 for that form), knights (1.0 "

@@ -19,7 +19,15 @@ from adora_vl.config.values import convert
 from adora_vl.utils import own_files
 from adora_vl.utils.cli import plain
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
-from adora_vl.utils.own_files import FromFile, from_file, is_function, is_own, own_name
+from adora_vl.utils.own_files import (
+    FromFile,
+    from_file,
+    function_name,
+    is_function,
+    is_own,
+    own_name,
+    source_hash,
+)
 
 if TYPE_CHECKING:
     from adora_vl.config.schema import AdoraGRPOConfig
@@ -68,7 +76,7 @@ class MethodSet:
     """The methods of a run in their order, built once.
 
     `configured`: the methods. `hashes`: a hash of each file that one comes from, with its
-    neighbours. `notes`: a line for each key of TRL that a method has changed.
+    neighbours, and of each function of Python code. `notes`: a line for each key of TRL that a method has changed.
     """
 
     configured: tuple[ConfiguredMethod, ...]
@@ -90,22 +98,57 @@ class MethodSet:
         return value
 
 
-def build_methods(value: str | Mapping[str, Any]) -> MethodSet:
+def name_functions(value: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the value of `adora_method` with names in place of functions, and these by name.
+
+    Python code may pass a function `(groups, advantages) -> advantages` or a subclass of `Method`,
+    alone or as a key of the mapping. Raises `UserError` for one that has the name of a method here.
+    """
+    if callable(value):
+        return {_name_of(value): {}}, {_name_of(value): value}
+    if not isinstance(value, Mapping):
+        return value, {}
+    functions = {_name_of(entry): entry for entry in value if callable(entry)}
+    named = {
+        _name_of(entry) if callable(entry) else entry: options for entry, options in value.items()
+    }
+    return named, functions
+
+
+def _name_of(method: Any) -> str:
+    """The name of a function or class that Python code passed as a method."""
+    name = function_name(method)
+    if name in METHODS:
+        raise UserError(
+            f"adora_method: the function {name!r} has the name of a method that is here; rename it"
+        )
+    if inspect.isclass(method) and not issubclass(method, Method):
+        raise UserError(f"adora_method: the class {name!r} is no subclass of adora_vl.Method")
+    return name
+
+
+def build_methods(
+    value: str | Mapping[str, Any], functions: Mapping[str, Any] | None = None
+) -> MethodSet:
     """Build the methods that the value of `adora_method` names, in order.
 
-    Raises `UserError` for an unknown method or option, for a wrong value, and for a method that
-    computes advantages from the rewards but does not stand first, where it would discard the
-    others' work.
+    `functions`: those of Python code, by name. Raises `UserError` for an unknown method or option,
+    for a wrong value, and for a method that computes advantages from the rewards but does not stand
+    first, where it would discard the others' work.
     """
     configured: list[ConfiguredMethod] = []
     hashes: dict[str, str] = {}
-    requested = _requested_methods(value)
+    functions = functions or {}
+    requested = _requested_methods(value, functions)
     for name, options in requested.items():
         keeps = options.pop(KEEP, [])
         if is_own(name):
             file = _from_file(name)
             hashes[file.file] = file.hash
             method = _build_method(name, file.value, options)
+        elif name in functions:
+            hashes[name] = source_hash(functions[name])
+            method = _build_method(name, functions[name], options)
         else:
             method = _build_method(name, METHODS[name], options)
         configured.append(
@@ -125,12 +168,13 @@ def build_methods(value: str | Mapping[str, Any]) -> MethodSet:
     return MethodSet(configured=tuple(configured), hashes=hashes)
 
 
-def settle_methods(config: AdoraGRPOConfig) -> MethodSet:
+def settle_methods(config: AdoraGRPOConfig, functions: Mapping[str, Any]) -> MethodSet:
     """Build the methods, write all their options into `adora_method`, and set their keys of TRL.
 
-    Returns the methods, with a note for each key that changes. Raises `UserError`.
+    `functions`: those of Python code, by name. Returns the methods, with a note for each key that
+    changes. Raises `UserError`.
     """
-    methods = build_methods(config.adora_method)
+    methods = build_methods(config.adora_method, functions)
     notes: list[str] = []
     for entry in methods.configured:
         for key, value in entry.method.settings.items():
@@ -145,7 +189,9 @@ def settle_methods(config: AdoraGRPOConfig) -> MethodSet:
     return replace(methods, notes=tuple(notes))
 
 
-def _requested_methods(value: str | Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _requested_methods(
+    value: str | Mapping[str, Any], functions: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
     """The methods in the value of `adora_method`, in order, with the options that are set.
 
     Raises `UserError` for an unknown method, and for options that are no mapping.
@@ -156,7 +202,7 @@ def _requested_methods(value: str | Mapping[str, Any]) -> dict[str, dict[str, An
             raise UserError(f"adora_method: {value} names a method twice")
         value = dict.fromkeys(names)
     for name, options in value.items():
-        if name not in METHODS and not is_own(str(name)):
+        if not (name in METHODS or name in functions or is_own(str(name))):
             raise _unknown_method(str(name))
         if options is not None and not isinstance(options, Mapping):
             raise UserError(

@@ -16,13 +16,17 @@ from trl import GRPOConfig, ModelConfig
 
 from adora_vl.config.command import CliArgs, read, read_value
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
-from adora_vl.config.methods import settle_methods
+from adora_vl.config.methods import name_functions, settle_methods
 from adora_vl.config.values import convert_fields, declared
 from adora_vl.utils.cli import plain, spelled
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.secrets import HIDDEN, masked
 
 _CPU_RECIPE = "configs/train/smoke_cpu.yaml is a recipe for a CPU (use_cpu: true, bf16: false)"
+
+
+class UndividedError(UserError):
+    """A generation of this process does not divide into groups; one of more processes may."""
 
 
 @dataclass
@@ -34,6 +38,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
 
     def __post_init__(self, converted: frozenset[str]) -> None:
         """Check the keys. Raises `UserError` for our checks, `ValueError` for those of TRL."""
+        self.adora_method, functions = name_functions(self.adora_method)
         convert_fields(self, converted=converted, library_class=GRPOConfig)
         check_device(self)
         # The best of many evaluations on one set is overfitted to that set, and Transformers would
@@ -46,7 +51,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
             raise UserError(f"load_best_model_at_end: true is not supported; {instead}")
         if spelled(self.save_strategy) == "best":
             raise UserError(f"save_strategy: best is not supported; {instead}")
-        self.methods = settle_methods(self)
+        self.methods = settle_methods(self, functions)
         # TRL works these two out of each other, and an error names those that the user has set.
         generation_batch_size = vars(self).get("generation_batch_size")
         steps_per_generation = vars(self).get("steps_per_generation")
@@ -93,7 +98,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         key = "steps_per_generation" if steps else "gradient_accumulation_steps"
         processes = rollouts // (rows * self.steps_per_generation)
         plural = "" if processes == 1 else "es"
-        raise UserError(
+        raise UndividedError(
             f"per_device_train_batch_size: {rows} x "
             f"{key}: {steps or self.gradient_accumulation_steps} x {processes} process{plural} = "
             f"{rollouts} rollouts, which do not divide into groups of num_generations: "
@@ -205,10 +210,11 @@ class Configs(NamedTuple):
     runs_here: bool = True
 
 
-def build_configs(cli_args: CliArgs, *, any_machine: bool = False) -> Configs:
+def build_configs(cli_args: CliArgs, *, any_machine: bool = False, processes: int = 1) -> Configs:
     """Build the dataclasses of a training command, and convert the values that are still unread.
 
-    `any_machine`: build them also where this machine has no GPU for them. Raises `UserError`, also
+    `any_machine`: build them also where this machine has no GPU for them. `processes`: of the run
+    that is planned, of which this one is the first. Raises `UserError`, also
     for an error of TRL or Transformers, whose text becomes one line.
     """
     values = dict(cli_args.values)
@@ -223,7 +229,7 @@ def build_configs(cli_args: CliArgs, *, any_machine: bool = False) -> Configs:
                 bf16=training_kwargs.get("bf16"),
                 fp16=training_kwargs.get("fp16", False),
             )
-        training = _training_config(training_kwargs, missing)
+        training = _training_of_many(training_kwargs, missing, processes)
         model = ModelConfig(**_kwargs_of(ModelConfig, cli_args, values))
     except UserError:
         raise
@@ -244,6 +250,26 @@ def _kwargs_of(kind: Any, cli_args: CliArgs, values: dict[str, Any]) -> dict[str
         if key in values:
             kwargs[key] = values[key]
     return kwargs
+
+
+def _training_of_many(
+    kwargs: dict[str, Any], missing: str | None, processes: int
+) -> AdoraGRPOConfig:
+    """Build the training config of a run of so many processes, of which this is one.
+
+    TRL divides a generation of this process alone into groups. Where one of all processes divides,
+    it is built with as many passes as all of them make, and gets its own number back.
+    """
+    try:
+        return _training_config(kwargs, missing)
+    except UndividedError:
+        if processes == 1:
+            raise
+    passes = kwargs.get("steps_per_generation") or kwargs.get("gradient_accumulation_steps", 1)
+    config = _training_config({**kwargs, "steps_per_generation": passes * processes}, missing)
+    config.steps_per_generation = passes
+    config.generation_batch_size = config.per_device_train_batch_size * passes
+    return config
 
 
 def _training_config(kwargs: dict[str, Any], missing: str | None) -> AdoraGRPOConfig:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from adora_vl.config.trl_ranges import NONE_IS_A_WORD, NULL_IS, OR_FILE, RANGES
+from adora_vl.config.trl_ranges import NONE_IS_A_WORD, NULL_IS, OR_FILE, RANGES, Name
 from adora_vl.utils.cli import (
     GivenTwiceError,
     flow_mapping,
@@ -31,7 +31,6 @@ from adora_vl.utils.cli import (
 from adora_vl.utils.errors import UserError, did_you_mean
 
 _literal: Any = Literal  # mypy takes a Literal only of names that are written out
-_OR_WORD = frozenset({"adora_method", "adora_reward"})  # a mapping, or a word
 _OFF = ("off", "no", "none")  # a bare `off` or `no` in YAML is false
 _BOUNDS = (("gt", "above"), ("ge", "of at least"), ("lt", "below"), ("le", "at most"))
 _KINDS = {
@@ -58,29 +57,41 @@ def convert(key: str, value: Any, hint: Any) -> Any:
     word = value
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
         word = value[0]
-    # Many write none for null, but for some keys it is a word of its own.
-    may_be_none = NoneType in kinds and "none" not in names and key not in NONE_IS_A_WORD
-    if is_null(word) or (may_be_none and isinstance(word, str) and word.strip().lower() == "none"):
+    if _is_null(key, word, kinds, names):
         if NoneType not in kinds:
             _refuse(key, None, hint)
         return NULL_IS.get(key)
-    options = next((kind for kind in kinds if is_dataclass(kind)), None)
-    if options is not None:
-        return _options(key, word, options)
+    block = next((kind for kind in kinds if is_dataclass(kind)), None)
+    if block is not None:
+        return _options(key, word, block)
     if tuple in kinds:
         return _tuple(key, value, hint)
     if {bool, list} <= kinds and truth(word) is not None:
         return truth(word)
     if list in kinds and not (str in kinds and isinstance(value, str)):
-        return [convert(key, entry, _entry(hint)) for entry in _entries(key, value)]
+        entry_hint = _entry(hint)
+        entries = _entries(key, value, entry_hint)
+        return [convert(key, entry, entry_hint) for entry in entries]
     plain_value = value.value if isinstance(value, Enum) else value
-    parsed = _parse(key, plain_value, kinds, names)
+    parsed = _parse(key, plain_value, hint)
     try:
         converted = _adapter(hint).validate_python(parsed, strict=True)
     except ValidationError:
         _refuse(key, value, hint)
     check_finite(key, converted)
     return converted
+
+
+def _is_null(key: str, word: object, kinds: set[Any], names: list[str]) -> bool:
+    """Whether a value is null.
+
+    Many write none for it, but for some keys that is a word of its own.
+    """
+    if is_null(word):
+        return True
+    if NoneType not in kinds or "none" in names or key in NONE_IS_A_WORD:
+        return False
+    return isinstance(word, str) and word.strip().lower() == "none"
 
 
 def convert_fields(
@@ -120,8 +131,12 @@ def _is_default(key: Field[Any], value: object) -> bool:
     An equal value of another type is none, such as 1 for true: a fingerprint has it as text. So a
     block of options, which may have such values, never counts as the default.
     """
-    default = key.default if key.default_factory is MISSING else key.default_factory()
-    return type(value) is type(default) and value == default and not is_dataclass(value)
+    if is_dataclass(value):
+        return False
+    default = key.default
+    if key.default_factory is not MISSING:
+        default = key.default_factory()
+    return type(value) is type(default) and value == default
 
 
 def _options(key: str, value: Any, kind: Any) -> Any:
@@ -166,7 +181,7 @@ def _options(key: str, value: Any, kind: Any) -> Any:
 def _tuple(key: str, value: Any, hint: Any) -> Any:
     """Convert a list of a fixed length, or of any length where the annotation ends in dots."""
     inner = get_args(next(arm for arm in _arms(hint) if _kind(arm) is tuple))
-    entries = _entries(key, value)
+    entries = _entries(key, value, inner[0])
     if inner[-1] is not ... and len(entries) != len(inner):
         raise UserError(f"{key}: {_in_words(value)} is not a list of {len(inner)}")
     return tuple(convert(key, entry, inner[0]) for entry in entries)
@@ -242,7 +257,9 @@ def _with_names(hint: Any, choices: Sequence[str] = ()) -> Any:
 
 def _arms(hint: Any) -> tuple[Any, ...]:
     """The members of a union, or `hint` alone."""
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if get_origin(hint) in (Union, UnionType):
+        return get_args(hint)
+    return (hint,)
 
 
 def takes(hint: Any, kind: type) -> bool:
@@ -267,12 +284,21 @@ def _entry(hint: Any) -> Any:
     return _with_names(next(get_args(arm)[0] for arm in _arms(hint) if _kind(arm) is list))
 
 
-def _parse(key: str, value: Any, kinds: set[Any], names: list[str]) -> Any:
+def _takes_names(hint: object) -> bool:
+    """Whether a text is a name, where the key takes a mapping too: `{...}` is the mapping then.
+
+    Keys of the libraries that take both want the mapping as a text.
+    """
+    return Name in _arms(hint)
+
+
+def _parse(key: str, value: object, hint: object) -> Any:
     """Parse a value that is a text into the kind that was meant.
 
-    Every value on the command line is a text, and so are some words in YAML. `kinds`: what the key
-    takes. `names`: the words of its `Literal`.
+    Every value on the command line is a text, and so are some words in YAML.
     """
+    kinds = {_kind(arm) for arm in _arms(hint)}
+    names = _names(hint)
     if bool in kinds and truth(value) is not None:
         return truth(value)
     # YAML reads a bare `off` or `no` as false.
@@ -280,10 +306,11 @@ def _parse(key: str, value: Any, kinds: set[Any], names: list[str]) -> Any:
         return next((name for name in _OFF if name in names), value)
     if kinds & {int, float} and isinstance(value, int | float | str):
         return _number(value, whole=float not in kinds)
-    may_be_word = key in _OR_WORD and isinstance(value, str)
-    is_word = may_be_word and not value.lstrip().startswith("{")
-    if dict in kinds and not is_word:
-        return _mapping(key, value, or_text=str in kinds and key not in _OR_WORD)
+    if dict in kinds:
+        is_text = isinstance(value, str) and not value.lstrip().startswith("{")
+        if is_text and _takes_names(hint):
+            return value
+        return _mapping(key, value, or_text=str in kinds and not _takes_names(hint))
     if str in kinds and not isinstance(value, dict | list | bool):
         return str(value)
     return value
@@ -295,22 +322,36 @@ def _number(value: int | float | str, *, whole: bool) -> Any:
     A text that is no number stays a text. `whole`: make 3.0 the integer 3.
     """
     number: Any = value
-    for parse in (int, float):
-        try:
-            number = parse(value) if isinstance(value, str) else value
-            break
-        except ValueError:
-            continue
-    return int(number) if whole and isinstance(number, float) and number.is_integer() else number
+    if isinstance(value, str):
+        number = _parsed_number(value)
+    if whole and isinstance(number, float) and number.is_integer():
+        return int(number)
+    return number
 
 
-def _entries(key: str, value: Any) -> list[Any]:
-    """The entries of a list that may be written as `a b`, `a,b` or `[a, b]`. Raises `UserError`."""
+def _parsed_number(text: str) -> int | float | str:
+    """The integer or the number that a text is, else the text."""
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _entries(key: str, value: object, entry_hint: object) -> list[Any]:
+    """The entries of a list that may be written as `a b`, `a,b` or `[a, b]`.
+
+    Where an entry may be a mapping, a mapping of several names is one for each. Raises `UserError`.
+    """
     words = value if isinstance(value, list | tuple) else [value]
     try:
-        if key in _OR_WORD:
-            return [entry for word in words for entry in _or_mapping(key, word)]
-        entries = split_list(words) if all(isinstance(word, str) for word in words) else list(words)
+        if takes(entry_hint, dict):
+            return [entry for word in words for entry in _entries_of(key, word)]
+        all_texts = all(isinstance(word, str) for word in words)
+        entries = split_list(words) if all_texts else list(words)
     except ValueError as error:
         raise UserError(f"{key}: {_in_words(value)} {error}; write a,b or [a,b]") from None
     if any(isinstance(entry, dict | list) or entry is None or entry == "" for entry in entries):
@@ -318,8 +359,8 @@ def _entries(key: str, value: Any) -> list[Any]:
     return entries
 
 
-def _or_mapping(key: str, word: Any) -> list[Any]:
-    """The entries that a word stands for: words, or mappings with one name each."""
+def _entries_of(key: str, word: object) -> list[Any]:
+    """The entries that a word stands for: names, or mappings with one name each."""
     value = word
     if isinstance(word, str):
         start = word.lstrip()[:1]
@@ -327,21 +368,21 @@ def _or_mapping(key: str, word: Any) -> list[Any]:
             value = _mapping(key, word, or_text=False)
         elif start == "[":
             value = yaml_value(word)
-        if isinstance(value, str):
-            value = split_list([value])
+    if isinstance(value, str):
+        value = split_list([value])
     if isinstance(value, Mapping):
         return [{name: options} for name, options in value.items()]
     entries: list[Any] = []
     items = value if isinstance(value, list) else [value]
     for item in items:
         if isinstance(item, Mapping):
-            entries += _or_mapping(key, item)
+            entries += _entries_of(key, item)
         else:
             entries.append(item)
     return entries
 
 
-def _mapping(key: str, value: Any, *, or_text: bool) -> Any:
+def _mapping(key: str, value: object, *, or_text: bool) -> Any:
     """Read a mapping from JSON, from YAML's `{a: 1}`, or from the path of a JSON file.
 
     `or_text`: the key takes texts too, so a text is checked and stays a text, of JSON. Raises
@@ -350,14 +391,19 @@ def _mapping(key: str, value: Any, *, or_text: bool) -> Any:
     if isinstance(value, Mapping):
         return value
     text = value.strip() if isinstance(value, str) else ""
-    file = Path(text) if key in OR_FILE and text and not text.startswith("{") else None
+    file = None
+    if key in OR_FILE and text and not text.startswith("{"):
+        file = Path(text)
     try:
         content = read_json(file.read_bytes() if file else text)
     except GivenTwiceError as error:
         raise UserError(f"{key}: {error}; keep the right one") from None
     except (OSError, ValueError, RecursionError):
-        content = None if file else flow_mapping(text)
-        value = value if content is None else json.dumps(content)
+        content = None
+        if file is None:
+            content = flow_mapping(text)
+        if content is not None:
+            value = json.dumps(content)
     if not isinstance(content, dict):
         file_or = "a JSON file with a mapping in it, nor " if file else ""
         mapping = "a mapping, such as '{a: 1}' on the command line"
@@ -366,7 +412,7 @@ def _mapping(key: str, value: Any, *, or_text: bool) -> Any:
     return value if or_text else content
 
 
-def _refuse(key: str, value: Any, hint: Any) -> NoReturn:
+def _refuse(key: str, value: object, hint: object) -> NoReturn:
     """Raise the `UserError` for a value that is not what its key takes."""
     expected = " or ".join(map(_described, _arms(hint)))
     raise UserError(
@@ -383,20 +429,22 @@ def _described(arm: Any) -> str:
         return f"one of {', '.join(names)}" if len(names) > 1 else names[0]
     if get_origin(arm) is Annotated:
         kind, limits = get_args(arm)
-        bounds = [
-            f"{word} {getattr(bound, name)}"
-            for bound in limits.metadata
-            for name, word in _BOUNDS
-            if hasattr(bound, name)
-        ]
-        return limits.description or f"{_KINDS[kind]} {' and '.join(bounds)}"
+        if limits.description:
+            return str(limits.description)
+        bounds: list[str] = []
+        for bound in limits.metadata:
+            for name, word in _BOUNDS:
+                if hasattr(bound, name):
+                    bounds.append(f"{word} {getattr(bound, name)}")
+        return f"{_KINDS[kind]} {' and '.join(bounds)}"
     return _KINDS.get(_kind(arm), "an object that only Python can give")
 
 
-def _in_words(value: Any) -> str:
+def _in_words(value: object) -> str:
     """The value as a person writes it, in one line.
 
     None is null, numbers stand without quotes, and other texts with them.
     """
-    is_number = isinstance(value, str) and not isinstance(_number(value, whole=False), str)
-    return shown(value.strip(), _SHOWN).strip("'") if is_number else shown(value, _SHOWN)
+    if isinstance(value, str) and not isinstance(_parsed_number(value), str):
+        return shown(value.strip(), _SHOWN).strip("'")
+    return shown(value, _SHOWN)

@@ -20,7 +20,7 @@ _SAYS_WHERE = re.compile(
 )
 
 
-def text_of_chat(value: Any) -> str | None:
+def text_of_chat(value: object) -> str | None:
     """Return the one question of a conversation, with `<image>` for each image part in it.
 
     None is returned where there are several questions, or none, or no conversation at all. System
@@ -30,7 +30,7 @@ def text_of_chat(value: Any) -> str | None:
     return _text_of_content(questions[0]) if len(questions) == 1 else None
 
 
-def pictures_of_chat(value: Any) -> list[Any]:
+def pictures_of_chat(value: object) -> list[Any]:
     """Return what the image parts of the one question hold: a path, an address, `{"bytes": ...}`.
 
     A part that only marks the place of an image gives None. Where all parts are such marks the list
@@ -46,7 +46,7 @@ def pictures_of_chat(value: Any) -> list[Any]:
     return pictures if any(picture is not None for picture in pictures) else []
 
 
-def answer_of_chat(value: Any) -> str | None:
+def answer_of_chat(value: object) -> str | None:
     """Return the assistant's answer to the one question of a conversation.
 
     None is returned where there are several questions or answers, or none.

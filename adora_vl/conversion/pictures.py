@@ -57,7 +57,7 @@ class FileRoot:
     fetch: Fetch | None = None
 
 
-def picture_bytes(value: Any, files: FileRoot) -> bytes:
+def picture_bytes(value: object, files: FileRoot) -> bytes:
     """Return the encoded picture that a value holds or names.
 
     The value is bytes, a struct of `datasets`, a data URL, Base64, a path or a file URL.
@@ -108,7 +108,7 @@ def _unpacked(value: Any) -> Any:
     return value
 
 
-def listed_pictures(value: Any) -> list[Any]:
+def listed_pictures(value: object) -> list[Any]:
     """Return the pictures of a cell as a list.
 
     A cell may be a list, a list in JSON, or paths with `;`, `,`, `|` or line breaks between them;
@@ -134,7 +134,7 @@ def _path_in(value: object) -> str:
     return str(name).strip() if named else ""
 
 
-def named_files(value: Any, files: FileRoot) -> list[Path]:
+def named_files(value: object, files: FileRoot) -> list[Path]:
     """Return the files inside the input's folder that the value of an images column names."""
     paths = []
     for item in listed_pictures(value):

@@ -39,6 +39,7 @@ class RowError(UserError):
         originals: Sequence[bytes] = (),
         record: dict[str, Any] | None = None,
     ) -> None:
+        """Begin an error of the row `row_id`. `wrong`: what is wrong; `remedy`: what to do."""
         super().__init__(row_id, kind, wrong, remedy)  # pickling needs the arguments
         self.row_id = row_id
         self.sentence = f"{wrong}; {remedy}"
@@ -61,6 +62,7 @@ def several_faults() -> Iterator[Callable[..., Any]]:
     faults: list[RowError] = []
 
     def tried(part: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what `part` returns; None where it raises a `RowError`, which is kept."""
         try:
             return part(*arguments)
         except RowError as error:
@@ -246,14 +248,14 @@ def check_gold(gold: str, refuse: Callable[[str, str, str], RowError]) -> str:
         raise refuse(*_ungradable(gold, reason))
     if read(gold).reason == "not_read" and re.search(r"[0-9$^#]|\\(?:sqrt|frac)", gold):
         wrong = (
-            f"the right answer {gold!r:.200} can be read only as a text of signs, which hardly "
-            "any answer repeats"
+            f"the right answer {gold!r:.200} can be read as a text of signs alone, which hardly "
+            "any answer meets"
         )
         raise refuse("gold_signs", wrong, f"{_A_GOLD}, without other signs or words, in")
     return canonical_gold(gold)
 
 
-_A_GOLD = r"write one answer such as 12, 5\sqrt{3}, (3, -4), x < 5 or 4; -4"
+_A_GOLD = r"write one answer such as 12, 5\sqrt{3}, (3, -4) or x < 5, and several as 4; -4"
 
 
 def _ungradable(gold: str, reason: str) -> tuple[str, str, str]:
@@ -268,7 +270,7 @@ def _ungradable(gold: str, reason: str) -> tuple[str, str, str]:
         spelling = (
             "name the options, choices=COLUMN, so that the letter is one, or write the value alone"
         )
-    wrong = f"no answer would be graded as right against {gold!r:.200} ({rule})"
+    wrong = f"with the right answer {gold!r:.200} no answer would be graded as right ({rule})"
     return f"gold_{rule}" if spelling else "gold", wrong, f"{spelling or _A_GOLD}, in"
 
 

@@ -44,6 +44,7 @@ def shown_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def _shown(image: Image.Image) -> Any:
+    """Return an image as the model sees it, or what marks it as unreadable."""
     try:
         return kept(as_shown(image))
     except UnreadableImageError as error:
@@ -64,9 +65,10 @@ class DistinctRows(Dataset[dict[str, Any]]):
     """
 
     def __init__(self, rows: Any, *, numbered: bool = False, share: bool = True) -> None:
-        """`numbered`: each row says its number, in the column `ROW_NUMBER`.
+        """Wrap rows; none is read yet.
 
-        `share`: copies of a row are read once; else each is read, as stock TRL does.
+        `numbered`: each row says its number, in the column `ROW_NUMBER`. `share`: copies of a row
+        are read once; else each is read, as stock TRL does.
         """
         self._rows = rows
         self._numbered = numbered
@@ -127,10 +129,12 @@ class DistinctRows(Dataset[dict[str, Any]]):
         self._ahead = {index: row for index, row in self._ahead.items() if index in but}
 
     def _read(self, index: int) -> dict[str, Any]:
+        """Read one row."""
         [row] = shown_rows([self._rows[index]])
         return self._with_number(row, index)
 
     def _with_number(self, row: dict[str, Any], index: int) -> dict[str, Any]:
+        """Return a row with its number in the data set."""
         return {**row, ROW_NUMBER: index} if self._numbered else row
 
 
@@ -139,13 +143,13 @@ Process = Callable[[dict[str, Any]], int]
 
 
 class NoPrefetch:
-    """Where nothing is read ahead."""
+    """The interface of a prefetch, which reads nothing ahead."""
 
     def start(self) -> None:
-        """Called when a generation is complete, and the policy is about to learn from it."""
+        """Begin when a generation is complete, and the policy is about to learn from it."""
 
     def finish(self) -> None:
-        """Called before a generation, which has the cache for itself, and at the end."""
+        """Finish before a generation, which has the cache for itself, and at the end."""
 
 
 class ImagePrefetch(NoPrefetch):
@@ -194,6 +198,7 @@ class ImagePrefetch(NoPrefetch):
             self._thread = None
 
     def _work(self, coming: list[int]) -> None:
+        """Read and process the images, on the thread."""
         processed_bytes = 0
         for index in coming:
             interpreter_ends = not threading.main_thread().is_alive()  # it waits for this thread
@@ -231,7 +236,7 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by `transformers.Trainer` before each epoch."""
+        """Set the epoch, as `transformers.Trainer` does before each epoch."""
         self.epoch = epoch
 
     def following(self, rows: Sequence[int], epoch: int, generations: int = 1) -> list[int]:
@@ -263,11 +268,13 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         return self._orders[epoch]
 
     def __iter__(self) -> Iterator[int]:
+        """Return the rows of the present epoch, each as often as TRL's sampler repeats it."""
         if self.shuffle:
             self.generator = torch.Generator()
             self.generator.manual_seed((self.seed or 0) + 1_000_003 * self.epoch)
             return iter(super().__iter__())
         rows = self.num_samples
-        rows_per_epoch = rows // self.batch_size * self.batch_size
-        first = self.epoch * rows_per_epoch
+        # Rows at the end that fill no generation are left to the next epoch.
+        generations_per_epoch = rows // self.batch_size
+        first = self.epoch * generations_per_epoch * self.batch_size
         return ((first + index) % rows for index in super().__iter__())

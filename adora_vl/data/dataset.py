@@ -114,6 +114,7 @@ def _group(rows: Iterator[Row]) -> Iterator[Row]:
 
 
 def _stored(row: Row, features: Features) -> Row:
+    """Return a row with its images as they are stored."""
     assert row.keys() == features.keys(), f"columns {sorted(row)} are not those of the schema"
     assert row["meta"].keys() == features["meta"].keys(), (
         f"meta {sorted(row['meta'])} is not that of the schema"
@@ -121,7 +122,11 @@ def _stored(row: Row, features: Features) -> Row:
     return {**row, "images": [_stored_image(image) for image in row["images"]]}
 
 
-def _stored_image(image: Any) -> Any:
+def _stored_image(image: object) -> Any:
+    """Return an image as it is stored.
+
+    A picture becomes the bytes of a PNG, without a path; what has its form already stays.
+    """
     if isinstance(image, Image.Image):
         image = png_bytes(image)
     return {"bytes": image, "path": None} if isinstance(image, bytes) else image
@@ -228,6 +233,7 @@ def example_row(folder: Path, splits: Iterable[str]) -> Row | None:
 
 
 def _row_at(path: Path, group: int, index: int) -> Row:
+    """Return one row of a file by its row group and its index in it."""
     with _parquet(path) as file:
         return dict(
             next(islice(file.iter_batches(1, row_groups=[group]), index, None)).to_pylist()[0]
@@ -308,6 +314,7 @@ def _parquet(path: Path) -> Iterator[Any]:
 
 
 def _files_of(folder: Path, split: str) -> list[Path]:
+    """Return the files of a split. Raises `UserError` where the data set has no such split."""
     files = split_files(folder)
     expected = f"(expected data/{split}-*.parquet); it has {', '.join(files) or 'none'}"
     if split not in files:
@@ -316,6 +323,7 @@ def _files_of(folder: Path, split: str) -> list[Path]:
 
 
 def _require_columns(schema: pa.Schema, folder: Path, split: str) -> None:
+    """Raise `UserError` where a split lacks a column, or its images are no lists."""
     where = f"{str(folder)!r} split {split!r}"
     remedy = "prepare it with `python -m data_prep`"
     missing = next((column for column in REQUIRED_COLUMNS if column not in schema.names), None)

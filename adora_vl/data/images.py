@@ -9,13 +9,16 @@ import zlib
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from adora_vl.models.families import seeing_families
 from adora_vl.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers.image_utils import ImageInput
 
 VISIONS = seeing_families()
 DEFAULT_FAMILY = "qwen2_5_vl"
@@ -436,7 +439,7 @@ def content_digest(image: Image.Image) -> str:
     return digest.hexdigest()
 
 
-def kept(image: Any) -> Any:
+def kept(image: "ImageInput") -> Any:
     """Return `image` itself, loaded, as a `KeptImage`; what is no PIL image stays."""
     if isinstance(image, Image.Image):
         image.load()
@@ -466,6 +469,7 @@ class _Lent(Image.Image):
 
 
 def _becomes_plain(image: Image.Image) -> None:
+    """Make an image a plain one again, of Pillow's own class."""
     image.__class__ = Image.Image
 
 
@@ -509,6 +513,7 @@ def _unreadable(error: Exception) -> UnreadableImageError:
 
 
 def _refuse_degenerate(image: Image.Image) -> None:
+    """Raise `UnreadableImageError` for a picture that is too small or narrow, or of one colour."""
     width, height = image.size
     if min(width, height) < MIN_SIDE:
         raise UnreadableImageError(
@@ -530,6 +535,7 @@ def _refuse_degenerate(image: Image.Image) -> None:
 
 
 def _of_one_colour(image: Image.Image) -> bool:
+    """Return whether all pixels of a picture are the same."""
     return all(
         low == high
         for low, high in (image.getchannel(band).getextrema() for band in image.getbands())

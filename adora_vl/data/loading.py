@@ -52,6 +52,7 @@ def decoded_rows(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def _decoded(stored: dict[str, Any]) -> Any:
+    """Return the picture of a stored image, or what marks it as unreadable."""
     try:
         encoded = stored["bytes"]
         if encoded is None and Path(stored["path"] or "").is_file():
@@ -114,46 +115,51 @@ def load_rows(
 ) -> Dataset:
     """Return the rows with a conversational `prompt` column; images are decoded on access.
 
-    `script`: the script arguments, with the keys of the data. `folders`: the prepared data sets.
-    `seed`: of the mixture. `fitting`: chooses the rows to train on, before data sets are mixed by
-    their shares. Raises `UserError`.
+    Args:
+        script: the script arguments, with the keys of the data.
+        folders: the prepared data sets.
+        seed: of the mixture.
+        fitting: chooses the rows to train on, before data sets are mixed by their shares.
+
+    Raises `UserError`.
     """
     split = script.dataset_train_split
     prompt_template = template(script.adora_prompt) if script.adora_prompt else None
-    parts = []
+    datasets = []
     prompts = []
     for folder in folders:
         dataset = load_split(folder, split)
         where = f"dataset: {folder!r} split {split!r}"
         require_sound_rows(rows_without_pixels(dataset.data.table), where)
         prompts += problem_texts(dataset, prompt_template, where)
-        parts.append(dataset)
-    _require_different_ids(parts, folders)
+        datasets.append(dataset)
+    _require_different_ids(datasets, folders)
     try:
         # a column that one lacks is null there
-        dataset = parts[0] if len(parts) == 1 else concatenate_datasets(parts)
+        dataset = datasets[0] if len(datasets) == 1 else concatenate_datasets(datasets)
     except (ValueError, TypeError) as error:
-        differ = f"the data sets have columns of different types ({error})"
-        raise UserError(f"dataset_name: {differ}; prepare them in one way") from error
-    images = pc.list_value_length(dataset.data.table["images"]).to_pylist()
-    messages = conversations(prompts, images, script.adora_system_prompt)
+        raise UserError(
+            f"dataset_name: the data sets have columns of different types ({error}); prepare them "
+            "in one way"
+        ) from error
+    image_counts = pc.list_value_length(dataset.data.table["images"]).to_pylist()
+    messages = conversations(prompts, image_counts, script.adora_system_prompt)
     dataset = mark_unreadable(dataset.add_column("prompt", messages))
     fitting_rows = range(len(dataset)) if fitting is None else fitting(dataset, prompts)
-    if script.adora_mixture is None or len(parts) == 1:
+    if script.adora_mixture is None or len(datasets) == 1:
         return dataset if len(fitting_rows) == len(dataset) else dataset.select(fitting_rows)
-    ends = [bisect_left(fitting_rows, end) for end in accumulate(len(part) for part in parts)]
-    sizes = [end - start for start, end in pairwise([0, *ends])]
+    # How many of the fitting rows are of each data set.
+    ends = accumulate(len(dataset) for dataset in datasets)
+    fitting_ends = [bisect_left(fitting_rows, end) for end in ends]
+    sizes = [end - start for start, end in pairwise([0, *fitting_ends])]
     if 0 in sizes:
-        empty = (
-            f"adora_mixture: {Path(folders[sizes.index(0)]).name} has a share, but "
-            "adora_overlong_prompts: drop"
-        )
         raise UserError(
-            f"{empty} leaves none of its rows; remove it from dataset_name, or raise the limit"
+            f"adora_mixture: {Path(folders[sizes.index(0)]).name} has a share, but "
+            "adora_overlong_prompts: drop leaves none of its rows; remove it from dataset_name, or "
+            "raise the limit"
         )
-    return dataset.select(
-        [fitting_rows[number] for number in mixed_rows(sizes, script.adora_mixture, seed)]
-    )
+    order = mixed_rows(sizes, script.adora_mixture, seed)
+    return dataset.select([fitting_rows[number] for number in order])
 
 
 def problem_texts(dataset: Dataset, prompt_template: Template | None, where: str) -> list[str]:

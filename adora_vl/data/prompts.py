@@ -190,6 +190,7 @@ def _value_text(value: object) -> str:
 
 
 def _wrong(source: str, why: str) -> UserError:
+    """Return the error of a template."""
     return UserError(
         f"adora_prompt: {shown(source)} {why}; write {{column}} for a value, and {{{{ or }}}} for "
         "a brace"

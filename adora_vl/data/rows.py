@@ -1,6 +1,7 @@
 """Checks of the rows of a dataset, made before a row is trained on or evaluated."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import pyarrow as pa  # pyarrow ships no types
@@ -106,7 +107,7 @@ def require_sound_rows(rows: Iterable[Row], where: str) -> None:
         )
 
 
-def rows_without_pixels(table: pa.Table) -> Iterator[dict[str, Any]]:
+def rows_without_pixels(table: pa.Table) -> Iterator[Row]:
     """Yield the rows of a table of the schema, for `problem_with_row`, without copying image bytes.
 
     An image is True, or None where it has neither bytes nor a path. Thousands of rows take a
@@ -116,9 +117,10 @@ def rows_without_pixels(table: pa.Table) -> Iterator[dict[str, Any]]:
     columns = {name: table[name].to_pylist() for name in names}
     images: Iterable[Any] = [None] * table.num_rows
     if "images" in table.column_names:
-        images = (part for chunk in table["images"].chunks for part in _image_marks(chunk))
+        images = chain.from_iterable(map(_image_marks, table["images"].chunks))
     for number, marks in enumerate(images):
-        yield {**{name: values[number] for name, values in columns.items()}, "images": marks}
+        row = {name: values[number] for name, values in columns.items()}
+        yield {**row, "images": marks}
 
 
 def images_of(row: Mapping[str, Any]) -> list[Any]:

@@ -31,10 +31,12 @@ SHOWN = ("torch", "torchvision", "transformers", "trl", "accelerate", "datasets"
 
 
 def _boxed(answer: str) -> str:
+    """Return an answer as a response that gives it in a box."""
     return rf"The answer is \boxed{{{answer}}}."
 
 
 def _options(row: Row) -> list[str] | None:
+    """Return the choices of a row, None for an open question."""
     return list(row["choices"]) if row.get("choices") else None
 
 
@@ -370,7 +372,10 @@ def check_builds(
 
 
 def check_torchvision() -> Check:
-    """Its operators load beside this torch; Qwen2.5-VL's processor needs it."""
+    """Check that torchvision's operators load beside this torch.
+
+    Qwen2.5-VL's processor needs it.
+    """
     title = "torchvision loads"
     try:
         import_module("torchvision.transforms")

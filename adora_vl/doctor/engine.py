@@ -5,7 +5,7 @@ after sleep.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from adora_vl.rollout.agreement import (
 )
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.utils.checks import Check, Status, failed, passed, skipped
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LEAST_MOVE = 0.1  # nats: a change that moves the policy by less proves nothing
 
@@ -59,7 +62,7 @@ BANS = (
 SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)  # of the tensor's own size, tried until the policy has moved
 
 
-def choose_parameter(model: Any, *, vision: bool) -> tuple[str, Any] | None:
+def choose_parameter(model: "PreTrainedModel", *, vision: bool) -> tuple[str, Any] | None:
     """Choose the last trained matrix of the language model's layers, or of tower and projector.
 
     The last one has the most direct effect on the output. With `vision` it is the last one before
@@ -86,6 +89,7 @@ def choose_parameter(model: Any, *, vision: bool) -> tuple[str, Any] | None:
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:
+    """Return the shape of a parameter, also of one that ZeRO-3 has in parts."""
     # ZeRO-3 leaves a parameter empty between its uses
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
@@ -175,7 +179,7 @@ class Examination(EngineProbe):
     """The probe, and what changes weights or sampling for a while; on all ranks together."""
 
     def after_change(self, *, vision: bool) -> Check:
-        """Return a weight is changed and synced: the engine has to follow.
+        """Check that the engine follows a weight that is changed and synced.
 
         The weight is put back, and synced.
         """
@@ -226,9 +230,10 @@ class Examination(EngineProbe):
         return moved
 
     def after_sleep(self) -> Check:
-        """Return TRL puts the engine to sleep after each generation, which discards its weights.
+        """Check that the engine agrees after it has slept.
 
-        The next wakes it.
+        TRL puts it to sleep after each generation, which discards its weights; the next generation
+        wakes it.
         """
         generation = self.trainer.vllm_generation
         if not generation.enable_sleep_mode:
@@ -272,9 +277,9 @@ class Examination(EngineProbe):
 
 
 def examine(examination: Examination, merge: int) -> list[Check]:
-    """Return every check in order.
+    """Run every check in order, and return their results.
 
-    One that raises fails, and the rest is skipped, since the engine may be broken. Without a
+    A check that raises fails, and the rest is skipped, since the engine may be broken. Without a
     colocated engine only those of the trainer are made.
     """
     trainer = examination.trainer
@@ -317,6 +322,7 @@ _RAISED = "stopped: "
 
 
 def _guarded(names: Sequence[str], remedy: str, step: Callable[[], list[Check]]) -> list[Check]:
+    """Run checks that together have these names; an error fails the first and skips the rest."""
     try:
         return step()
     except Exception as error:  # the table is for finding out what fails, whatever it is
@@ -334,6 +340,7 @@ class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transforme
     """Examines, keeps the lines in `checks`, and leaves `trainer.train()` by raising `Examined`."""
 
     def __init__(self, trainer: HasEngine, rows: int) -> None:
+        """Create the callback; the checks run when the training begins."""
         self.trainer = trainer
         self.rows = rows
         self.checks: list[Check] = []

@@ -119,7 +119,7 @@ def check_one_benchmark(runs: Sequence[ScoreFile]) -> None:
 
 
 def _grader(run: ScoreFile) -> str:
-    """Whose rules a score is by: `geometry3k` and `problems` are two names of one benchmark."""
+    """Return whose rules a score is by: `geometry3k` and `problems` are one benchmark."""
     name = str(run.score["benchmark"])
     return "geometry3k" if name == "problems" else name
 
@@ -276,6 +276,7 @@ _OF_TOOLS = ("tools", "max_tool_calling_iterations", "tool_options", "tool_files
 
 
 def _tools(run: ScoreFile) -> str:
+    """Return the tools of a run in words; empty without any."""
     return ", ".join(_part(run.score, "fields").get("tools", ()))
 
 

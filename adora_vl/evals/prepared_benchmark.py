@@ -68,6 +68,7 @@ def grade(row: Prediction, options: GraderOptions) -> RowGrade:
 
 
 def _rules(options: GraderOptions) -> dict[str, Any]:
+    """Return the rules of a score."""
     rules = {"rounding": options.rounding}
     if options.answer_tags:
         rules["answer_tags"] = True

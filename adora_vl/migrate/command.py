@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from adora_vl.migrate.config_text import without_counterpart, yaml_text
 from adora_vl.migrate.easyr1 import convert_easyr1
-from adora_vl.migrate.migration import Migration, existing
+from adora_vl.migrate.migration import Launch, Migration, existing
 from adora_vl.migrate.source import read_source
 from adora_vl.migrate.swift import convert_swift
 from adora_vl.migrate.trl import convert_trl
@@ -24,10 +25,10 @@ from adora_vl.utils.files import replace_file
 class Trainer:
     """Another trainer: what converts its configs, and whether its keys are in groups.
 
-    `convert` returns the number of processes of the run.
+    `convert` returns how the run is started.
     """
 
-    convert: Callable[[Migration], int]
+    convert: Callable[[Migration], Launch]
     nested: bool
 
 
@@ -63,18 +64,18 @@ def convert_config(
 
 def _convert(
     trainer: str, config: Path | None, *, reward: str | None, words: Sequence[str]
-) -> tuple[Migration, int]:
-    """Convert a config, and return the number of processes of its run too."""
+) -> tuple[Migration, Launch]:
+    """Convert a config, and return how its run is started too."""
     kind = TRAINERS[trainer]
     source = read_source(config, words, nested=kind.nested)
     move = Migration(source)
-    processes = kind.convert(move)
+    launch = kind.convert(move)
     if reward:
         move.put("adora_reward", [reward], note="--reward")
         move.remarks = [text for text in move.remarks if not text.startswith("reward")]
     move.remarks += source.remarks
     move.list_unmatched()
-    return move, processes
+    return move, launch
 
 
 def _write(options: argparse.Namespace, words: Sequence[str]) -> None:
@@ -85,7 +86,7 @@ def _write(options: argparse.Namespace, words: Sequence[str]) -> None:
             "CONFIG: name a YAML file or a shell script, or write KEY=VALUE; see `python -m "
             "adora_vl.migrate --help`"
         )
-    move, processes = _convert(options.trainer, config, reward=options.reward, words=words)
+    move, launch = _convert(options.trainer, config, reward=options.reward, words=words)
     output: Path = options.output or Path(f"{options.trainer}.adora.yaml")
     if config is not None and options.output is None:
         output = config.with_suffix(".adora.yaml")
@@ -103,8 +104,8 @@ def _write(options: argparse.Namespace, words: Sequence[str]) -> None:
         print(f"  (--all lists {hidden} more, which have their defaults)")
     if move.remarks:
         print("Look at these:", *[f"  {printable(text)}" for text in move.remarks], sep="\n")
-    several = f" --processes {processes}" if processes > 1 else ""
-    print(f"Next: python -m adora_vl.train --config {output} --dry-run{several}")
+    words = ["-m", "adora_vl.train", "--config", str(output), "--dry-run", *launch.options]
+    print(f"Next: {shlex.join(['python', *words])}")
 
 
 def _divide(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

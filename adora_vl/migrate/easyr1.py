@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from adora_vl.migrate.migration import Migration, Names
+from adora_vl.migrate.migration import Launch, Migration, Names
 from adora_vl.migrate.ray import (
     convert_batches,
     convert_data,
@@ -108,8 +108,8 @@ _REWARD = "worker.reward.reward_function"
 _OLDER_REWARD = "worker.reward.score_function"
 
 
-def convert_easyr1(move: Migration) -> int:
-    """Convert a config of EasyR1. Returns the number of its GPUs. Raises `UserError`."""
+def convert_easyr1(move: Migration) -> Launch:
+    """Convert a config of EasyR1. Raises `UserError`."""
     move.defaults = _DEFAULTS
     convert_model(move, _NAMES)
     convert_lora(move, _NAMES)
@@ -132,7 +132,8 @@ def convert_easyr1(move: Migration) -> int:
     _convert_reward(move)
     layout = convert_batches(move, _NAMES)
     convert_steps(move, _NAMES, layout)
-    return layout.gpus
+    # FSDP divides weights and optimizer there
+    return Launch(processes=layout.gpus, accelerate="zero3")
 
 
 def _convert_prompt(move: Migration) -> None:

@@ -33,6 +33,28 @@ _COMPUTED = re.compile(r"\$[A-Za-z_{(0-9]|`")
 _LONGEST = 60  # characters of a value that is quoted
 
 
+@dataclass(frozen=True)
+class Launch:
+    """How the other trainer starts its processes.
+
+    `processes`: on all machines together. `accelerate`: the name of the file in
+    `configs/accelerate` that divides the model as it does there.
+    """
+
+    processes: int = 1
+    accelerate: str = ""
+
+    @property
+    def options(self) -> list[str]:
+        """The options of a dry run for this launch."""
+        if self.processes == 1:
+            return []
+        words = ["--processes", str(self.processes)]
+        if self.accelerate:
+            words = ["--accelerate-config", f"configs/accelerate/{self.accelerate}.yaml", *words]
+        return words
+
+
 @dataclass
 class Migration:
     """A config of another trainer, and the keys of ours that it became so far.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from adora_vl.migrate.migration import Migration, words_in
+from adora_vl.migrate.migration import Launch, Migration, words_in
 from adora_vl.migrate.trl import name_data, take_equal_keys, warn_of_server
 from adora_vl.utils.errors import UserError
 
@@ -73,8 +73,8 @@ _PARTS = {
 }
 
 
-def convert_swift(move: Migration) -> int:
-    """Convert a config of ms-swift. Returns the number of its GPUs. Raises `UserError`."""
+def convert_swift(move: Migration) -> Launch:
+    """Convert a config of ms-swift. Raises `UserError`."""
     move.defaults = _UNMATCHED_DEFAULTS
     kind = move.get("rlhf_type", "grpo")
     if kind != "grpo":
@@ -99,13 +99,21 @@ def convert_swift(move: Migration) -> int:
             "evaluation without data: prepare problems by `python -m data_prep convert`, then "
             f"adora_eval: [problems=FOLDER], eval_strategy: steps, eval_steps: {every}"
         )
-    if move.get("deepspeed"):
-        move.unmatched["deepspeed"] = (
-            f"{move.values['deepspeed']}: accelerate launch --config_file "
-            "configs/accelerate/zero3.yaml, or zero2.yaml"
-        )
     processes = move.source.environment.get("NPROC_PER_NODE", "1")
-    return int(processes) if processes.isdecimal() else 1
+    return Launch(
+        processes=int(processes) if processes.isdecimal() else 1,
+        accelerate=_sharding(str(move.get("deepspeed", ""))),
+    )
+
+
+def _sharding(deepspeed: str) -> str:
+    """The file of `configs/accelerate` for the name of a DeepSpeed config of ms-swift."""
+    if not deepspeed:
+        return ""
+    for stage in ("zero3_offload", "zero3"):
+        if stage in deepspeed:
+            return stage
+    return "zero2"
 
 
 def _convert_tuner(move: Migration) -> None:

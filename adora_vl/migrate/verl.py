@@ -5,7 +5,7 @@ Keys and defaults are those of its `ppo_trainer.yaml`.
 
 from __future__ import annotations
 
-from adora_vl.migrate.migration import Migration, Names
+from adora_vl.migrate.migration import Launch, Migration, Names
 from adora_vl.migrate.ray import (
     convert_batches,
     convert_data,
@@ -103,8 +103,8 @@ _REWARD = "custom_reward_function.path"
 _FUNCTION = "custom_reward_function.name"
 
 
-def convert_verl(move: Migration) -> int:
-    """Convert a config of verl. Returns the number of its GPUs. Raises `UserError`."""
+def convert_verl(move: Migration) -> Launch:
+    """Convert a config of verl. Raises `UserError`."""
     move.defaults = _DEFAULTS
     convert_model(move, _NAMES)
     convert_lora(move, _NAMES)
@@ -121,7 +121,8 @@ def convert_verl(move: Migration) -> int:
     _convert_reward(move)
     layout = convert_batches(move, _NAMES)
     convert_steps(move, _NAMES, layout)
-    return layout.gpus
+    # FSDP divides weights and optimizer there
+    return Launch(processes=layout.gpus, accelerate="zero3")
 
 
 def _convert_reward(move: Migration) -> None:

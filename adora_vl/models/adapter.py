@@ -108,6 +108,7 @@ def _folder(key: str, name: str, revision: str | None) -> Path | None:
 
 
 def _on_hub(name: str, revision: str | None, file: str) -> bool:
+    """Return whether a model of the hub has a file."""
     from transformers.utils import cached_file
 
     try:
@@ -119,6 +120,11 @@ def _on_hub(name: str, revision: str | None, file: str) -> bool:
 
 
 def _read(key: str, name: str, folder: Path, revision: str | None) -> Adapter:
+    """Read an adapter's config from `folder`.
+
+    `name` is the adapter's folder or hub id, as `key` names it. Raises `UserError` where peft is
+    missing, where the config cannot be read, and where it names no base.
+    """
     file = f"{key}: {str(folder / ADAPTER)!r}"
     if find_spec("peft") is None:
         raise UserError(
@@ -167,6 +173,7 @@ def check_keys(adapter: Adapter, model: ModelConfig, set_keys: Collection[str]) 
 
 
 def _plain(value: Any) -> Any:
+    """Return a setting in a form that can be compared: lists sorted, an enumeration's value."""
     if isinstance(value, list | tuple | set):
         return sorted(map(str, value)) or None
     if isinstance(value, str) and value.isidentifier():

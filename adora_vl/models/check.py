@@ -94,10 +94,7 @@ def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bo
 
 
 def check_sees(model: ModelConfig, config: PretrainedConfig, *, has_images: bool) -> None:
-    """Raises `UserError` for images that the model does not read.
-
-    `has_images`: whether a row of the data has one.
-    """
+    """Raise `UserError` for images that the model does not read."""
     if has_images and not sees_images(config):
         blind = (
             f"model_name_or_path: {model.model_name_or_path!r} reads text only, and the dataset "

@@ -117,10 +117,7 @@ def seeing_families() -> dict[str, Vision]:
 
 
 def sees_images(config: PreTrainedConfig) -> bool:
-    """Return whether a model of this Transformers config takes images, of whatever family.
-
-    Else it is a language model.
-    """
+    """Return whether a model of this Transformers config takes images, of whatever family."""
     return getattr(config, "vision_config", None) is not None
 
 

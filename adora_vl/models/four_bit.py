@@ -172,9 +172,10 @@ def four_bit_folder(name: str, revision: str | None, model: ModelConfig) -> str:
 
 
 def keep_gradients(model: "PreTrainedModel") -> None:
-    """On a CPU with AVX-512 in bfloat16 bitsandbytes repacks a layer in its first pass without
-    gradients, and no gradient comes through it from then on; widths that are no multiple of 64
-    fail. Ours leaves the layers as they are.
+    """Keep bitsandbytes from repacking layers on a CPU with AVX-512 in bfloat16.
+
+    It repacks a layer in its first pass without gradients, and no gradient comes through it from
+    then on; widths that are no multiple of 64 fail. Ours leaves the layers as they are.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

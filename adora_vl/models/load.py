@@ -159,9 +159,10 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 
 def load_model(name: str, init: Mapping[str, Any]) -> Any:
-    """As TRL loads it, which looks for its class in the newest revision alone.
+    """Load a model as TRL does.
 
-    `init`: for `from_pretrained`.
+    TRL looks for its class in the newest revision alone; ours looks in the revision of `init`, the
+    arguments for `from_pretrained`.
     """
     from trl.trainer.utils import create_model_from_path
 
@@ -229,6 +230,11 @@ def restore_weights(model: PreTrainedModel, folder: Path) -> None:
 
 
 def restore_adapter(model: PeftModel, name: str, folder: Path) -> None:
+    """Put the weights of `folder` back into the adapter of this name.
+
+    Collective under ZeRO-3. Raises `RunError` where a tensor is missing, or has no place in the
+    model.
+    """
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
     where = f"the adapter {name} of {str(folder)!r}"
@@ -252,7 +258,10 @@ def restore_adapter(model: PeftModel, name: str, folder: Path) -> None:
 
 
 def whole(parameters: Iterable[Any]) -> AbstractContextManager[Any]:
-    """Return inside, what ZeRO-3 has in parts is whole, and may be changed on all ranks alike."""
+    """Make what ZeRO-3 has in parts whole inside the block, to be changed on all ranks alike.
+
+    Entering and leaving it are collective calls. Without ZeRO-3 nothing has to be done.
+    """
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     if not is_deepspeed_zero3_enabled():

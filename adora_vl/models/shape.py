@@ -81,10 +81,12 @@ class ModelShape:
 
     @property
     def total(self) -> int:
+        """The number of parameters."""
         return sum(self.parameters.values())
 
     @property
     def trained(self) -> int:
+        """The number of parameters that are trained."""
         return sum(self.trainable.values())
 
     def base_bytes(self, byte: int) -> int:
@@ -97,6 +99,7 @@ class ModelShape:
 
     @property
     def image_token_pixels(self) -> int:
+        """The number of pixels that one image token covers."""
         return (self.patch * self.merge) ** 2
 
 
@@ -302,6 +305,7 @@ def _dtype(name: str | None, config: PretrainedConfig) -> torch.dtype:
 
 
 def _text_tower(config: PretrainedConfig, family: Family | None) -> Tower:
+    """Return the sizes of the language model's layers."""
     head_size = (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )

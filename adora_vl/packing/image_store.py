@@ -85,6 +85,7 @@ class ImageCache:
     """
 
     def __init__(self, limit_bytes: int) -> None:
+        """Create an empty cache of at most `limit_bytes`."""
         self.limit_bytes = limit_bytes
         self.cached_bytes = 0
         self.processed = 0
@@ -193,6 +194,7 @@ class ImageBank:
     """
 
     def __init__(self, first: int) -> None:
+        """Create an empty bank, whose first patch gets the number `first`."""
         self.first = first
         self.end = first
         self._starts: dict[str, int] = {}
@@ -232,6 +234,7 @@ class ImageBank:
         return self._images[start]
 
     def _numbers(self, start: int) -> Tensor:
+        """Return the numbers of the patches of the image whose first patch is `start`, (R, 1)."""
         return torch.arange(start, start + len(self._images[start][1]))[:, None]
 
     def pixels(self, starts: list[int]) -> tuple[Tensor, Tensor]:

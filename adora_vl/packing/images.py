@@ -83,10 +83,15 @@ class DistinctImages:
         *,
         draws: bool = False,
     ) -> None:
-        """`models`: the policy, and the reference model if there is one.
+        """Make the models accept references, and create the cache.
 
-        `dataset`: the rows that are trained on. `draws`: whether a rollout may be shown an image
-        (by a tool) where its row has none.
+        Args:
+            models: the policy, and the reference model if there is one.
+            processor: that of the models, or a tokenizer.
+            device: where patches are stored.
+            config: the run's settings.
+            dataset: the rows that are trained on.
+            draws: whether a rollout may be shown an image (by a tool) where its row has none.
         """
         self.banks = ImageBanks()
         self.vision = SharedVision(self.banks)

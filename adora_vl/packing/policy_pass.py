@@ -452,7 +452,11 @@ class PolicyPass:
     def __init__(
         self, accelerator: Accelerator, config: AdoraKeys, *, images: bool = False
     ) -> None:
-        """`images`: whether any pass may have images; rows without any then get empty columns."""
+        """Create the pass.
+
+        `config`: whether prompts are shared. `images`: whether any pass may have images; rows
+        without any then get empty columns.
+        """
         self._config = config
         self._images = images
         self.packed = PackedForward(accelerator)

@@ -120,7 +120,7 @@ def _attention(
     shared_prompts: SharedPrompts | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return an attention function of Transformers' interface, on top of `implementation`.
+    """Compute attention in Transformers' interface, on top of `implementation`.
 
     `query` is (N, H, S, D), `key` and `value` are (N, Hk, S, D). The result is (N, S, H, D) and, as
     far as the implementation returns them, the attention weights.
@@ -283,7 +283,7 @@ def _sdpa(
     scaling: float,
     dropout: float,
 ) -> Tensor:
-    """Return attention by PyTorch's kernels.
+    """Compute attention by PyTorch's kernels.
 
     `function` is not used; `_eager` has the same signature.
     """
@@ -325,7 +325,10 @@ def _eager(
     scaling: float,
     dropout: float,
 ) -> Tensor:
-    """Return attention by the model file's own `eager_attention_forward`, with an additive mask."""
+    """Compute attention by the model file's own `eager_attention_forward`.
+
+    Its mask is added to the scores, so it is 0 or a very small number.
+    """
     allowed = _lower_right(query.size(2), key.size(2), query.device)
     zero = torch.zeros((), dtype=query.dtype, device=query.device)
     mask = zero.masked_fill(~allowed, torch.finfo(query.dtype).min)

@@ -252,7 +252,7 @@ class SharedVision:
 
     @contextmanager
     def unshared(self) -> Iterator[None]:
-        """Inside the block every pass computes the features of its own images.
+        """Let every pass inside the block compute the features of its own images.
 
         So the ranks make the same passes, also where one of them has no image.
         """

@@ -39,19 +39,26 @@ class MicroBatch:
 
     @property
     def rows(self) -> int:
+        """The number of rows of the pass."""
         return self.sequences // self.unit if self.packed else self.sequences
 
     @property
     def length(self) -> int:
+        """The number of tokens of a row."""
         if self.packed:
             return self.prompt_tokens + self.unit * (self.completion_tokens - 1)
         return self.prompt_tokens + self.completion_tokens
 
     @property
     def tokens(self) -> int:
+        """The number of tokens of the pass."""
         return self.rows * self.length
 
     def patches(self, merge: int) -> int:
+        """Return the number of patches of the distinct images.
+
+        `merge`: the patches of one side of an image token.
+        """
         return self.sequences // self.unit * self.image_tokens * merge**2
 
 
@@ -136,9 +143,11 @@ def vision_layer(tower: Tower, patches: int, dtypes: Dtypes) -> int:
 
 
 def merger(tower: Tower, patches: int, dtypes: Dtypes, deepstack: int = 0) -> int:
-    """Saved by the projector: its norm over patches, and the inputs of two products and the GELU
-    between them. The mergers of deepstack features save the same, but for the input of their norm,
-    which the next block keeps.
+    """Return what the projector saves, in bytes.
+
+    It saves its norm over patches, and the inputs of two products and of the GELU between them. The
+    mergers of deepstack features save the same, but for the input of their norm, which the next
+    block keeps.
     """
     norm = (FLOAT if tower.swiglu else 0) + dtypes.stream
     return patches * tower.width * (norm + 3 * (1 + deepstack) * dtypes.compute)
@@ -225,7 +234,10 @@ def saved(
 
 
 def head_saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, compact: bool) -> int:
-    """Kept by TRL's fused LM head: the hidden states of the tokens it scores, never the logits."""
+    """Return what TRL's fused LM head saves, in bytes.
+
+    It is the hidden states of the tokens that it scores, never the logits.
+    """
     return _scored(batch, compact) * (shape.text.width * dtypes.stream + 8 + 2 * FLOAT)
 
 

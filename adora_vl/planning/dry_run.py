@@ -7,6 +7,7 @@ on disk, without loading a weight. It makes the same checks as a run, in the sam
 import json
 import math
 import os
+import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
@@ -18,7 +19,8 @@ from trl import ModelConfig
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.config.batch_plan import regroup_obstacle
 from adora_vl.config.command import CliArgs
-from adora_vl.config.run_context import DryRunOptions, Sharding
+from adora_vl.config.dry_run_options import DryRunOptions
+from adora_vl.config.sharding import Sharding
 from adora_vl.data.dataset import example_row, row_count
 from adora_vl.data.prompt_lengths import ContextLimit, LengthCheck, Measured, sizes_in
 from adora_vl.data.prompts import Message, as_text, conversation_with_images, shown_lines, template
@@ -77,12 +79,15 @@ class Plan:
         return self.limit.tokens - self.limit.needed(self.lengths.longest_text)
 
 
-def make_plan(command: CliArgs, options: DryRunOptions) -> Plan:
+def make_plan(command: CliArgs, options: DryRunOptions, *, with_few_rows: bool = False) -> Plan:
     """Make every check that a run makes before it loads weights, and predict lengths and memory.
 
-    Raises `UserError` with the line that a run would stop with.
+    `with_few_rows`: plan also for rows that do not fill a generation. Raises `UserError` with the
+    line that a run would stop with.
     """
     run = prepare_on_paper(command, options)
+    if run.messages.refusals and not with_few_rows:
+        raise UserError(run.messages.refusals[0])
     script = run.script
     lengths = run.data.measured
     sharding = run.context.sharding
@@ -149,6 +154,11 @@ def _larger_pictures(run: ResolvedRun) -> list[str]:
 
 
 def _card(options: DryRunOptions, config: AdoraGRPOConfig, processes: int) -> tuple[int, str]:
+    """Return the memory of a card in bytes, and the card in words.
+
+    It is what the user says, else this machine's, else an assumed one. Without a GPU it is a
+    process's share of the machine's memory.
+    """
     if options.card_gib is not None:
         return int(options.card_gib * GIB), f"a card of {options.card_gib:g} GiB"
     import torch
@@ -262,13 +272,15 @@ def prompt_lines(plan: Plan) -> list[str]:
     if not plan.rows:
         return []
     script = plan.script
-    folders = [Path(folder) for folder in plan.run.data.folders]
-    rows = [row for folder in folders if (row := example_row(folder, [script.dataset_train_split]))]
+    rows = []
+    for folder in plan.run.data.folders:
+        example = example_row(Path(folder), [script.dataset_train_split])
+        if example:
+            rows.append(example)
     row = next((row for row in rows if row.get("choices")), rows[0])
     problem = template(script.adora_prompt)(row) if script.adora_prompt else row["problem"]
-    text = _rendered(
-        plan, conversation_with_images(problem, len(row["images"] or []), plan.run.system_prompt)
-    )
+    image_count = len(row["images"] or [])
+    text = _rendered(plan, conversation_with_images(problem, image_count, plan.run.system_prompt))
     return section(f"One whole prompt, of {row['id']}", shown_lines(text))
 
 
@@ -321,7 +333,7 @@ def config_lines(plan: Plan, set_keys: Collection[str]) -> list[str]:
 
 
 def steps_of(plan: Plan) -> tuple[int | None, int | None]:
-    """Return optimizer steps of an epoch and of the whole run; None where they are not known."""
+    """Return the optimizer steps of an epoch and of the whole run, None where not known."""
     batches = plan.run.layout
     config = plan.run.config
     fixed = config.max_steps if config.max_steps > 0 else None
@@ -387,6 +399,7 @@ def batch_lines(plan: Plan) -> list[str]:
 
 
 def _spread(name: str, values: Sequence[int]) -> str:
+    """Return a line of the table of lengths."""
     return f"{name:14}" + "".join(f"{figure:>9}" for figure in _spread_of(values).values())
 
 
@@ -491,14 +504,18 @@ def report(plan: Plan, set_keys: Collection[str]) -> str:
 def dry_run(command: CliArgs, options: DryRunOptions) -> int:
     """Print what the command would do.
 
-    Returns the exit code: 0 if the run fits, 1 if not. Raises `UserError` as a run would.
+    The verdict stands last, with the command that comes next. Returns the exit code: 0 if the run
+    fits, 1 if not. Raises `UserError` as a run would.
     """
     _check_outputs(options)
-    plan = make_plan(command, options)
+    plan = make_plan(command, options, with_few_rows=True)
     if os.environ.get("RANK", "0") != "0":  # only the first process prints
         return 0
     set_keys = command.set_keys
     print("\n".join([report(plan, set_keys), *prompt_lines(plan)]), flush=True)
+    if plan.run.messages.refusals:
+        print(f"\n{verdict_line(plan)}", flush=True)
+        raise UserError(plan.run.messages.refusals[0])
     if options.write_config is not None:
         _write(
             "--write-config",
@@ -511,10 +528,43 @@ def dry_run(command: CliArgs, options: DryRunOptions) -> int:
             options.json,
             json.dumps(figures(plan, set_keys), indent=2, default=str) + "\n",
         )
-    return 0 if memory.fits(plan.setup, plan.card) else 1
+    print(f"\n{verdict_line(plan)}", flush=True)
+    if not memory.fits(plan.setup, plan.card):
+        return 1
+    print(f"Next: {launch_command(plan, command.words, options.accelerate_config)}", flush=True)
+    return 0
+
+
+def verdict_line(plan: Plan) -> str:
+    """Say whether the run fits, in one line."""
+    prediction = memory.predict(plan.setup, plan.card)
+    usage = f"{prediction.peak / GIB:.3g} of {plan.card / GIB:.3g} GiB"
+    if memory.fits(plan.setup, plan.card):
+        return f"It fits: {usage}."
+    return f"It does NOT fit: {usage}; the section on memory above says what would."
+
+
+def launch_command(plan: Plan, arguments: Sequence[str], launcher: Path | None) -> str:
+    """Return the command that starts the run.
+
+    `arguments`: those of the dry run without its options. `launcher`: the accelerate config that
+    the dry run was asked about.
+    """
+    module = ["-m", "adora_vl.train", *arguments]
+    sharding = plan.setup.sharding
+    if launcher is None and sharding.processes == 1:
+        return shlex.join(["python", *module])
+    words = ["accelerate", "launch"]
+    if launcher is not None:
+        words += ["--config_file", str(launcher)]
+    if launcher is None:
+        words.append("--multi_gpu")
+    words += ["--num_processes", str(sharding.processes)]
+    return shlex.join([*words, *module])
 
 
 def _check_outputs(options: DryRunOptions) -> None:
+    """Raise `UserError` where a file of the dry run cannot be written, before it is computed."""
     if options.json is not None:
         check_json(
             "--json",
@@ -532,6 +582,7 @@ def _check_outputs(options: DryRunOptions) -> None:
 
 
 def _write(option: str, path: Path, text: str) -> None:
+    """Write a file of the dry run. Raises `UserError` that names the option."""
     with written_to(option, path):
         replace_file(path, text)
 
@@ -554,7 +605,8 @@ def resolved(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
     }
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
+    """Return whether YAML can write a value."""
     try:
         yaml.safe_dump(value)
     except yaml.YAMLError:
@@ -604,6 +656,7 @@ def figures(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
 
 
 def _spread_of(values: Sequence[int]) -> dict[str, int]:
+    """Return how at least one value spreads: smallest, median, 95 % quantile and largest."""
     return {
         "min": min(values),
         "median": quantile(values, 0.5),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import unit_size
-from adora_vl.config.run_context import Sharding
+from adora_vl.config.sharding import Sharding
 from adora_vl.models.families import LANGUAGE_MODEL
 from adora_vl.models.shape import PATCHES_A_PASS, ModelShape
 from adora_vl.packing.shared_prompt import sharing_pays
@@ -56,28 +56,33 @@ def states(shape: ModelShape, sharding: Sharding, *, reference: bool, mixed: boo
         return _plain(shape, sharding.processes, reference)
     byte = 2 if mixed else shape.weight_bytes
     ranks = sharding.processes
-    all_weights = shape.total * byte
-    trained = shape.trained
-    # ZeRO stage -> number of ranks over which the states of that stage are divided
-    over = {level: ranks if sharding.stage >= level else 1 for level in (1, 2, 3)}
-    optimizer = trained * (_ADAM * FLOAT + (FLOAT if mixed else 0)) // over[1]
+    # The number of ranks over which each kind of state is divided: ZeRO-1 divides the optimizer,
+    # ZeRO-2 the gradients too, ZeRO-3 also the weights.
+    optimizer_ranks = ranks if sharding.stage >= 1 else 1
+    gradient_ranks = ranks if sharding.stage >= 2 else 1
+    weight_ranks = ranks if sharding.stage >= 3 else 1
+    weights = shape.total * byte // weight_ranks
+    gradients = shape.trained * byte // gradient_ranks
+    bucket = BUCKET * byte if sharding.stage >= 2 else 0
+    master_bytes = FLOAT if mixed else 0
+    optimizer = shape.trained * (_ADAM * FLOAT + master_bytes) // optimizer_ranks
     # DeepSpeed's optimizer on the host has weights and gradients in float32 of its own, whatever
     # the model has
-    on_host = trained * ((_ADAM + 2) * FLOAT + byte) // over[1]
-    gradients = trained * byte // over[2]
-    bucket = BUCKET * byte if sharding.stage >= 2 else 0
-    part = trained // over[1]
+    on_host = shape.trained * ((_ADAM + 2) * FLOAT + byte) // optimizer_ranks
+    gathered = 0
+    if sharding.stage == 3 and ranks > 1:
+        gathered = min(shape.total, LIVE_PARAMETERS) * byte
+    step = 0  # float32 copies of the gradients while the optimizer steps
+    if mixed and not sharding.offload_optimizer:
+        parameters = shape.trained // optimizer_ranks
+        step = FLOAT * (min(parameters, SUB_GROUP) if weight_ranks > 1 else parameters)
     return States(
-        weights=0 if sharding.offload_parameters else all_weights // over[3],
+        weights=0 if sharding.offload_parameters else weights,
         gradients=bucket + (0 if sharding.offload_optimizer else gradients),
         optimizer=0 if sharding.offload_optimizer else optimizer,
-        reference=all_weights // over[3] if reference and not shape.adapters else 0,
-        gathered=min(shape.total, LIVE_PARAMETERS) * byte
-        if sharding.stage == 3 and ranks > 1
-        else 0,
-        step=0
-        if sharding.offload_optimizer or not mixed
-        else FLOAT * (min(part, SUB_GROUP) if over[3] > 1 else part),
+        reference=weights if reference and not shape.adapters else 0,
+        gathered=gathered,
+        step=step,
         host_optimizer=on_host if sharding.offload_optimizer else 0,
     )
 
@@ -272,6 +277,7 @@ class Setup:
 
     @property
     def dtypes(self) -> Dtypes:
+        """The sizes of the dtypes in which a pass computes and keeps its residual stream."""
         # DeepSpeed casts the weights, and the residual stream with them; else they stay as they are
         cast = self.sharding.stage is not None and self.mixed
         return Dtypes(self.compute_bytes, 2 if cast else self.shape.weight_bytes)
@@ -287,10 +293,12 @@ class Prediction:
 
     @property
     def peak_phase(self) -> str:
+        """The phase that takes the most memory."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
     def peak(self) -> int:
+        """The memory of that phase, in bytes."""
         return sum(self.phases[self.peak_phase].values())
 
 
@@ -300,11 +308,10 @@ def predict(setup: Setup, card: int) -> Prediction:
     The phases are the rollouts, forward and backward, the pass through a frozen vision tower, and
     the optimizer step.
     """
-    training = states(
-        setup.shape, sharding=setup.sharding, reference=setup.reference, mixed=setup.mixed
-    )
-    engine = engine_memory(setup.shape, setup.engine, card) if setup.engine else None
-    features, passing = frozen_tower(setup)
+    shape = setup.shape
+    training = states(shape, sharding=setup.sharding, reference=setup.reference, mixed=setup.mixed)
+    engine = engine_memory(shape, setup.engine, card) if setup.engine else None
+    features, tower_pass = frozen_tower(setup)
     resident = {
         "weights": training.weights,
         "optimizer": training.optimizer,
@@ -312,15 +319,10 @@ def predict(setup: Setup, card: int) -> Prediction:
     }
     awake, asleep = _engine_parts(setup, engine)
     if setup.swaps:
-        awake["weights"] = training.weights - setup.shape.base_bytes(setup.shape.weight_bytes)
-    pixels = (
-        setup.images
-        * setup.batch.image_tokens
-        * setup.shape.merge**2
-        * setup.shape.patch_values
-        * _PIXEL
-    )
-    synced = setup.shape.largest_tensor * setup.dtypes.stream if setup.sharding.stage == 3 else 0
+        awake["weights"] = training.weights - shape.base_bytes(shape.weight_bytes)
+    patches = setup.images * setup.batch.image_tokens * shape.merge**2
+    pixels = patches * shape.patch_values * _PIXEL
+    synced = shape.largest_tensor * setup.dtypes.stream if setup.sharding.stage == 3 else 0
     # DeepSpeed allocates its gradients once; torch gives them back after each step
     standing = training.gradients if setup.sharding.stage is not None else 0
     phases = {
@@ -333,29 +335,26 @@ def predict(setup: Setup, card: int) -> Prediction:
             "image features": features,
             **_learning(setup, training.gradients),
         },
-        "frozen vision tower": {
+    }
+    if tower_pass:
+        phases["frozen vision tower"] = {
             **resident,
             **asleep,
             "gradients": training.gradients,
             "gathered weights": training.gathered,
             "pixels": pixels,
             "image features": features,
-            "vision": passing,
+            "vision": tower_pass,
         }
-        if passing
-        else {},
-        "optimizer step": {
-            **resident,
-            **asleep,
-            "gradients": training.gradients,
-            "pixels": pixels,
-            "step": training.step,
-        },
+    phases["optimizer step"] = {
+        **resident,
+        **asleep,
+        "gradients": training.gradients,
+        "pixels": pixels,
+        "step": training.step,
     }
     return Prediction(
-        {name: _with_overhead(parts, setup) for name, parts in phases.items() if parts},
-        engine,
-        training,
+        {name: _with_overhead(sizes, setup) for name, sizes in phases.items()}, engine, training
     )
 
 
@@ -385,7 +384,7 @@ def frozen_tower(setup: Setup) -> tuple[int, int]:
 
 
 def _learning(setup: Setup, gradients: int) -> dict[str, int]:
-    """Return gradients and activations of a micro-batch at their peak, in bytes by component.
+    """Return the gradients and activations of a micro-batch at their peak, in bytes by component.
 
     The peak is in the LM head or in the costliest layer, whichever holds more.
     """
@@ -447,6 +446,7 @@ def _learning(setup: Setup, gradients: int) -> dict[str, int]:
 def _engine_parts(
     setup: Setup, engine: EngineMemory | None
 ) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the engine's memory while it is awake and while the policy learns, by component."""
     if engine is None or setup.engine is None:
         return {}, {}
     cache = max(engine.cache, 0)

@@ -5,6 +5,7 @@ It says what each part takes in each phase, whether the run fits, and what would
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,10 +23,12 @@ _ROOMY = 0.25  # of the card: below it the parts of the memory are not listed (-
 
 
 def _gib(size: int) -> str:
+    """Return a size in GiB, or in MiB where it is small."""
     return f"{size / GIB:.2f}" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
 
 
 def _number(count: int) -> str:
+    """Return a number of parameters in words."""
     return f"{count / 1e9:.3g} billion" if count >= 1e8 else f"{count / 1e6:.3g} million"
 
 
@@ -34,33 +37,31 @@ def memory_lines(plan: Plan) -> list[str]:
     setup = plan.setup
     card = plan.card
     prediction = predict(setup, card)
-    names = list(prediction.phases)
-    parts = list(dict.fromkeys(part for phase in prediction.phases.values() for part in phase))
+    phases = prediction.phases
+    title = f"Memory, predicted, on {plan.card_name}"
     lines = [
         f"{_number(setup.shape.total)} parameters, {_number(setup.shape.trained)} trained; "
         f"{setup.sharding.describe()}.",
         f"Micro-batch: {setup.batch.sequences} x ({setup.batch.prompt_tokens} + "
         f"{setup.batch.completion_tokens}) tokens, {setup.batch.image_tokens} of each an image.",
     ]
-    if prediction.peak < _ROOMY * card:  # nobody asks which part takes how much
-        return section(f"Memory, predicted, on {plan.card_name}", [*lines, *verdict_lines(plan)])
-    lines += ["", f"{'GiB per card':24}" + "".join(f"{name:>24}" for name in names)]
-    for part in parts:
-        cells = [
-            _gib(prediction.phases[name][part]) if part in prediction.phases[name] else "-"
-            for name in names
-        ]
-        lines.append(f"{part:24}" + "".join(f"{cell:>24}" for cell in cells))
-    sums = [_gib(sum(prediction.phases[name].values())) for name in names]
-    lines.append(f"{'together':24}" + "".join(f"{cell:>24}" for cell in sums))
+    if prediction.peak < _ROOMY * card:  # nobody asks which component takes how much
+        return section(title, [*lines, *verdict_lines(plan)])
+    lines += ["", _table_line("GiB per card", list(phases))]
+    for component in dict.fromkeys(name for sizes in phases.values() for name in sizes):
+        cells = []
+        for sizes in phases.values():
+            cells.append(_gib(sizes[component]) if component in sizes else "-")
+        lines.append(_table_line(component, cells))
+    lines.append(_table_line("together", [_gib(sum(sizes.values())) for sizes in phases.values()]))
     if prediction.states.host_optimizer:
         host = prediction.states.host_optimizer * setup.sharding.local_processes
-        whose = (
-            "all processes on one host"
-            if setup.sharding.machines == 1
-            else "the processes of one machine"
+        processes = "the processes of one machine"
+        if setup.sharding.machines == 1:
+            processes = "all processes on one host"
+        lines.append(
+            f"Host memory beside it: {host / GIB:.3g} GiB for the optimizer of {processes}."
         )
-        lines.append(f"Host memory beside it: {host / GIB:.3g} GiB for the optimizer of {whose}.")
     if setup.swaps:
         base = setup.shape.base_bytes(setup.shape.weight_bytes) / GIB
         lines.append(
@@ -69,7 +70,12 @@ def memory_lines(plan: Plan) -> list[str]:
         )
     honesty = _ON_A_GPU if setup.accelerator else _ON_A_CPU
     lines += ["", *sharing_lines(plan), *engine_lines(plan), *verdict_lines(plan), honesty]
-    return section(f"Memory, predicted, on {plan.card_name}", lines)
+    return section(title, lines)
+
+
+def _table_line(title: str, cells: Sequence[str]) -> str:
+    """Return a line of the table of memory, with a cell for each phase."""
+    return f"{title:24}" + "".join(f"{cell:>24}" for cell in cells)
 
 
 def sharing_lines(plan: Plan) -> list[str]:

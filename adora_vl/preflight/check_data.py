@@ -11,12 +11,20 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
 
-from adora_vl.builtin.builtin_data import data_folders
+from adora_vl.builtin.builtin_data import KNIGHTS_DATA, STARTS, SYNTHETIC_DATA, data_folders
 from adora_vl.config.batch_plan import check_row_count
 from adora_vl.data import prompt_lengths as lengths
+from adora_vl.data.dataset import data_hash, read_manifest
 from adora_vl.data.loading import load_rows
 from adora_vl.data.prompts import control_token_in, control_tokens, with_tools
 from adora_vl.data.rows import has_images
+from adora_vl.data.token_counters import (
+    CHARACTERS_A_TOKEN,
+    TokenCounter,
+    character_counter,
+    message_counter,
+    tokenizer_counter,
+)
 from adora_vl.evaluation import (
     DataMissingError,
     EvaluationPlan,
@@ -117,9 +125,7 @@ def _load_processor(
     except UserError:
         if not context.dry_run or Path(name).is_dir():
             raise
-        guess = (
-            f"{lengths.CHARACTERS_A_TOKEN} characters per token, images follow the published rule"
-        )
+        guess = f"{CHARACTERS_A_TOKEN} characters per token, images follow the published rule"
         messages.unknown.append(
             f"the processor of {name} cannot be reached: text is estimated at {guess}"
         )
@@ -143,14 +149,14 @@ def _refuse_control_tokens(options: Mapping[str, Any], tokens: Sequence[str]) ->
 
 def _counter(
     request: RunRequest, processor: ProcessorMixin | None, system_prompt: str | None
-) -> Any:
+) -> TokenCounter:
     """The function that counts the tokens of prompts, exact where the processor is here."""
     template = request.config.chat_template_kwargs
     if request.script is None:
-        return lengths.message_counter(processor, template)
+        return message_counter(processor, template)
     if processor is None:
-        return lengths.character_counter(system_prompt)
-    return lengths.tokenizer_counter(processor, system_prompt, template)
+        return character_counter(system_prompt)
+    return tokenizer_counter(processor, system_prompt, template)
 
 
 def _limit(
@@ -202,9 +208,33 @@ def check_rows(
         if context.dry_run and missing:
             return _assumed_rows(folders, missing[0], model, prompts, messages)
         data = _command_rows(request, script, folders, model, prompts, messages)
-    if data.rows is not None:
+        messages.notes.extend(_note_of_foreign_rows(request, folders))
+    if data.rows is None:
+        return data
+    try:
         check_row_count(layout, data.rows)
+    except UserError as error:
+        # A dry run shows the memory all the same, and ends with this line.
+        if not context.dry_run:
+            raise
+        messages.refusals.append(str(error))
     return data
+
+
+def _note_of_foreign_rows(request: RunRequest, folders: tuple[str, ...]) -> list[str]:
+    """Say that a built-in tiny model cannot learn from problems that are not drawn here."""
+    cli_args = request.cli_args
+    name = str(cli_args.values.get("model_name_or_path")) if cli_args else ""
+    manifests = [read_manifest(Path(folder)) for folder in folders]
+    drawn_here = (SYNTHETIC_DATA, KNIGHTS_DATA)
+    drawn = all(manifest is None or manifest.get("source") in drawn_here for manifest in manifests)
+    if drawn or name not in STARTS:
+        return []
+    return [
+        f"{name} knows the drawn problems alone: on yours expect no right answer. `python -m eval "
+        "problems run --engine openai --base-url URL` shows what a served model does with them, "
+        "and docs/hardware.md which recipe fits your GPU"
+    ]
 
 
 def _data_facts(
@@ -287,7 +317,7 @@ def _command_rows(
         with_all_prompts,
         folders=folders,
         seed=request.config.seed_of_rows,
-        fitting=partial(_fitting, request, model, prompts, messages),
+        fitting=partial(_fitting, request, folders, model, prompts, messages),
     )
     tokens = control_tokens(prompts.processor)
     python_inputs.refuse_unusable_prompts("dataset", train, tokens)
@@ -296,6 +326,7 @@ def _command_rows(
 
 def _fitting(
     request: RunRequest,
+    folders: tuple[str, ...],
     model: ModelFacts,
     prompts: PromptFacts,
     messages: Messages,
@@ -313,7 +344,13 @@ def _fitting(
         messages.unknown.append(
             f"measured on the first {request.max_rows} of {len(dataset)} rows (--rows)"
         )
-    return prompts.lengths.fitting(dataset, texts)
+    if len(dataset) < lengths.REMEMBERED_ROWS:
+        return prompts.lengths.fitting(dataset, texts)
+    split = request.script.dataset_train_split if request.script is not None else "*"
+    sources = [data_hash(Path(folder), split) for folder in folders]
+    # Collective: the first rank of each machine counts, and the others read what it remembers.
+    with request.config.main_process_first(desc="counting the tokens of the prompts"):
+        return prompts.lengths.fitting(dataset, texts, sources)
 
 
 def check_room(config: AdoraGRPOConfig, prompts: PromptFacts, data: DataFacts) -> None:

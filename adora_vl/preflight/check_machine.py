@@ -18,7 +18,8 @@ from adora_vl.utils.hub import no_hub
 
 if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
-    from adora_vl.config.run_context import RunContext, Sharding
+    from adora_vl.config.run_context import RunContext
+    from adora_vl.config.sharding import Sharding
 
 # Optimizer steps of a schedule whose length is not known yet. Unless its warmup is given in steps,
 # the curve is the same for every length.

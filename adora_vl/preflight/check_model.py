@@ -14,7 +14,7 @@ from adora_vl.models.four_bit import check_four_bit
 from adora_vl.models.load import check_weights, load_config
 from adora_vl.models.shape import config_for_planning, refuse_embedding_adapters
 from adora_vl.preflight.facts import ModelFacts
-from adora_vl.rollout.engine_settings import refuse_on_cpu
+from adora_vl.rollout.engine_settings import refuse_on_cpu, refuse_taken_card
 from adora_vl.training.extensions import Extension, check_extensions
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.hub import notes_on
@@ -187,11 +187,13 @@ def _check_reference(request: RunRequest, model: ModelFacts) -> None:
         reference.check_adapter_start(config, beta, is_new=False)
 
 
-def check_model_files(request: RunRequest, model: ModelFacts) -> None:
-    """Check that the files of the model's folder, and of its adapters, are complete.
+def check_model_files(request: RunRequest, model: ModelFacts, context: RunContext) -> None:
+    """Check that the files of the model, and of its adapters, are complete, and the card is free.
 
     Raises `UserError`.
     """
+    if context.local and not context.dry_run:
+        refuse_taken_card(request.config)
     if request.model.loaded is not None:
         return
     for folder in model.sources:

@@ -128,13 +128,15 @@ def _first_rows(
     rewards: RewardSet, tools: ToolSet, prompts: PromptFacts, data: DataFacts
 ) -> list[dict[str, Any]]:
     """The first two rows, where rewards or tools of the user's are tried; else none."""
-    if data.train is None or not (rewards.user_functions or prompts.toolbox is not None):
+    if data.train is None:
         return []
     if isinstance(data.train, Dataset):
         columns = [name for name in data.train.column_names if name != "prompt"]
         if tools.environments:
             columns.append("environments")
         rewards.check_columns(columns)
+    if not (rewards.user_functions or prompts.toolbox is not None):
+        return []
     try:
         return shown_rows(list(islice(iter(data.train), 2)))
     except Exception as error:  # the decoders of images raise exceptions of any class

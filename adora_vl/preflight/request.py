@@ -81,14 +81,18 @@ class RunRequest:
 
 
 def request_from_command(
-    cli_args: CliArgs, *, any_machine: bool = False, max_rows: int | None = None
+    cli_args: CliArgs,
+    *,
+    any_machine: bool = False,
+    max_rows: int | None = None,
+    processes: int = 1,
 ) -> RunRequest:
     """Build the configs of a command, and the request for its run. Raises `UserError`.
 
     `any_machine`: take also a config for GPUs that this machine does not have. `max_rows`: the
-    number of prompts whose length is measured; None: all.
+    number of prompts whose length is measured; None: all. `processes`: of the run that is planned.
     """
-    configs = build_configs(cli_args, any_machine=any_machine)
+    configs = build_configs(cli_args, any_machine=any_machine, processes=processes)
     return RunRequest(
         config=configs.training,
         model=ModelSource(keys=configs.model, peft_config=lora_of(configs.model)),

@@ -70,7 +70,7 @@ def run_checks(request: RunRequest, context: RunContext) -> ResolvedRun:
     evaluations: EvaluationPlan | None = check_evaluations(
         request, layout, prompts, data, context, messages
     )
-    check_model_files(request, model)
+    check_model_files(request, model, context)
     code_hashes = hashes_of_user_code(config, rewards, tools)
     output: OutputFacts = check_output_dir(request, model, data, code_hashes, context)
     return ResolvedRun(

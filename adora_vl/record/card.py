@@ -185,9 +185,9 @@ def _data(data: Mapping[str, Any]) -> str:
     return _table([(key, _without_path(value)) for key, value in rows])
 
 
-def _without_path(value: Any) -> Any:
+def _without_path(value: object) -> Any:
     """Return the name of a file or folder where the value is a path; any other value as it is."""
-    return Path(value).name if str(value).startswith(("/", ".")) else value
+    return Path(str(value)).name if str(value).startswith(("/", ".")) else value
 
 
 def _figures(history: Sequence[Mapping[str, Any]]) -> str:

@@ -49,10 +49,7 @@ def launch_command(arguments: Sequence[str] | None, parent: Path | None = None) 
 
 
 def interpreter() -> str:
-    """This Python, as one calls it from the current folder.
-
-    It is `python` where `python` and `python3` are the same program.
-    """
+    """Return the path of this Python, as one calls it from the current folder."""
     program = Path(sys.executable)
     plain = program.with_name("python")
     return as_called(str(plain if plain.is_file() and plain.samefile(program) else program))
@@ -75,19 +72,18 @@ def as_called(program: str) -> str:
 def _accelerate(cmdline: Path) -> list[str] | None:
     """Return the words of `accelerate launch ...` in a process's command line.
 
-    None if it is another.
+    `cmdline` is the file of Linux that has it. None if the command is another.
     """
     try:
-        words = [
-            word.decode(errors="replace") for word in cmdline.read_bytes().split(b"\0") if word
-        ]
+        encoded_words = cmdline.read_bytes().split(b"\0")
     except OSError:
         return None
+    words = [word.decode(errors="replace") for word in encoded_words if word]
     for position, word in enumerate(words):
         following = words[position + 1 :]
         if Path(word).name == "accelerate" and following[:1] == ["launch"]:
             return [as_called(word), *following]
-        if word == "accelerate.commands.launch":
+        if word == "accelerate.commands.launch":  # python -m accelerate.commands.launch
             program = as_called(str(Path(sys.executable).with_name("accelerate")))
             return [program, "launch", *following]
     return None
@@ -368,17 +364,20 @@ def _sources(folders: Sequence[str], shares: Sequence[float] | None) -> dict[str
 
     Several data sets stand in the list `sets`, with their shares where `shares` has them.
     """
-    sets: list[dict[str, Any]] = []
+    sources: list[dict[str, Any]] = []
     for folder in folders:
         manifest = read_object(Path(folder) / MANIFEST)
-        sets.append(
+        sources.append(
             {key: manifest[key] for key in ("source", "input", "revision") if key in manifest}
         )
     if len(folders) == 1:
-        return sets[0]
-    sets = [{"folder": folder, **source} for folder, source in zip(folders, sets, strict=True)]
-    if shares:
-        sets = [{**source, "share": share} for source, share in zip(sets, shares, strict=True)]
+        return sources[0]
+    sets = []
+    for number, (folder, source) in enumerate(zip(folders, sources, strict=True)):
+        entry = {"folder": folder, **source}
+        if shares:
+            entry["share"] = shares[number]
+        sets.append(entry)
     return {"sets": sets}
 
 

@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 
 from adora_vl.advantage import Adora, AdoraWeighting
 from adora_vl.advantage.grpo import deviation
-from adora_vl.record.figures import ACCURACY, FIGURES, MISSING, PASS
+from adora_vl.record.figures import ACCURACY, FIGURES, MISSING, PASS, PROGRESS
 from adora_vl.training.advantages import Advantages
 from adora_vl.training.scoring import Scores
 from adora_vl.utils.files import replace_file
@@ -56,6 +56,7 @@ def as_line(logs: Mapping[str, Any], step: int, now: str | None) -> Line:
 
 
 def _finite(value: object) -> object:
+    """Return a logged value in a type of JSON; None for a number that is not finite."""
     if isinstance(value, bool | int | str) or value is None:
         return value
     try:
@@ -113,6 +114,7 @@ class _LineKey(NamedTuple):
 
 
 def _line_key(line: Line) -> _LineKey:
+    """Return what tells a line from others: its step, its kind, and its evaluation."""
     return _LineKey(
         step=line["step"],
         kind=line["kind"],
@@ -158,6 +160,7 @@ class MetricsFile(TrainerCallback):  # type: ignore[misc]  # transformers is unt
 
 
 def _as_text(lines: Iterable[Line]) -> str:
+    """Return lines as the text of a JSONL file."""
     return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
 
 
@@ -334,16 +337,16 @@ def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float 
         left_s: seconds that remain, None where nothing is known.
     """
     parts = [f"step {step:>{len(str(total))}}/{total}"]
-    for figure in FIGURES:
-        value = logs.get(figure.key)
-        if not figure.line_title or value is None:
+    for key in PROGRESS:
+        value = logs.get(key)
+        if value is None:
             continue
-        if figure.key == ACCURACY and not differs_from_pass(logs):
+        if key == ACCURACY and not differs_from_pass(logs):
             continue
         # Most runs have a reward for every rollout, so that a share of 0 says nothing.
-        if figure.key == MISSING and not value:
+        if key == MISSING and not value:
             continue
-        parts.append(f"{figure.line_title} {figure.line_format.format(value)}")
+        parts.append(FIGURES[key].in_line(value))
     seconds = {phase: logs.get(f"seconds/{phase}") for phase in PHASES}
     logged = {phase: value for phase, value in seconds.items() if value is not None}
     line = "  ".join(parts)
@@ -354,6 +357,7 @@ def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float 
 
 
 def _short(seconds: float) -> str:
+    """Return seconds as text, with decimals where they are few."""
     return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.0f}"
 
 
@@ -676,11 +680,11 @@ def tool_figures(rewards_PG: Tensor, use: ToolUse) -> dict[str, float]:
         use: how the same rollouts, P x G of them, used tools.
     """
     called_PG = use.calls_N.view_as(rewards_PG) > 0
-    both_P = called_PG.any(1) & ~called_PG.all(1)
-    nothing = torch.tensor(torch.nan)
-    with_P = torch.where(called_PG, rewards_PG, nothing).nanmean(1)
-    without_P = torch.where(~called_PG, rewards_PG, nothing).nanmean(1)
-    gain = (with_P - without_P)[both_P].nanmean().item()
+    has_both_P = called_PG.any(1) & ~called_PG.all(1)
+    nan = torch.tensor(torch.nan)
+    mean_with_call_P = torch.where(called_PG, rewards_PG, nan).nanmean(1)
+    mean_without_call_P = torch.where(~called_PG, rewards_PG, nan).nanmean(1)
+    gain = (mean_with_call_P - mean_without_call_P)[has_both_P].nanmean().item()
     failure_frequency = use.failed_calls_N.sum() / use.calls_N.sum().clamp(min=1)
     figures = {
         "tools/call_frequency": use.calls_N.mean().item(),

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from adora_vl.tools.ours import View
 
 # Columns that the reward functions add to TRL's table of completions
-_EXTRA = ("verdict", "extracted", "reason")
+_EXTRA = ("verdict", "extracted", "reason", "new", "false", "steps")
 # Settings of TRL that the record holds beside all keys that begin with `adora_`
 _RECORDED_SETTINGS = (
     "num_generations",

@@ -85,6 +85,7 @@ def training_change(folder: Path, log: Log, key: str) -> Difference | None:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value of the log is a finite number."""
     return isinstance(value, int | float) and isfinite(value)
 
 
@@ -100,40 +101,39 @@ def _groups_at_the_ends(
         groups = _recorded(folder, column)
     except (UserError, OSError, pa.ArrowException):  # damaged, older, or merged just now
         return None
-    until = first[-1].get("step", 0)
-    since = last[0].get("step", 0)
-    early = [value for step, value in groups if step <= until]
-    late = [value for step, value in groups if step >= since]
+    last_early_step = first[-1].get("step", 0)
+    first_late_step = last[0].get("step", 0)
+    early = [value for step, value in groups if step <= last_early_step]
+    late = [value for step, value in groups if step >= first_late_step]
     return (early, late) if early and late else None
 
 
 def _recorded(folder: Path, column: str) -> list[tuple[int, float]]:
     """Return the step and the mean of a column of each recorded group."""
-    values: dict[tuple[int, int], list[float]] = {}
+    values_of_group: dict[tuple[int, int], list[float]] = {}
     for part in parts(folder / ROLLOUTS):
-        table = read_part(part, ["step", "group", column])
-        for row in table.to_pylist():
+        for row in read_part(part, ["step", "group", column]).to_pylist():
             if _is_number(row[column]):
-                values.setdefault((row["step"], row["group"]), []).append(float(row[column]))
-    return [(step, fmean(of_group)) for (step, _), of_group in values.items()]
+                group = (row["step"], row["group"])
+                values_of_group.setdefault(group, []).append(float(row[column]))
+    return [(step, fmean(values)) for (step, _), values in values_of_group.items()]
 
 
 def _scored(folder: Path) -> str | None:
     """Return the score of the held-out problems in a run's folder, and that of its start."""
-    after = _read(folder / AFTER)
-    if after is None:
+    score_after = _read(folder / AFTER)
+    if score_after is None:
         return None
-    score = after.score
-    part = share_of_the_data(score)
-    problems = f"{part or score['total']} problems"
-    where = f"held-out accuracy, {name_of_data(score)}"
-    before = _read(folder / BEFORE)
+    score = score_after.score
+    problems = f"{share_of_the_data(score) or score['total']} problems"
+    title = f"held-out accuracy, {name_of_data(score)}"
+    score_before = _read(folder / BEFORE)
     change = None
-    if before is not None and before.score["benchmark"] == score["benchmark"]:
-        change = between_problems([before], [after])
+    if score_before is not None and score_before.score["benchmark"] == score["benchmark"]:
+        change = between_problems([score_before], [score_after])
     if change is None:
-        return f"{where} {percent(score['accuracy'], score['wilson_95'])} of {problems} ({AFTER})"
-    return f"{where} {_arrow(change)} ({change.over}, of {problems}; {BEFORE}, {AFTER})"
+        return f"{title} {percent(score['accuracy'], score['wilson_95'])} of {problems} ({AFTER})"
+    return f"{title} {_arrow(change)} ({change.over}, of {problems}; {BEFORE}, {AFTER})"
 
 
 def _read(file: Path) -> ScoreFile | None:
@@ -207,6 +207,7 @@ def _trained(folder: Path, log: Log) -> str | None:
 
 
 def _share(value: float) -> str:
+    """Return a share in per cent."""
     return f"{100 * value:.0f} %"
 
 
@@ -224,12 +225,18 @@ def _plain_arrow(change: Difference) -> str:
     return text if change.low is None else f"{text}: {interval_of(change)}"
 
 
-def interval_of(change: Difference) -> str:
-    """Return a change with its interval: `-0.146, 95 % [-0.346, +0.054], within noise`."""
+def interval_of(change: Difference, *, of_share: bool = False) -> str:
+    """Return a change with its interval: `-0.146, 95 % [-0.346, +0.054], within noise`.
+
+    `of_share`: in points, since the share itself is a percentage.
+    """
     assert change.low is not None and change.high is not None
+    if of_share:
+        return f"{change.points}{_noise(change)}"
     interval = f"95 % [{change.low:+.3f}, {change.high:+.3f}]"
     return f"{change.value:+.3f}, {interval}{_noise(change)}"
 
 
 def _noise(change: Difference) -> str:
+    """Return words for a change that the data cannot tell from none; else an empty text."""
     return ", within noise" if is_noise(change) else ""

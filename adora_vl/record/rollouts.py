@@ -153,7 +153,10 @@ _SIZE = "original size"
 
 
 def picture_size(path: Path) -> tuple[int, int] | None:
-    """Width and height that a stored diagram had before it was made smaller; None if damaged."""
+    """Return the width and height that a stored diagram had before it was made smaller.
+
+    None where it is damaged.
+    """
     try:
         with Image.open(path) as image:
             note = image.info.get(_SIZE)
@@ -234,6 +237,11 @@ _TYPES: dict[str, pa.DataType] = {
     "verdict": pa.string(),
     "extracted": pa.string(),
     "reason": pa.string(),  # the rule that decided, from the grader
+    # of the reward `steps`: its true and new claims, its errors, and all claims as JSON, each with
+    # its first and last character and its verdict; null without it, and where a row has no figure
+    "new": pa.int16(),
+    "false": pa.int16(),
+    "steps": pa.string(),
     # the weighted sum of the parts, which are reward/<function>; null without one
     "reward": pa.float32(),
     "missing": pa.string(),  # why the rollout has left its group; null where it has not

@@ -8,14 +8,15 @@ from typing import Any
 
 from adora_vl.checkpoint.store import checkpoints
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.config.blocks import ToolOptions
 from adora_vl.evals.benchmark import BENCHMARK_FILES, for_data
 from adora_vl.models.load import ADAPTER, MERGED
-from adora_vl.record.figures import ACCURACY, FIGURES, PASS
+from adora_vl.record.figures import ACCURACY, FIGURES, PASS, SUMMARY
 from adora_vl.record.manifest import interpreter
 from adora_vl.record.metrics import METRICS, differs_from_pass, kind_of, no_signal
 from adora_vl.record.result import REWARD, interval_of, result_of, training_change
 from adora_vl.record.rollouts import ROLLOUTS
-from adora_vl.utils.cli import amount, spelled
+from adora_vl.utils.cli import amount, plain, spelled, yaml_line
 
 
 def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> str:
@@ -40,6 +41,20 @@ def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> s
         limit = []
     words = ["--model", str(model), "--data", folder, "--output", str(output), *limit]
     return shlex.join([*_evaluator(benchmark), "run", *words])
+
+
+def _tool_words(config: AdoraGRPOConfig) -> list[str]:
+    """Return the options of an evaluator that give the model the run's tools."""
+    words = ["--tools", *config.tools]
+    rounds = config.max_tool_calling_iterations
+    if rounds:
+        words += ["--max-tool-calling-iterations", str(rounds)]
+    usual = plain(ToolOptions())
+    options = plain(config.adora_tool_options)
+    if isinstance(options, dict) and options != usual:
+        changed = {name: value for name, value in options.items() if value != usual.get(name)}
+        words += ["--tool-options", yaml_line(changed)]
+    return words
 
 
 def _evaluator(benchmark: str) -> list[str]:
@@ -74,17 +89,17 @@ def figure_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, st
     # The run's last entry holds the figures of the steps since the log before it.
     entries = [entry for entry in history if kind_of(entry) != "eval"]
     rows = []
-    for figure in FIGURES:
-        if not figure.title:
+    for key in SUMMARY:
+        # The accuracy is a row of its own only if it is not the pass rate.
+        if key == ACCURACY and not any(map(differs_from_pass, entries)):
             continue
-        if figure.key == ACCURACY and not any(map(differs_from_pass, entries)):
-            continue
-        values = [entry[figure.key] for entry in entries if entry.get(figure.key) is not None]
+        values = [entry[key] for entry in entries if entry.get(key) is not None]
         if not values:
             continue
         fifth = max(1, len(values) // 5)
-        before = figure.format.format(fmean(values[:fifth]))
-        after = figure.format.format(fmean(values[-fifth:]))
+        figure = FIGURES[key]
+        before = figure.in_table(fmean(values[:fifth]))
+        after = figure.in_table(fmean(values[-fifth:]))
         rows.append((figure.title, before, after))
     return rows
 
@@ -127,14 +142,16 @@ def summary_lines(
     if config.adora_record_gb:
         lines.append(f"Rollouts      {folder / ROLLOUTS}  (Parquet)")
     evaluate = None
-    # The evaluators answer no calls of tools.
-    if not (config.tools or config.environment_factory):
+    # The evaluators know the tools of the key, and no environment.
+    if not config.environment_factory:
         evaluate = evaluate_command(
             model,
             data=data,
             output=folder / "eval",
             max_tokens=config.max_completion_length,
         )
+    if evaluate is not None and config.tools:
+        evaluate += f" {shlex.join(_tool_words(config))}"
     commands = {
         "View it": view_command(folder),
         "Merge it": merge,
@@ -145,7 +162,7 @@ def summary_lines(
 
 
 # The figures of the table that have an interval over groups; the record has them by group.
-_BY_GROUP = {"reward": REWARD, "pass rate": PASS}
+_BY_GROUP = {"reward": REWARD, FIGURES[PASS].title: PASS}
 
 
 def _figures(folder: Path, history: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -156,15 +173,17 @@ def _figures(folder: Path, history: Sequence[Mapping[str, Any]]) -> list[str]:
     rows = figure_rows(history)
     if not rows:
         return []
+    lines = []
     result = result_of(folder, history)
-    lines = ["", result] if result else []
+    if result:
+        lines += ["", result]
     lines += ["", f"{'':20}{'first fifth':>12}{'last fifth':>12}   change"]
-    for title, first, last in rows:
-        line = f"{title:20}{first:>12}{last:>12}"
+    for title, first_mean, last_mean in rows:
+        line = f"{title:20}{first_mean:>12}{last_mean:>12}"
         key = _BY_GROUP.get(title)
         change = training_change(folder, history, key) if key else None
         if change is not None and change.low is not None:
-            line += f"   {interval_of(change)}"
+            line += f"   {interval_of(change, of_share=key == PASS)}"
         lines.append(line)
     return lines
 

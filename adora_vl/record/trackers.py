@@ -183,7 +183,8 @@ def to_json(logs: Mapping[str, Any]) -> str:
     return json.dumps(rows, default=_as_json_value)
 
 
-def _as_json_value(value: Any) -> Any:
+def _as_json_value(value: object) -> Any:
+    """Return a number of NumPy or torch as Python's, and any other value as text."""
     return value.item() if hasattr(value, "item") else str(value)
 
 

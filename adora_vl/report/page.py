@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element
 
+from adora_vl.record import figures
 from adora_vl.report.run_view import ROLLOUT, RunView
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
@@ -200,6 +201,7 @@ def build_page(views: list[RunView], images: dict[str, str]) -> str:
                 "runs": [_run_data(view) for view in views],
                 "rollout": ROLLOUT[:-1],
                 "formula": FORMULA,
+                "figures": figures.for_page(),
             }
         ),
         "TEXTS": _packed(

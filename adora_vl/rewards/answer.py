@@ -263,7 +263,12 @@ def in_unit(answer: Answer, unit: Unit) -> Answer:
         return answer
     if answer.unit.factor == unit.factor:
         return answer
-    above, below = (answer.unit.factor / unit.factor).as_integer_ratio()
-    tree = ("product", ("*", answer.tree), ("*", ("num", str(above))), ("/", ("num", str(below))))
+    numerator, denominator = (answer.unit.factor / unit.factor).as_integer_ratio()
+    tree = (
+        "product",
+        ("*", answer.tree),
+        ("*", ("num", str(numerator))),
+        ("/", ("num", str(denominator))),
+    )
     real = answer.real and replace(number_of(tree), unevaluated=answer.real.unevaluated)
     return replace(answer, tree=tree, real=real)

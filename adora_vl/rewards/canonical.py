@@ -204,26 +204,35 @@ def canonical(text: str) -> tuple[str, str]:
     Raises `NotReadError` for text over `MAX_CHARS` and for control, bidirectional and zero-width
     characters, which can make an answer look like another one.
     """
-    text = _spelled(_formula(text))
-    text = _named(text)
+    text = _named(_spelled(_formula(text)))
     name = _NAME_BEFORE.match(text)
-    if name and not all(
-        FIGURE.fullmatch(side.strip()) for side in (name[0][:-1], text[name.end() :])
-    ):
-        text = _undecorated(text[name.end() :])
+    if name:
+        value = text[name.end() :]
+        # `AB = CD` says that two segments are equal: neither is a name for the other.
+        are_figures = all(FIGURE.fullmatch(side.strip()) for side in (name[0][:-1], value))
+        if not are_figures:
+            text = _undecorated(value)
     unit = ""
-    if "circ" in text and (celsius := TEMPERATURE.fullmatch(text)):
-        return _plain_number(_compact(_undecorated(celsius[1]))), f"°{celsius[2]}"
+    if "circ" in text:
+        temperature = TEMPERATURE.fullmatch(text)
+        if temperature:
+            return _plain_number(_compact(_undecorated(temperature[1]))), f"°{temperature[2]}"
     if "circ" in text or "deg" in text:
+        # The degrees inside of `\sin 30^\circ` are no unit of the value.
         unit = DEGREE if _IN_DEGREES.search(text) and not _FUNCTION.search(text) else ""
         text = _DEGREE_WORD.sub(" ", _DEGREE.sub(" ", text)).strip()
-    bracketed = _BRACKETED_UNIT.search(text) if text.endswith(")") else None
-    if bracketed and MEASURED.fullmatch(f"{text[: bracketed.start()]} {bracketed[1]}"):
-        text = f"{text[: bracketed.start()]} {bracketed[1]}"
-    if money := _MONEY.fullmatch(text):
+    bracketed = _BRACKETED_UNIT.search(text) if text.endswith(")") else None  # 5 (cm)
+    if bracketed:
+        without_brackets = f"{text[: bracketed.start()]} {bracketed[1]}"
+        if MEASURED.fullmatch(without_brackets):
+            text = without_brackets
+    money = _MONEY.fullmatch(text)
+    if money:
         text = money[1] + money[3]
         unit = "euros" if money[2] == "€" else "dollars"
-    if _MAY_BE_MEASURED.search(text) and (measured := MEASURED.fullmatch(text)):
+    # The first pattern is a quick test, since the second one is slow.
+    measured = MEASURED.fullmatch(text) if _MAY_BE_MEASURED.search(text) else None
+    if measured:
         text = measured[1]
         unit = measured[2]
     return _plain_number(_compact(_undecorated(text))), unit

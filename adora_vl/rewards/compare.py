@@ -301,6 +301,7 @@ def _same_text(answer: str, reference: str) -> bool:
 
 
 def _in_one_spelling(text: str) -> str:
+    """Return a text in the spelling in which texts are compared."""
     text = in_one_spelling(text)
     if "angled" in text:
         text = _RIGHT_ANGLED.sub("right", text)
@@ -339,38 +340,29 @@ def _same_form(answer: Answer, reference: Answer, rounding: bool) -> Compared:
     It calls itself for the parts of lists, points and tuples.
     """
     if answer.kind == "unreadable":
-        return Compared(
-            "unparseable" if answer.reason in UNREAD else "wrong", answer.refusal or answer.reason
-        )
-    if "(" in answer.label or "(" in reference.label:
-        function = _as_function(answer, reference)
+        verdict: Verdict = "unparseable" if answer.reason in UNREAD else "wrong"
+        return Compared(verdict, answer.refusal or answer.reason)
+    if "(" in answer.label or "(" in reference.label:  # W(n) = 1
+        answer_function = _as_function(answer, reference)
         reference = _as_function(reference, answer)
-        answer = function
-    kinds = answer.kind, reference.kind
-    # their names may differ: `W(n) = 1` and `W(x) = 1`
-    functions = "(" in reference.label and "(" in answer.label
-    decoration = reference.is_value or functions or kinds == ("equation", "equation")
-    if (
-        reference.label
-        and answer.label
-        and not decoration
-        and bare(answer.label) != bare(reference.label)
-    ):
+        answer = answer_function
+    kinds = (answer.kind, reference.kind)
+    if _names_differ(answer, reference):
         pair = Pair(answer.label, reference.label, "different_label")
         return Compared("wrong", "different_label", (pair,))
     if reference.kind == "ordered" and reference.brackets == "()" and not reference.label:
-        point = _point(answer, len(reference.parts))
-        answer = point or answer
+        # A point may be answered by its coordinates, or as a sum of unit vectors.
+        answer = _point(answer, len(reference.parts)) or answer
         if answer.kind == "expression" and answer.tree:
             return _same_vector(answer, reference)
     if reference.kind == "unordered" and answer.kind == "text" and not answer.label:
         answer = _letters(answer, reference)
     if answer.solution and reference.solution and kinds != ("ordered", "ordered"):
-        same = same_solutions(answer.solution, reference.solution)
-        if same:
+        if same_solutions(answer.solution, reference.solution):
             return Compared("correct", "same_solutions")
         return Compared("wrong", "different_solutions")
     if reference.kind == "equation" and answer.is_value and reference.parts and not answer.label:
+        # The right side alone answers `y = 2x + 1`.
         return _same_form(answer, reference.parts[0], rounding)
     if reference.kind == "unordered":
         return _same_list(answer, reference, rounding)
@@ -382,9 +374,24 @@ def _same_form(answer: Answer, reference: Answer, rounding: bool) -> Compared:
         return Compared("wrong", "different_form")
     if reference.kind in {"equation", "inequality"}:
         return _same_relations(answer, reference)
+    # Two numbers are an interval, whose brackets say which ends belong to it.
     if len(reference.parts) == 2 and answer.brackets != reference.brackets:
         return Compared("wrong", "different_brackets")
     return _in_order(answer, reference, rounding)
+
+
+def _names_differ(answer: Answer, reference: Answer) -> bool:
+    """Return whether both sides have a name, and not the same one.
+
+    Values, two functions (`W(n) = 1` and `W(x) = 1`) and two equations may have other names.
+    """
+    if not reference.label or not answer.label:
+        return False
+    are_functions = "(" in reference.label and "(" in answer.label
+    are_equations = answer.kind == reference.kind == "equation"
+    if reference.is_value or are_functions or are_equations:
+        return False
+    return bare(answer.label) != bare(reference.label)
 
 
 _OF_X = re.compile(r"[A-Za-z]\(([a-z])\)")
@@ -440,22 +447,19 @@ def _point(answer: Answer, dimensions: int) -> Answer | None:
 def _same_vector(answer: Answer, reference: Answer) -> Compared:
     r"""Return the verdict on a sum of unit vectors, `3\mathbf{i} + 4\mathbf{j}` for `(3, 4)`."""
     axes = "ijk"[: len(reference.parts)]
-    numbers = [part.tree for part in reference.parts if part.real]
-    if len(numbers) != len(axes) or not unknowns(answer.tree or ()) <= set(axes):
+    coordinates = [part.tree for part in reference.parts if part.real]
+    if len(coordinates) != len(axes) or not unknowns(answer.tree or ()) <= set(axes):
         return Compared("wrong", "different_form")
-    terms = [
-        (1, ("product", ("*", number), ("*", ("unknown", axis))))
-        for number, axis in zip(numbers, axes, strict=True)
-    ]
-    same = same_function(answer.tree or (), ("sum", *terms)) == "equal"
-    return Compared("correct", "same_value") if same else Compared("wrong", "different_expression")
+    terms = []
+    for coordinate, axis in zip(coordinates, axes, strict=True):
+        terms.append((1, ("product", ("*", coordinate), ("*", ("unknown", axis)))))
+    if same_function(answer.tree or (), ("sum", *terms)) == "equal":
+        return Compared("correct", "same_value")
+    return Compared("wrong", "different_expression")
 
 
 def _letters(answer: Answer, reference: Answer) -> Answer:
-    """Return `AC` as the two letters of a list of letters, such as `A, C`.
-
-    Else the answer itself.
-    """
+    """Return `AC` as the two letters of a list such as `A, C`, or the answer itself."""
     letters = answer.text.replace(" ", "")
     alone = all(re.fullmatch("[A-Z]", part.text) and not part.label for part in reference.parts)
     if not alone or not re.fullmatch("[A-Z]{2,}", letters) or len(set(letters)) < len(letters):

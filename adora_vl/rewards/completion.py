@@ -40,13 +40,13 @@ class _Box(NamedTuple):
 
 
 def last_boxed(response: str) -> str | None:
-    r"""Return the content of the last complete box in the final part, without outer spaces.
+    r"""Return the content of the last complete box in the final part, or None without one.
 
-    Else None. A box inside a block of thinking is a draft (`final_part`). If boxes are nested, the
-    outermost complete box counts, because what stands beside an inner box belongs to the answer:
-    `\boxed{x = \boxed{5}}` gives `x = \boxed{5}`. A box that holds nothing but another box is
-    peeled: `\boxed{\boxed{5}}` gives `5`. A response that was cut off as it began a box has no
-    answer.
+    Outer spaces are removed. A box inside a block of thinking is a draft (`final_part`). If boxes
+    are nested, the outermost complete box counts, because what stands beside an inner box belongs
+    to the answer: `\boxed{x = \boxed{5}}` gives `x = \boxed{5}`. A box that holds nothing but
+    another box is peeled: `\boxed{\boxed{5}}` gives `5`. A response that was cut off as it began a
+    box has no answer.
 
     The response is read once with a stack, so the time is linear in its length, however deep or
     many the boxes are. Only the last `MAX_CHARS` characters are read. Source: the grading policy,
@@ -311,7 +311,12 @@ def reflective_words(text: str) -> dict[str, int]:
     """Count the occurrences of each reflective word that occurs at all."""
     lowered = text.lower()
     words = list(_PATTERNS)
+    # A quick look for the stems spares most searches; characters of odd case may hide a stem.
     if not _ODD_CASED.search(text):
         words = [word for word in words if _STEMS[word] in lowered]
-    counts = {word: len(_PATTERNS[word].findall(text)) for word in words}
-    return {word: count for word, count in counts.items() if count}
+    counts = {}
+    for word in words:
+        count = len(_PATTERNS[word].findall(text))
+        if count:
+            counts[word] = count
+    return counts

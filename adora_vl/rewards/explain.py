@@ -3,17 +3,20 @@ the rewards.
 
 python -m adora_vl.rewards.explain --gold '2 \sqrt { 221 }' --response 'so \boxed{\sqrt{884}}'
 python -m adora_vl.rewards.explain --reward docs/my_rewards.py:brevity --response 'so \boxed{5}'
+python -m adora_vl.rewards.explain --figure facts.txt --response response.txt
 """
 
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
 from adora_vl.rewards.answer import Answer, amount
 from adora_vl.rewards.choose import Entry, call_once, choose_rewards, names_of
 from adora_vl.rewards.completion import last_answer, last_boxed
+from adora_vl.rewards.explain_steps import figure_of_file, step_lines
 from adora_vl.rewards.forms import read, working
 from adora_vl.rewards.grade import REMEDIES, answer_to, comparison, grade, verify_gold
 from adora_vl.rewards.presets import PRESETS, reward
@@ -221,6 +224,19 @@ def _columns(options: argparse.Namespace) -> dict[str, str]:
     return columns
 
 
+def _response(word: str, *, may_be_file: bool) -> str:
+    """The response that `--response` gives: the word itself, standard input, or a file."""
+    if word == "-":
+        return sys.stdin.read()
+    try:
+        if may_be_file and Path(word).is_file():
+            return Path(word).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        if "\n" not in word and len(word) < 200:
+            raise UserError(f"--response: {word!r} cannot be read ({error})") from error
+    return word
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
@@ -231,7 +247,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--gold", help="the right answer, as a dataset has it")
     parser.add_argument(
-        "--response", required=True, help="the whole response; - reads it from standard input"
+        "--response",
+        required=True,
+        help="the whole response; - reads it from standard input, and with --figure it may be a file",
+    )
+    parser.add_argument(
+        "--figure",
+        type=Path,
+        metavar="FACTS",
+        help="facts, or a stored figure: checks each claim of the response on it",
     )
     parser.add_argument("--choices", nargs="+", metavar="VALUE", help="the values of A, B, C, ...")
     parser.add_argument(
@@ -257,11 +281,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def command() -> None:
         options = parser.parse_args(arguments)
-        if options.gold is None and not options.reward:
+        if options.gold is None and not options.reward and options.figure is None:
             raise UserError(
-                "give --gold to see how the answer is graded, or --reward to try a reward"
+                "give --gold to see how the answer is graded, --figure to check its claims, or "
+                "--reward to try a reward"
             )
-        response = sys.stdin.read() if options.response == "-" else options.response
+        response = _response(options.response, may_be_file=options.figure is not None)
         lines = []
         only_user_functions = options.reward and all(map(is_own, names_of(options.reward)))
         if options.gold is not None and not only_user_functions:
@@ -271,6 +296,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "thinking_opened": options.thinking_opened,
             }
             lines = explanation(response, gold=options.gold, choices=options.choices, **accepted)
+        if options.figure is not None:
+            lines += step_lines(response, figure_of_file(options.figure))
         if options.reward:
             lines += trial_lines(
                 options.reward,

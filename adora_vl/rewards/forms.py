@@ -276,49 +276,60 @@ def _several(text: str, pieces: list[str], separators: list[str], depth: int) ->
 
 
 def _bracketed(text: str, depth: int) -> Answer | None:
-    r"""Return a point, tuple or interval, or a set in `\{\}` or `{}`.
+    r"""Read a point, tuple or interval, or a set in `\{\}` or `{}`.
 
     None for a text that no pair of brackets encloses. Raises `NotReadError`.
     """
     point = _POINT.fullmatch(text)
-    if point and "," in point[2]:
+    if point and "," in point[2]:  # A(3, 4)
         inner = _bracketed(point[2], depth)
         return inner and replace(inner, label=point[1], text=text)
     opening, closing = (r"\{", r"\}") if text.startswith(r"\{") else (text[0], text[-1])
     inside = text[len(opening) : -len(closing)]
+    # Depth 0 in between is outside of the first bracket: `(1, 2) + (3, 4)`.
     encloses = text.endswith(closing) and 0 not in _depths(text)[len(opening) : -1]
     if opening not in {"(", "[", "{", r"\{"} or not encloses:
         return None
     if opening in {"{", r"\{"}:
-        if (opening == "{") != (closing == "}"):
-            return None
-        inner = _parse(inside, depth + 1)
-        of_set = inner.text.startswith(r"\{")
-        if opening == "{" and (of_set or inner.kind != "unordered"):
-            return inner
-        parts = inner.parts if inner.kind == "unordered" and not inner.label else (inner,)
-        if of_set or not all(part.is_value or part.kind == "ordered" for part in parts):
-            raise NotReadError("enumeration")
-        return Answer("unordered", text, parts=parts)
+        return _set(text, opening, closing, inside, depth)
     pieces, separators = _split(inside, _SEMICOLON)
     if not separators:
         pieces, _ = _split(inside, re.compile(","))
-    if (
-        len(pieces) < 2
-        or closing not in {")", "]"}
-        or (len(pieces) > 2 and opening + closing not in {"()", "[]"})
-    ):
+    brackets = opening + closing
+    # `[2, 5)` is an interval, while more than two parts need brackets that match.
+    is_mixed = len(pieces) > 2 and brackets not in {"()", "[]"}
+    if len(pieces) < 2 or closing not in {")", "]"} or is_mixed:
         return None
-    parts = tuple(
-        _parse(piece, depth + 1) if piece not in _INFINITE else _INFINITE[piece] for piece in pieces
-    )
+    parts = []
+    for piece in pieces:
+        parts.append(_INFINITE[piece] if piece in _INFINITE else _parse(piece, depth + 1))
     if any(part.kind == "unordered" and not part.both_signs for part in parts):
         raise NotReadError("enumeration")  # (3,5; 4)
-    ends = [_real(part) or part.text for part in parts]
-    interval = between(ends[0], ends[1], opening + closing) if len(ends) == 2 else None
+    interval = None
+    if len(parts) == 2:
+        first, second = [_real(part) or part.text for part in parts]
+        interval = between(first, second, brackets)
     return Answer(
-        kind="ordered", text=text, parts=parts, brackets=opening + closing, solution=interval
+        kind="ordered", text=text, parts=tuple(parts), brackets=brackets, solution=interval
     )
+
+
+def _set(text: str, opening: str, closing: str, inside: str, depth: int) -> Answer | None:
+    r"""Read a set in `\{\}` or `{}`; None where one brace has a backslash and the other has none.
+
+    Plain braces around one value are no set: `{5}` is 5. Raises `NotReadError` for a set of sets.
+    """
+    if (opening == "{") != (closing == "}"):
+        return None
+    inner = _parse(inside, depth + 1)
+    has_set = inner.text.startswith(r"\{")
+    if opening == "{" and (has_set or inner.kind != "unordered"):
+        return inner
+    is_list = inner.kind == "unordered" and not inner.label
+    parts = inner.parts if is_list else (inner,)
+    if has_set or not all(part.is_value or part.kind == "ordered" for part in parts):
+        raise NotReadError("enumeration")
+    return Answer("unordered", text, parts=parts)
 
 
 def _matrix(text: str, inside: str) -> Answer:

@@ -386,7 +386,7 @@ def _same_product(a: Ball, b: Ball, c: Ball, d: Ball) -> bool:
 
 
 def _points(names: Iterable[str]) -> Iterator[dict[str, Fraction]]:
-    """Six points at which functions are compared: at each the values of the unknowns."""
+    """Yield six points at which functions are compared: at each the values of the unknowns."""
     ordered = sorted(names)
     for index in range(len(_POINTS)):
         yield {name: _POINTS[(index + k) % len(_POINTS)] + k for k, name in enumerate(ordered)}
@@ -546,36 +546,46 @@ def _log(ball: Ball) -> Ball:
 def _raised(base: Ball, exponent: Ball) -> Ball:
     """Return `base ** exponent`, the principal value.
 
-    The size of the result is bounded before it is computed.
+    The size of the result is bounded before it is computed. Raises `NotReadError` for 0 to a power
+    that is not above 0, and where the result is over the cap.
     """
     power = exponent.value
     if base.least <= 0:  # 0, but for its error
-        if not exponent.real or power - exponent.error <= 0:
-            raise NotReadError("undefined")
-        if not base.error:
-            return Ball(Fraction(0))
-        ends = float(power) - exponent.error, float(power) + exponent.error
-        try:
-            error = 2 * max(math.pow(base.size + base.error, end) for end in ends)
-            return _computed(_mp().mpf(0), error)
-        except OverflowError:
-            raise NotReadError("too_large") from None
+        return _zero_raised(base, exponent)
     if not exponent.exact:
         return _exp(_log(base) * exponent)
     if base.exact and power.denominator == 1 and _bits(base.value) * abs(power) <= MAX_BITS:
         return Ball(Fraction(base.value ** int(power)))
     base = base.inexact()
     magnitude = abs(float(power))
-    spread = magnitude * base.error / base.least
+    relative_error = magnitude * base.error / base.least
     # The size of the result in bits; the second term bounds the rounding error of the logarithm.
     bits = magnitude * (abs(math.log2(base.size)) + 2.0**-50)
-    if bits > 2 * MAX_BITS or spread > 1:
+    if bits > 2 * MAX_BITS or relative_error > 1:
         raise NotReadError("too_large")
     if power.denominator == 1:
         value = base.value ** int(power)
     else:
         value = base.value ** (_mp().mpf(power.numerator) / power.denominator)
-    return _computed(value, 2 * Ball(value).size * spread)
+    return _computed(value, 2 * Ball(value).size * relative_error)
+
+
+def _zero_raised(base: Ball, exponent: Ball) -> Ball:
+    """Return a power of a base that is 0 but for its error.
+
+    The result is 0 too, with the largest power of the base's error at either end of the exponent.
+    """
+    power = exponent.value
+    if not exponent.real or power - exponent.error <= 0:
+        raise NotReadError("undefined")
+    if not base.error:
+        return Ball(Fraction(0))
+    exponent_ends = (float(power) - exponent.error, float(power) + exponent.error)
+    try:
+        error = 2 * max(math.pow(base.size + base.error, end) for end in exponent_ends)
+        return _computed(_mp().mpf(0), error)
+    except OverflowError:
+        raise NotReadError("too_large") from None
 
 
 def _rooted(radicand: Ball, degree: int) -> Ball:

@@ -80,7 +80,7 @@ def own_copy(value: object, same: Sequence[object] = ()) -> Any:
 def _copied_content(value: object) -> object:
     """Return a copy of a picture, an array, a tensor, a set or a bytearray.
 
-    Any further object itself.
+    Any further object is returned itself.
     """
     from PIL import Image  # late, for commands that import this module and touch no image
 
@@ -277,7 +277,7 @@ def _failure(
 def _location(function: Callable[..., Any], error: BaseException) -> str:
     """Return the file and the last line of the function's file in the traceback.
 
-    Empty if it has none.
+    The text is empty if the traceback has none.
     """
     while isinstance(function, partial):
         function = function.func

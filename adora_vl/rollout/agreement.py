@@ -169,6 +169,7 @@ def _requests(
 
 
 def _rollouts(trainer: HasEngine, prompts: Prompts, results: Sequence[SamplingResult]) -> Rollouts:
+    """Return the engine's results as a batch, in which every rollout counts."""
     tokens = [answer.tokens for answer in results]
     logps = [answer.logps for answer in results]
     batch = trainer.pool.builder.collated(

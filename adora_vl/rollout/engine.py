@@ -3,6 +3,7 @@
 Prompts, the weight sync, caches and settings differ from TRL's.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -20,6 +21,7 @@ from adora_vl.models.precision import dtype_name
 from adora_vl.packing.image_store import ImageCache
 from adora_vl.rollout.engine_settings import (
     EngineSettings,
+    compute_products_exactly,
     engine_runs_on_cpu,
     engine_scores_raw,
     machine_options,
@@ -72,7 +74,13 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     def __init__(
         self, *args: Any, settings: EngineSettings, timed: Timed = nullcontext, **kwargs: Any
     ) -> None:
-        """`timed`: makes the context that counts the seconds of a `sync`, `wake` or `sleep`.
+        """Build the engine, or connect to the servers, with TRL's arguments and ours.
+
+        Args:
+            args: those of stock TRL.
+            settings: the settings that TRL has no field for.
+            timed: makes the context that counts the seconds of a `sync`, `wake` or `sleep`.
+            kwargs: those of stock TRL.
 
         Raises `UserError` for a `repetition_detection` or a `logit_bias` that vLLM does not take.
         """
@@ -169,30 +177,24 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
                 self.served.files.rank = lora["max_lora_rank"]
 
     def _build_llm(self, **kwargs: Any) -> Any:
+        """Build vLLM's engine from TRL's arguments and our settings, in place of TRL's `LLM(...)`."""
         # It imports vLLM, which only a colocated engine needs.
         from vllm.lora.request import LoRARequest
 
         from adora_vl.rollout.llm import LATER, PolicyLLM, has_copied_head, own_shared_memory
 
         settings = self.settings
+        text_config = self.model.config.get_text_config()
+        max_tokens = kwargs.get("max_model_len") or text_config.max_position_embeddings
         kwargs["dtype"] = settings.dtype or dtype_name(self.model.dtype)
-        max_tokens = (
-            kwargs.get("max_model_len")
-            or self.model.config.get_text_config().max_position_embeddings
-        )
         kwargs |= machine_options(
             max_tokens, settings.max_num_batched_tokens, settings.enforce_eager
         )
         kwargs["logprobs_mode"] = self._logprobs_mode()
         kwargs["revision"] = settings.revision
-        # TRL puts it to sleep at once, which discards the weights. But vLLM gives a tied head
-        # weights of its own where the checkpoint has a copy of them, until it has read both and
-        # found them equal.
         frozen_base = None
-        loads_later = self.enable_sleep_mode and not has_copied_head(self.model, kwargs["revision"])
         if self.four_bit:
             # It reads the folder that the policy was loaded from, and nothing else sends the base.
-            loads_later = False
             kwargs["dtype"] = "bfloat16"
             self.lora = lora_settings(self.model)
             assert self.lora is not None  # `check_four_bit` takes nothing else
@@ -200,7 +202,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             if self.enable_sleep_mode:
                 frozen_base = FrozenBase(self.model)
                 frozen_base.leave()
-        if loads_later:
+        elif self.enable_sleep_mode and not has_copied_head(self.model, kwargs["revision"]):
+            # TRL puts it to sleep at once, which discards the weights, so none are read. But vLLM
+            # gives a tied head weights of its own where the checkpoint has a copy of them, until it
+            # has read both and found them equal.
             kwargs["load_format"] = LATER
         if self.tensor_parallel_size > 1 and segments_expand():
             # vLLM's own all-reduce shares the memory of its CUDA graphs by handles that growing
@@ -217,6 +222,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             if not settings.keeps_images:  # the trainer's cache has them already
                 kwargs["mm_processor_cache_gb"] = 0
         divided_on_cpu = self.tensor_parallel_size > 1 and engine_runs_on_cpu()
+        compute_products_exactly(str(kwargs["dtype"]))
         with own_shared_memory() if divided_on_cpu else nullcontext():
             llm = PolicyLLM(**kwargs)
         if self.four_bit:
@@ -365,12 +371,30 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         self.llm.sleep(level=2)
         self._llm_weights_sleeping = True
 
+    def shut_down(self) -> None:
+        """End a colocated engine, and let go of it. Nothing can be sampled after this.
+
+        It is woken before: the memory that sleeps lies in a pool of vLLM's allocator, of which a
+        process has one, and a second training of this process would find it there.
+        """
+        llm = self.llm
+        if self.enable_sleep_mode:
+            llm.wake_up()
+        llm.llm_engine.engine_core.shutdown()
+        if llm.base is not None:
+            # the frozen base was away while the engine was awake
+            llm.base.come_back()
+        self.llm: Any = None
+        del llm
+        # the engine's parts refer to each other
+        gc.collect()
+
     @contextmanager
     def staying_awake(self) -> Iterator[None]:
-        """Inside the block a colocated engine does not sleep between generations of one policy.
+        """Keep a colocated engine awake between generations of one policy inside the block.
 
-        So the weights are synced once for all of them. It sleeps at the end. All ranks enter
-        together.
+        So the weights are synced once for all of them. It sleeps at the end. Collective: all ranks
+        enter together.
         """
         if self.mode != "colocate" or not self.enable_sleep_mode or self.llm.stays_awake:
             yield

@@ -1,14 +1,17 @@
 """The settings that the engine is built with, and the limits of a CPU engine."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import GIB
 
 # Parameters that move probability between tokens, as a temperature does.
 _SHIFTS = {
@@ -112,6 +115,37 @@ def machine_options(longest: int | None, budget: int, eager: bool | None = None)
             "max_num_batched_tokens": max(budget, longest or 0),
         }
     return options
+
+
+def compute_products_exactly(dtype: str) -> None:
+    """Let the kernels of a float32 engine multiply in float32.
+
+    By default Triton rounds the factors to TF32 on a card, which keeps 10 of 23 bits, so that
+    engine and trainer would differ by more than their own rounding. It reads its environment when
+    a kernel is compiled. What the user has set stays as it is. `dtype`: of the engine.
+    """
+    if dtype.removeprefix("torch.") == "float32":
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+
+
+def refuse_taken_card(config: AdoraGRPOConfig) -> None:
+    """Raise `UserError` where less of the card is free than the engine's share of it.
+
+    vLLM says so as well, but only once the weights are loaded.
+    """
+    colocated = config.use_vllm and config.vllm_mode == "colocate"
+    if not colocated or config.use_cpu or not torch.cuda.is_available():
+        return
+    free, total = torch.cuda.mem_get_info(config.device)
+    share = config.vllm_gpu_memory_utilization
+    if free >= share * total:
+        return
+    raise UserError(
+        f"vllm_gpu_memory_utilization: {share:g} is {share * total / GIB:.3g} of "
+        f"{total / GIB:.3g} GiB, and {free / GIB:.3g} GiB of this card are free; end what has the "
+        "rest (nvidia-smi names it, and a trainer before this one in Python has close()), or "
+        "choose another card with CUDA_VISIBLE_DEVICES"
+    )
 
 
 def refuse_on_cpu(config: PreTrainedConfig, sleep_mode: bool) -> None:

@@ -6,12 +6,14 @@ Drift is the difference of their log-probabilities; the importance ratio correct
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from adora_vl.types import Batch, StepContext, loss_mask
+from adora_vl.utils.stop_message import stopped_before
 
 CAUSES = (
     "min_pixels/max_pixels differ between the trainer and the model folder that vLLM reads",
@@ -68,18 +70,21 @@ def merge_drift(sums_R3: Tensor) -> Drift:
     return Drift(mean=mean, largest=max(largest), tokens=int(sum(counts)))
 
 
-def drift_message(drift: Drift, bound: float, step: int, checkpoint: str) -> str:
-    """Return the message of a run that stops for drift.
+def drift_message(drift: Drift, bound: float, step: int, checkpoint: Path | str) -> str:
+    """Return the message of a run that stops for drift, in the step after `step` made ones.
 
-    It has figures, likely causes and the checkpoint.
+    It has figures, the checkpoint and likely causes.
     """
     causes = "\n".join(f"  - {cause}" for cause in CAUSES)
-    return (
-        f"step {step}: the engine's log-probabilities are {drift.mean:.3g} nats per token from "
-        f"the trainer's on average (largest {drift.largest:.3g}); adora_max_drift is {bound:g}. "
-        "Importance ratios would hide this while nothing is learned, so the run stops before the "
-        f"step. Checkpoint: {checkpoint}. Likely causes:\n{causes}"
+    line = stopped_before(
+        step,
+        f"the engine's log-probabilities are {drift.mean:.3g} nats per token from the trainer's on "
+        f"average (largest {drift.largest:.3g}); adora_max_drift is {bound:g}. Importance ratios "
+        "would hide this while nothing is learned",
+        remedy="Find the cause",
+        checkpoint=checkpoint,
     )
+    return f"{line}. Likely causes:\n{causes}"
 
 
 def importance_ratio(

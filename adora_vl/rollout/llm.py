@@ -95,7 +95,7 @@ def stopping_of_loops(options: Mapping[str, Any]) -> RepetitionDetectionParams:
 
 @contextmanager
 def own_shared_memory() -> Iterator[None]:
-    """Inside the block the processes of a CPU engine give their shared memory a unique name.
+    """Let the processes of a CPU engine give their shared memory a unique name in the block.
 
     The name has the number of the launcher's process, so it is the same on all ranks. After the
     block all of them have mapped the memory, and the name is removed. Mapped memory stays until the
@@ -188,7 +188,7 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Inside the block `sleep` does nothing."""
+        """Let `sleep` do nothing inside the block."""
         self.stays_awake = True
         try:
             yield

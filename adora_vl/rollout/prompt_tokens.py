@@ -63,9 +63,10 @@ def never_sample(ids: Sequence[int], settings: dict[str, Any], config: Generatio
 
 @contextmanager
 def folder_settings_left_out(model: "PreTrainedModel") -> Iterator[None]:
-    """Inside the block `transformers` fills in nothing from the model's `generation_config.json`.
+    """Hide the model's `generation_config.json` from `transformers` inside the block.
 
-    The model's generation config comes back afterwards, since it is saved with the model.
+    Otherwise it fills in what no key says. The model's generation config comes back afterwards,
+    since it is saved with the model.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     saved_config = base.generation_config

@@ -133,7 +133,10 @@ class _Adapter(HTTPAdapter):
     """
 
     def __init__(self, answer_s: float) -> None:
-        """`answer_s`: timeout of an answer, in seconds, where the request has none of its own."""
+        """Create the adapter.
+
+        `answer_s`: timeout of an answer, in seconds, where the request has none of its own.
+        """
         self._answer_s = answer_s
         retry = _Retry(
             total=3,
@@ -160,8 +163,9 @@ class Server:
     """One vLLM server. Its methods raise `UnusableServerError`, or what `requests` raises."""
 
     def __init__(self, client: VLLMClient, answer_s: float, vocabulary: int) -> None:
-        """`answer_s`: how many seconds it may take to answer a request, or to read all weights.
+        """Create the server's state; nothing is asked of it yet.
 
+        `answer_s`: how many seconds it may take to answer a request, or to read all weights.
         `vocabulary`: the number of token ids that the policy has.
         """
         for scheme in ("http://", "https://"):
@@ -346,6 +350,7 @@ class Server:
         return response
 
     def _json(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
+        """Return the body of a response with status 200."""
         reply: dict[str, Any] = self._ask(method, path, **kwargs).json()
         return reply
 
@@ -364,11 +369,15 @@ class ServerPool:
         vocabulary: int,
         logprobs_mode: str = "",
     ) -> None:
-        """`patience_s`: how many seconds a sync waits for a first server to answer.
+        """Create the pool of all clients' servers, which count as living until one fails.
 
-        `answer_s`: timeout of a sampling request, in seconds. `vocabulary`: the number of the
-        policy's token ids. `logprobs_mode`: the kind of log-probabilities that the trainer uses; a
-        server with another kind is reported at its first sync.
+        Args:
+            clients: TRL's clients of the servers.
+            patience_s: how many seconds a sync waits for a first server to answer.
+            answer_s: timeout of a sampling request, in seconds.
+            vocabulary: the number of the policy's token ids.
+            logprobs_mode: the kind of log-probabilities that the trainer uses; a server with
+                another kind is reported at its first sync.
         """
         self._all = [Server(client, answer_s, vocabulary) for client in clients]
         self.living = list(self._all)

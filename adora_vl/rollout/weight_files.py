@@ -36,10 +36,10 @@ class WeightFiles:
     """
 
     def __init__(self, folder: Path, output_dir: Path) -> None:
-        """`folder`: created when it is first written to.
+        """Remove the files of a killed run with the same `output_dir`; nothing is written yet.
 
-        Files that a killed run with the same `output_dir` has left there are removed now. Their
-        lock tells that no process uses them.
+        `folder` is created when it is first written to. The lock of a file tells that no process
+        uses it.
         """
         self.folder = folder.absolute()
         # two machines may each have a disk with such a path

@@ -47,7 +47,8 @@ def zero_scratch(llm: "LLM") -> None:
     rope = getattr(getattr(runner, "model_state", None), "rope_state", None)
     deepstack = getattr(getattr(runner, "model", None), "deepstack_input_embeds", None)
     buffers = [] if rope is None else [rope.positions]
-    buffers += deepstack or []
+    if deepstack:
+        buffers += deepstack
     with torch.inference_mode():  # a step may have replaced a buffer by an inference tensor
         for buffer in buffers:
             buffer.zero_()

@@ -28,6 +28,8 @@ from adora_vl.synthetic.drawing import (
 
 @dataclass(frozen=True)
 class SyntheticProblem:
+    """A drawn problem with its right working, and one with a slip."""
+
     family: str
     image: Image.Image  # RGB
     question: str
@@ -45,11 +47,15 @@ Family = Callable[[random.Random, int, int, Style], SyntheticProblem]
 
 
 def jitter(rng: random.Random, point: Point, reach: float = 0.035) -> Point:
+    """Move a point by chance, by at most `reach` in x and y."""
     return (point[0] + rng.uniform(-reach, reach), point[1] + rng.uniform(-reach, reach))
 
 
 def inset(size: int) -> float:
-    """Half a label's width, as a share of the picture: how far from an edge a label has to stay."""
+    """Return half a label's width, as a share of the picture.
+
+    So far a label has to stay from an edge.
+    """
     return 0.65 * font_pixels(size) / size
 
 
@@ -71,7 +77,7 @@ def worded(rng: random.Random, *parts: tuple[str, ...], **numbers: object) -> st
 def isosceles_base_angle(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """Return the apex angle is written at the apex; asked is a base angle."""
+    """Draw an isosceles triangle with the angle at its apex, and ask for a base angle."""
     apex = rng.randrange(*((20, 165, 10), (12, 170, 2), (11, 170, 1))[level - 1])
     canvas = Canvas(size, style)
     x = rng.uniform(0.48, 0.52)
@@ -104,10 +110,10 @@ def isosceles_base_angle(
 def polygon_interior_angle(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """Return a regular polygon, which stands on a side as in a book, with dots at its corners.
+    """Draw a regular polygon with dots at its corners, and ask for an interior angle.
 
-    Its sides have to be counted. Turned by chance and without the dots, the tiny model took one
-    polygon for another in a tenth of the cases.
+    It stands on a side as in a book. Its sides have to be counted. Turned by chance and without the
+    dots, the tiny model took one polygon for another in a tenth of the cases.
     """
     sides = rng.choice(([3, 4, 5, 6, 8], [5, 6, 8, 9, 10], [7, 9, 10, 11, 12])[level - 1])
     canvas = Canvas(size, style)
@@ -149,7 +155,7 @@ def polygon_interior_angle(
 def right_triangle_hypotenuse(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """Both legs are written beside their sides; asked is the hypotenuse, usually a radical."""
+    """Draw a right triangle with both legs, and ask for the hypotenuse, usually a radical."""
     largest = (7, 21, 61)[level - 1]
     across, down = rng.randrange(1, largest), rng.randrange(1, largest)
     canvas = Canvas(size, style)
@@ -196,13 +202,13 @@ def right_triangle_hypotenuse(
 def crossing_lines(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """Two lines cross; one angle is written, `x` stands in the opposite (equal) or a neighbouring
-    sector.
+    """Draw two lines that cross with one angle, and ask for another one.
 
-    The slip takes one case for the other. Both cases have a long and a short working of about the
-    same lengths, and the slips are the short ones: were equal angles only copied, then the right
-    working would be shorter than its slip in this case alone, and ADORA's length criterion would
-    attenuate exactly one side of the decision that the picture asks for.
+    `x` stands in the opposite (equal) or a neighbouring sector. The slip takes one case for the
+    other. Both cases have a long and a short working of about the same lengths, and the slips are
+    the short ones: were equal angles only copied, then the right working would be shorter than its
+    slip in this case alone, and ADORA's length criterion would attenuate exactly one side of the
+    decision that the picture asks for.
     """
     given = rng.randrange(*((30, 155, 10), (25, 160, 5), (21, 160, 1))[level - 1])
     vertical = rng.random() < 0.5
@@ -243,7 +249,7 @@ def crossing_lines(
 def circle_from_radius(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """Return the radius is written in the circle; asked is the diameter or the circumference."""
+    """Draw a circle with its radius, and ask for the diameter or the circumference."""
     radius = rng.randrange(2, (50, 100, 200)[level - 1])
     asked = rng.choice(["diameter", "circumference"])
     canvas = Canvas(size, style)
@@ -315,8 +321,9 @@ def clear(family: Family) -> Family:
 def right_triangle_side(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """Two sides of a right triangle are drawn, the third is asked; level 3: a side and an angle of
-    30, 45 or 60.
+    """Draw a right triangle with two sides, and ask for the third.
+
+    At level 3 it has a side and an angle of 30, 45 or 60.
     """
     if level == 3:
         return _special_right_triangle(rng, size, style)
@@ -342,9 +349,9 @@ def right_triangle_side(
 
 
 def _special_right_triangle(rng: random.Random, size: int, style: Style) -> SyntheticProblem:
-    """Return the hypotenuse and one angle are drawn.
+    """Draw a right triangle with its hypotenuse and one angle, and ask for a leg.
 
-    `x` stands at the leg opposite of it or beside it.
+    `x` stands at the leg opposite of the angle or beside it.
     """
     degrees = rng.choice([30, 45, 60])
     hypotenuse = 2 * rng.randrange(2, 30)
@@ -367,8 +374,9 @@ def _special_right_triangle(rng: random.Random, size: int, style: Style) -> Synt
 def triangle_angle(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """Two angles of a triangle are drawn, the third is asked; level 3: all three, two of them with
-    an x.
+    """Draw a triangle with two angles, and ask for the third.
+
+    At level 3 it has all three, two of them with an x.
     """
     a, b = (
         rng.randrange(30, 80, (10, 1, 1)[level - 1]),
@@ -394,9 +402,9 @@ def triangle_angle(
 def inscribed_arc(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """Return an inscribed angle is drawn, its arc is asked.
+    """Draw an inscribed angle, and ask for its arc.
 
-    Level 2: the other way; level 3: with an x.
+    At level 2 the arc is written and the angle asked, at level 3 they have an x.
     """
     inscribed = rng.randrange(25, 76, 5 if level == 1 else 1)
     start = rng.uniform(0, 2 * math.pi)
@@ -439,7 +447,9 @@ def inscribed_arc(
 def parallel_segment(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """B lies on A C and E on A D, and B E is parallel to C D; lengths stand in the question or at
+    """Draw a triangle with a segment that is parallel to a side, and ask for a length.
+
+    B lies on A C and E on A D, and B E is parallel to C D. The lengths stand in the question or at
     the figure.
     """
     ab, ae = rng.randrange(4, 13), rng.randrange(4, 13)
@@ -486,7 +496,10 @@ def parallel_segment(
 def parallelogram_side(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """Two opposite sides carry values, one of them (level 3: both) with an x."""
+    """Draw a parallelogram with values at two opposite sides.
+
+    One of the values has an x, at level 3 both.
+    """
     x = rng.randrange(2, 15) if level < 3 else rng.randrange(2, 30)
     factor = rng.randrange(2, 6)
     added = rng.randrange(1, 20)
@@ -516,6 +529,7 @@ LETTERED: dict[str, Family] = {family.__name__: clear(family) for family in _LET
 
 
 def _box(answer: object) -> str:
+    """Return an answer in a box."""
     return f"\\boxed{{{answer}}}"
 
 
@@ -528,20 +542,21 @@ def _problem(
     slip: str,
     shapes: tuple[str, ...] = ("Triangle",),
 ) -> SyntheticProblem:
-    solution, wrong = (f"{working}. {_box(value)}" for value in (answer, slip))
+    """Return a problem of a lettered family; both workings are the same but for their answers."""
     return SyntheticProblem(
         family="",
         image=picture,
         question=question,
         answer=answer,
-        solution=solution,
-        slip=wrong,
+        solution=f"{working}. {_box(answer)}",
+        slip=f"{working}. {_box(slip)}",
         goal=goal,
         shapes=shapes,
     )
 
 
-_length, _angle = (functools.partial(_problem, goal) for goal in ("Length", "Angle"))
+_length = functools.partial(_problem, "Length")
+_angle = functools.partial(_problem, "Angle")
 
 
 def _root(square: int) -> str:
@@ -554,12 +569,12 @@ def _root(square: int) -> str:
 
 
 def _expression(factor: int, added: int) -> str:
-    """`3x + 10`, `x - 4`, `2x`."""
+    """Return a linear expression as it is written: `3x + 10`, `x - 4`, `2x`."""
     term = "x" if factor == 1 else f"{factor}x"
     return term if added == 0 else f"{term} {'+' if added > 0 else '-'} {abs(added)}"
 
 
 def _triangle(a: float, b: float) -> dict[str, Point]:
-    """Points with these angles, in degrees, at A and B."""
+    """Return the corners of a triangle with these angles, in degrees, at A and B."""
     height = 1 / (1 / math.tan(math.radians(a)) + 1 / math.tan(math.radians(b)))
     return {"A": (0.0, 0.0), "B": (1.0, 0.0), "C": (height / math.tan(math.radians(a)), height)}

@@ -76,6 +76,10 @@ def split_of(image: Image.Image) -> str:
 
 
 def _row(problem: SyntheticProblem, split: str, index: int, seed: int, n_choices: int) -> Row:
+    """Return a problem as a row, with `n_choices` choices if that is above 0.
+
+    Its choices are drawn by the row's own id.
+    """
     row_id = f"synthetic/{seed}/{split}/{index}"
     choices = None
     letter = problem.answer

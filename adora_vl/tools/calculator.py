@@ -96,6 +96,10 @@ class _Reader:
         return self._tokens[self._position] if self._position < len(self._tokens) else ""
 
     def _take(self, expected: str = "") -> str:
+        """Return the next token, and go past it.
+
+        Raises `NotReadError` where it is not `expected`.
+        """
         token = self.next
         if not token or (expected and token != expected):
             raise NotReadError
@@ -103,7 +107,7 @@ class _Reader:
         return token
 
     def sum(self) -> Tree:
-        """`product (+|- product)*`; signs are those of the products."""
+        """Read `product (+|- product)*`; signs are those of the products."""
         terms = [(1, self._product())]
         while self.next in {"+", "-"}:
             sign = -1 if self._take() == "-" else 1
@@ -111,7 +115,7 @@ class _Reader:
         return terms[0][1] if len(terms) == 1 else ("sum", *terms)
 
     def _product(self) -> Tree:
-        """`signed (operator signed | power)*`: factors side by side are multiplied."""
+        """Read `signed (operator signed | power)*`: factors side by side are multiplied."""
         factors = [("*", self._signed())]
         divided = False
         while self.next and self.next not in {"+", "-", ")", "|", ","}:
@@ -126,7 +130,7 @@ class _Reader:
         return factors[0][1] if len(factors) == 1 else ("product", *factors)
 
     def _signed(self) -> Tree:
-        """`(+|-)* power`: a power binds closer than its sign, so -2^2 is -4."""
+        """Read `(+|-)* power`: a power binds closer than its sign, so -2^2 is -4."""
         sign = 1
         while self.next in {"+", "-"}:
             if self._take() == "-":
@@ -135,7 +139,7 @@ class _Reader:
         return power if sign == 1 else ("sum", (-1, power))
 
     def _power(self) -> Tree:
-        """`primary [!] [^ signed]`, from right to left: 2^3^2 is 2^9."""
+        """Read `primary [!] [^ signed]`, from right to left: 2^3^2 is 2^9."""
         base = self._primary()
         while self.next == "°":  # angles are in degrees with and without their sign
             self._take()
@@ -198,7 +202,10 @@ class _Reader:
         return tree
 
     def _function(self, name: str) -> Tree:
-        """`name [^ signed] argument`: sin^2(30) is the square of the sine, sin^-1 the inverse."""
+        """Read `name [^ signed] argument`.
+
+        `sin^2(30)` is the square of the sine, `sin^-1` the inverse.
+        """
         exponent = None
         if self.next == "^":
             self._take()
@@ -225,7 +232,7 @@ class _Reader:
         return self._number()
 
     def _logarithm(self) -> Tree:
-        """`log(x)` to the base 10, and `log(x, base)`."""
+        """Read `log(x)` to the base 10, and `log(x, base)`."""
         self._take("(")
         value = self._inside()
         base: Tree = ("num", "10")

@@ -43,26 +43,28 @@ class Environments:
     """The number of instances that rollouts of the current generation have."""
 
     def __post_init__(self) -> None:
-        """Raise `UserError` for a factory whose objects are no environments."""
-        first = self._free(f"{KEY}: {self.name}")
-        # as TRL names its reward
+        """Build the first environment, whose class says what the model may call.
+
+        Raises `UserError` for a factory whose objects are no environments.
+        """
+        environment = self._free(f"{KEY}: {self.name}")
         self._in_use = 0
-        self.name = type(first).__name__
-        members = dict(inspect.getmembers(type(first), inspect.isfunction))
-        public = [name for name in members if name not in _OWN and not name.startswith("_")]
-        self.tools: dict[str, Callable[..., Any]] = {name: getattr(first, name) for name in public}
+        self.name = type(environment).__name__  # as TRL names its reward
+        members = dict(inspect.getmembers(type(environment), inspect.isfunction))
+        self.tools: dict[str, Callable[..., Any]] = {}
+        for name in members:
+            if name not in _OWN and not name.startswith("_"):
+                self.tools[name] = getattr(environment, name)
         self.grades = "get_reward" in members
-        async_method = next(
-            (name for name in _OWN if inspect.iscoroutinefunction(members.get(name))), None
-        )
         if "reset" not in members:
             raise UserError(
                 f"{KEY}: {self.name} has no method reset(self, **row), which begins a rollout"
             )
         if not self.tools:
             raise UserError(f"{KEY}: {self.name} has no public method that a model could call")
-        if async_method:
-            raise UserError(f"{KEY}: {self.name}.{async_method} is async; write a plain method")
+        for name in _OWN:
+            if inspect.iscoroutinefunction(members.get(name)):
+                raise UserError(f"{KEY}: {self.name}.{name} is async; write a plain method")
 
     def reward(self) -> Callable[..., list[float | None]]:
         """Return TRL's reward function for environments with `get_reward`.

@@ -166,9 +166,9 @@ def shortest_value(schema: Mapping[str, Any]) -> Any:
 
 
 def _shortest_picture(toolbox: Toolbox, tool: Callable[..., Any]) -> int:
-    """Return tokens of the smallest picture that a tool can show.
+    """Return the tokens of the smallest picture that a tool can show.
 
-    0 for a tool that may show none.
+    It is 0 for a tool that may show none.
     """
     view = toolbox.view
     if view is None or not _shows_a_picture(tool):

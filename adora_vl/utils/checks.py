@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Status(StrEnum):
-    """In the order of how bad it is."""
+    """The status of a check, in the order of how bad it is."""
 
     PASSED = "passed"
     SKIPPED = "skipped"
@@ -30,6 +30,7 @@ class Check:
 
 
 def passed(name: str, detail: str) -> Check:
+    """Return the result of a check that found nothing wrong."""
     return Check(name, Status.PASSED, detail)
 
 
@@ -76,4 +77,5 @@ def is_table(content: object) -> bool:
 
 
 def is_healthy(checks: Sequence[Check]) -> bool:
+    """Return whether no check has failed."""
     return all(check.status is not Status.FAILED for check in checks)

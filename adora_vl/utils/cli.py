@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.secrets import masked_text
@@ -22,6 +22,7 @@ from adora_vl.utils.secrets import masked_text
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 EXIT_UNREAD = 141  # 128 + SIGPIPE
 MAX_SEED = 2**32 - 1  # what NumPy, torch and vLLM all take
+READING_S = 15  # the seconds that the imports of a training take, of an idle machine with a disk
 _LONGEST = 300  # characters of a complaint about an option
 _NO_VALUE = ("none", "null")
 _MOST_YAML = 100_000  # values of a YAML text whose aliases are written out
@@ -118,9 +119,19 @@ def section(title: str, lines: Sequence[str]) -> list[str]:
     return ["", title, "-" * len(title), *lines]
 
 
+def announce_reading(seconds: int) -> None:
+    """Say on stderr that the libraries are being read, which is silent for `seconds`.
+
+    Nothing is said where torch is there already, and by one process of several alone.
+    """
+    if "torch" in sys.modules or os.environ.get("RANK", "0") != "0":
+        return
+    print(f"Reading config and libraries, about {seconds} s", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def imports() -> Iterator[None]:
-    """For the imports of a command, which take seconds: Ctrl-C ends them with a line too."""
+    """End the imports of a command, which take seconds, with a line after Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:
@@ -138,10 +149,14 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*arguments, **{"allow_abbrev": False, **keywords})
 
     def error(self, message: str) -> NoReturn:
+        """Raise a `UserError` of one line for what argparse found wrong."""
         if len(message) > _LONGEST:  # what was given stands in it
             message = f"{message[: _LONGEST // 2]}...{message[-_LONGEST // 2 :]}"
         raise UserError(f"{message}; see `{self.prog} --help`")
 
+
+# What `add_subparsers` returns: a command adds its own parser to it.
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 # Converters for argparse, which puts the name of the option before their message.
 
@@ -208,7 +223,7 @@ def is_no_value(word: str) -> bool:
 
 
 def optional(convert: Callable[[str], Any]) -> Callable[[str], Any]:
-    """None for `none` and `null`, else what `convert` makes of the word."""
+    """Return a converter that gives None for `none` and `null`, else what `convert` does."""
     return lambda word: None if is_no_value(word) else convert(word)
 
 
@@ -271,11 +286,10 @@ def _load_yaml(text: str) -> Any:
 
 @cache
 def _loader() -> Any:
-    """Return pyYAML takes the last of two equal keys without a word.
+    """Return a YAML loader that refuses equal keys and endless aliases.
 
-    A key that is merged with `<<` may be given again.
-
-    It also takes aliases of aliases, of which a few lines hold more than any memory.
+    PyYAML takes the last of two equal keys without a word. A key that is merged with `<<` may be
+    given again. It also takes aliases of aliases, of which a few lines hold more than any memory.
     """
     import yaml
 
@@ -344,7 +358,7 @@ def yaml_value(text: str) -> Any:
         return text
 
 
-def yaml_line(value: Any) -> str:
+def yaml_line(value: object) -> str:
     """Return a value as one writes it behind `key:` in a file."""
     import yaml
 

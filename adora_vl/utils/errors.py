@@ -73,7 +73,7 @@ _LOST = re.compile(
 def lost_contact(error: BaseException) -> str:
     """Return what to say where a collective call failed because another process is gone.
 
-    Empty for any other error.
+    The text is empty for any other error.
     """
     if not isinstance(error, RuntimeError) or _LOST.search(str(error)) is None:
         return ""
@@ -97,7 +97,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 class TranslatedErrors:
-    """Inside, an error is raised again as another one.
+    """A context in which an error is raised again as another one.
 
     This is a class because `contextlib.contextmanager` would let a StopIteration through as it is:
     it takes a RuntimeError with that cause for Python's own (PEP 479), and most of our errors are
@@ -105,8 +105,10 @@ class TranslatedErrors:
     """
 
     def __init__(self, translated: Callable[[Exception], Exception | None]) -> None:
-        """`translated`: returns the error to raise, whose `__cause__` is kept; None keeps the
-        original one.
+        """Create the context.
+
+        `translated` returns the error to raise, whose `__cause__` is kept; None keeps the original
+        one.
         """
         self._translated = translated
 
@@ -124,7 +126,7 @@ class TranslatedErrors:
 
 
 def engine_call(name: str) -> TranslatedErrors:
-    """Return inside, an error of the engine becomes an `EngineError` of one line.
+    """Turn an error of the engine inside the block into an `EngineError` of one line.
 
     Our own errors stay as they are.
     """

@@ -54,7 +54,7 @@ def leads_out(folder: Path, path: Path) -> bool:
 
 
 def refuse_links_out(key: str, folder: Path, *paths: Path) -> None:
-    """Raises `UserError` for the first path that leads out of `folder`."""
+    """Raise `UserError` for the first path that leads out of `folder`."""
     for path in paths:
         if leads_out(folder, path):
             raise UserError(
@@ -103,7 +103,7 @@ class KeptAnswers:
     """
 
     def __init__(self, file: Path) -> None:
-        """Raises `OSError`, as `put` does."""
+        """Read the answers of `file`. Raises `OSError`, as `put` does."""
         self._file = file
         self._answers = dict[str, str]()
         content = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
@@ -114,9 +114,11 @@ class KeptAnswers:
                     self._answers[entry["key"]] = entry["answer"]
 
     def get(self, key: str) -> str | None:
+        """Return the answer of a key, None without one."""
         return self._answers.get(key)
 
     def put(self, key: str, answer: str) -> None:
+        """Store an answer, also for other processes. Raises `OSError`."""
         self._answers[key] = answer
         line = json.dumps({"key": key, "answer": answer}).encode() + b"\n"
         self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -210,10 +212,7 @@ def recover_folder(folder: Path) -> None:
 
 
 def abandoned(folders: Iterable[Path]) -> Iterator[Path]:
-    """Those of `locked_folder` whose process is gone.
-
-    Each is this one's until the next is asked for.
-    """
+    """Yield those folders of `locked_folder` whose process is gone."""
     for folder in folders:
         try:
             lock = _lock(folder, os.O_RDWR)
@@ -266,6 +265,7 @@ def _settle(beside: Path, folder: Path) -> None:
 
 
 def _neighbour(path: Path) -> Path:
+    """Return a hidden name beside `path` that no other process has."""
     # not named after the process: two machines that share a disk may have processes of equal number
     return path.with_name(f".{path.name}{_PARTIAL}{token_hex(8)}")
 

@@ -82,6 +82,7 @@ def _memory() -> KeptAnswers:
 
 @cache
 def _kept(file: Path) -> KeptAnswers:
+    """Return the stored hashes; without a place on the disk this process has its own."""
     try:
         return KeptAnswers(file)
     except OSError:  # without a place on the disk each process remembers for itself

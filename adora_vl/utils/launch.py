@@ -86,6 +86,9 @@ def prepare_engine_environment() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # vLLM would import FlashInfer, and one of its model runners compile it, for a sampler that
+    # requests with a seed never use.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if os.environ.get("WORLD_SIZE", "1") == "1":
         # Two runs on one machine: accelerate would give both the same port for the engine's group
         # of one.
@@ -337,7 +340,7 @@ class StartupLog:
     """
 
     def __init__(self, path: Path, *, first: bool = False) -> None:
-        """`first`: whether the file begins anew here; the others add to it."""
+        """Create the log. `first`: whether the file begins anew here; the others add to it."""
         self.path = path
         self.first = first
         self._screen: list[int] = []
@@ -368,14 +371,18 @@ class StartupLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        """Give the screen back, and show the last lines of the file for an error of ours."""
         open_until_now = bool(self._screen)
         self.release()
-        if open_until_now and isinstance(error, Exception) and not isinstance(error, UserError):
-            with suppress(OSError):
-                output = self.path.read_bytes()[self._began :].decode(errors="replace")
-                if lines := [line for line in output.splitlines() if line.strip()][-_SHOWN:]:
-                    head = f"The last of what the libraries have said ({self.path} has all of it):"
-                    print("\n".join([head, *lines]), file=sys.stderr, flush=True)
+        is_ours = isinstance(error, Exception) and not isinstance(error, UserError)
+        if not open_until_now or not is_ours:
+            return
+        with suppress(OSError):
+            output = self.path.read_bytes()[self._began :].decode(errors="replace")
+            lines = [line for line in output.splitlines() if line.strip()]
+            if lines:
+                head = f"The last of what the libraries have said ({self.path} has all of it):"
+                print("\n".join([head, *lines[-_SHOWN:]]), file=sys.stderr, flush=True)
 
 
 def flush_outputs() -> None:

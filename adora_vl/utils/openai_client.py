@@ -136,9 +136,14 @@ class ChatClient:
     def __init__(
         self, endpoint: Endpoint, *, cache: Path | None = None, budget: int | None = None
     ) -> None:
-        """`cache`: a file of earlier answers, by the request.
+        """Create the client, and read the answers of before.
 
-        `budget`: of calls, each attempt one; None: any.
+        Args:
+            endpoint: where calls go, and with which model.
+            cache: a file of earlier answers, by the request; None for no cache.
+            budget: the largest number of calls, each attempt one; None for any.
+
+        Raises `UserError` for a cache that cannot be read.
         """
         self._fields = {"model": endpoint.model, **endpoint.body}
         self.endpoint = endpoint
@@ -156,6 +161,7 @@ class ChatClient:
         return None if self._answers is None else self._answers.get(self._key(messages))
 
     def _key(self, messages: Messages) -> str:
+        """Return the key of a request in the cache."""
         # Not the address: the same model on another port or node gives the same answers.
         request = [self._fields, list(messages)]
         return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
@@ -207,6 +213,11 @@ class ChatClient:
             return threads.map(function, items, chunksize=1)
 
     def _patiently(self, call: Callable[[], Any]) -> Any:
+        """Return the result of a call, which is tried several times.
+
+        The wait between two attempts doubles, and is at least what the server asks for. Raises
+        `EndpointError` after the last attempt, and for an error that another attempt cannot mend.
+        """
         wait = self.endpoint.wait_s
         for attempt in range(1, self.endpoint.attempts + 1):
             try:
@@ -225,6 +236,7 @@ class ChatClient:
         raise AssertionError("at least one attempt")
 
     def _call(self, messages: Messages, body: Mapping[str, Any]) -> Reply:
+        """Make one call, which counts towards the budget. Raises `EndpointError`."""
         with self._lock:
             if self.budget is not None and self.calls >= self.budget:
                 raise EndpointError(f"the budget of {self.budget} calls is used up", again=False)
@@ -245,6 +257,11 @@ class ChatClient:
             raise EndpointError("the reply is not a chat completion") from error
 
     def _post(self, content: bytes) -> bytes:
+        """Send a request with the key, and return the body of the reply.
+
+        Raises `EndpointError`, which says whether another attempt may help, how long to wait for
+        it, whether the key was refused, and whether the prompt is too long.
+        """
         headers = {"Content-Type": "application/json"}
         key = os.environ.get(self.endpoint.key_variable, "").strip()
         if not (key.isascii() and key.isprintable()):  # the library's own error would show it
@@ -315,6 +332,11 @@ def fetch(
 async def _exchange(
     address: str, timeout_s: float, content: bytes | None, headers: Headers | None
 ) -> Exchanged:
+    """Make one HTTP exchange within `timeout_s`.
+
+    The body of an error is read only as far as it is shown. Raises `EndpointError` for a body
+    without end, `TimeoutError`, and what httpx raises.
+    """
     received = bytearray()
     asking = httpx.AsyncClient(verify=_trusted(), trust_env=not is_here(address), timeout=None)  # noqa: S113  # below
     method = "GET" if content is None else "POST"
@@ -369,7 +391,7 @@ def _text_of(choice: Mapping[str, Any]) -> str:
     raise EndpointError(f"the reply has no text (its finish_reason is {reason!r})")
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     """Return a number of tokens as a server says it; 0 for what is none."""
     return int(value) if isinstance(value, int | float) and 0 < value < 2**53 else 0
 

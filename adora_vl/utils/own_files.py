@@ -63,10 +63,12 @@ def own_name(entry: str) -> str:
 
 
 def is_function(value: object) -> bool:
+    """Return whether a value is a function, and not a class."""
     return callable(value) and not inspect.isclass(value)
 
 
 def function_name(function: Any) -> str:
+    """Return the name of a function or, below `partial`, of the function inside."""
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
@@ -118,7 +120,7 @@ def from_file(
     loaded = getattr(module, name, None)
     if loaded is None:
 
-        def came(value: Any) -> bool:  # by an import
+        def came(value: object) -> bool:  # by an import
             return (
                 inspect.isroutine(value) or inspect.isclass(value)
             ) and value.__module__ != module.__name__
@@ -205,6 +207,10 @@ def _imported(file: Path, package: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 def _module(where: str, path: Path, object_name: str) -> ModuleType:
+    """Load a file of the user's as a module, once in a process, and return it.
+
+    Raises `UserError` where it fails, with the line that failed.
+    """
     name = f"adora_own_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:  # so that two functions of one file share its globals
         return sys.modules[name]
@@ -229,6 +235,7 @@ def _module(where: str, path: Path, object_name: str) -> ModuleType:
 
 
 def _refuse(where: str, path: Path, error: BaseException) -> NoReturn:
+    """Raise the `UserError` for a file that failed, with the last of its lines in the traceback."""
     lines = [
         frame.lineno
         for frame in traceback.extract_tb(error.__traceback__)

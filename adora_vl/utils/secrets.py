@@ -118,6 +118,7 @@ def without_login(address: str) -> tuple[str, tuple[str, str] | None]:
 
 
 def _hide_login(match: re.Match[str]) -> str:
+    """Return what stands for a login in an address, whose password is noted as a secret."""
     note_secret(unquote(match[0][:-1].partition(":")[2]))
     return f"{HIDDEN}@"
 

@@ -89,11 +89,11 @@ def in_float32(model: Any) -> Any:
     cannot.
     """
     with next(model.parameters()).device:
-        other = AutoModelForImageTextToText.from_config(
+        copied_model = AutoModelForImageTextToText.from_config(
             copy.deepcopy(model.config), dtype=torch.float32, attn_implementation="sdpa"
         )
-    other.load_state_dict(model.state_dict())
-    return other
+    copied_model.load_state_dict(model.state_dict())
+    return copied_model
 
 
 def here(full: bool) -> Setting:

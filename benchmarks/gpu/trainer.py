@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoProcessor, PretrainedConfig, TrainerCal
 from trl import GRPOConfig, GRPOTrainer, ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.run_context import Sharding
+from adora_vl.config.sharding import Sharding
 from adora_vl.data.prompt_lengths import Measured
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import describe
@@ -261,8 +261,8 @@ def _seconds(setting: Setting, turns: dict[str, list[Turn]]) -> Iterator[Line]:
     policy = {way: spent["log-probabilities"] + spent["backward"] for way, spent in medians.items()}
     ratios = {"policy's pass and backward": policy["ours"] / policy["stock"]}
     ratios["whole step"] = medians["ours"]["step"] / medians["stock"]["step"]
-    for (what, ratio), bound in zip(ratios.items(), (1.0, 1.1), strict=True):
-        name = f"ours, of stock's seconds: {what}"
+    for (part, ratio), bound in zip(ratios.items(), (1.0, 1.1), strict=True):
+        name = f"ours, of stock's seconds: {part}"
         if setting.on_gpu:
             yield at_most(
                 name,

@@ -19,7 +19,8 @@ from transformers import Gemma3Config, Qwen2Config
 from trl import get_quantization_config
 
 from adora_vl.config.command import read
-from adora_vl.config.run_context import DryRunOptions, RunContext
+from adora_vl.config.dry_run_options import DryRunOptions
+from adora_vl.config.run_context import RunContext
 from adora_vl.config.schema import parse
 from adora_vl.doctor import __main__ as doctor
 from adora_vl.evals.benchmark import NAMES
@@ -46,6 +47,11 @@ BATCH = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
 VLLM = ["--use_vllm", "true", "--vllm_max_model_length", "256", "--max_completion_length", "64"]
 ROOM = ["--use_vllm", "true", "--vllm_max_model_length", "900", "--max_completion_length", "300"]
 FOUR = "--load_in_4bit true --dtype bfloat16 --use_peft true --lora_target_modules q_proj up_proj"
+AHEAD = "--use_vllm true --vllm_mode server --adora_weight_transfer file --adora_rollouts.ahead 1"
+BUDGET = (
+    "--use_vllm true --adora_rollouts.budget 100 --per_device_train_batch_size 16 "
+    "--vllm_importance_sampling_mode token_truncate"
+)
 REWARDS = Path(__file__).parents[2] / "docs" / "my_rewards.py"
 
 
@@ -248,6 +254,44 @@ WRONG: list[
         "adora_rollouts.ahead: 1 does not go with another engine",
     ),
     (
+        "AHEAD --vllm_importance_sampling_correction false --adora_max_drift null",
+        "adora_rollouts.ahead: 1 does not go with vllm_importance_sampling_correction: false",
+    ),
+    (
+        "AHEAD --dataloader_num_workers 2",
+        "adora_rollouts.ahead: 1 does not go with dataloader_num_workers: 2",
+    ),
+    (
+        "--adora_rollouts.budget 100",
+        "adora_rollouts.budget: 100 does not go with use_vllm: false; leave out one of the two",
+    ),
+    (
+        "BUDGET --vllm_importance_sampling_correction false --adora_max_drift null",
+        "adora_rollouts.budget: 100 does not go with vllm_importance_sampling_correction: false",
+    ),
+    (
+        'BUDGET --generation_kwargs {"min_tokens":5,"stop":["."]}',
+        "adora_rollouts.budget: 100 does not go with generation_kwargs: min_tokens, stop",
+    ),
+    (
+        "BUDGET --loss_type bnpo",
+        "adora_rollouts.budget: 100 does not go with loss_type: bnpo",
+    ),
+    (
+        "BUDGET --per_device_train_batch_size 8",
+        "adora_rollouts.budget: 100 does not go with one group per process, which has to end",
+    ),
+    (
+        "--use_vllm true --vllm_mode server",
+        "adora_weight_transfer: nccl needs GPUs on both sides, and use_cpu is true",
+    ),
+    (
+        "--use_vllm true --vllm_mode server --vllm_server_base_url http://a:1,http://b:1 "
+        "--use_cpu false",
+        "vllm_server_base_url: http://a:1,http://b:1 names several servers, which NCCL",
+        "CDP",
+    ),
+    (
         f'--adora_extensions {{"{NOISY}":{{"share":0.3}}}} ' + " ".join(VLLM),
         "adora_extensions.NoisyRollouts.share: 0.3 of num_generations",
     ),
@@ -268,7 +312,16 @@ WRONG: list[
         "--lr_scheduler_type cosine_with_min_lr",
         "lr_scheduler_kwargs: {} does not fit lr_scheduler_type",
     ),
+    (
+        '--lr_scheduler_type constant --lr_scheduler_kwargs {"no":1}',
+        "lr_scheduler_kwargs: {'no': 1} has no meaning for lr_scheduler_type: constant",
+    ),
+    (
+        '--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {"min_lr_rate":"half"}',
+        "lr_scheduler_kwargs: {'min_lr_rate': 'half'} does not fit lr_scheduler_type",
+    ),
     ("--optim stable_adamw", "optim: stable_adamw is not installed"),
+    ("--optim_args lr=nan", "optim_args: 'lr=nan' is not NAME=VALUE"),
     ("--torch_compile true", "torch_compile: true would compile again"),
     ("--remove_unused_columns true", "remove_unused_columns: true takes the columns away"),
     ("--sync_ref_model true", "sync_ref_model: true with beta: 0 has no reference model"),
@@ -528,6 +581,8 @@ WRONG: list[
 def said_by(way: str, words: str, folder: Path, output: Path) -> str:
     given = (
         words.replace("FOUR", FOUR)
+        .replace("AHEAD", AHEAD)
+        .replace("BUDGET", BUDGET)
         .replace("VLLM", " ".join(VLLM))
         .replace("ROOM", " ".join(ROOM))
         .replace("HERE", str(folder))

@@ -91,7 +91,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(stopped):
 def test_all_ranks_stop_together_over_drift_with_a_whole_checkpoint(stopped):
     out, done, left = stopped
     assert done.stderr.count("error: step 3: the engine's log-probabilities are") == 1
-    assert f"Checkpoint: {out / 'checkpoint-2'}" in done.stderr
+    assert f"go on with --resume_from_checkpoint {out / 'checkpoint-2'}" in done.stderr
     assert "Traceback (most recent call last)" not in done.stderr.split("error: step 3")[0]
     assert [path.name for path in checkpoints(out)] == ["checkpoint-2", "checkpoint-1"]
     assert [problem_of(path) for path in checkpoints(out)] == [None, None]

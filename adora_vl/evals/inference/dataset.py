@@ -188,6 +188,7 @@ def pictured(
 
 
 def _converted(convert: Callable[[bytes], Any], stored: Callable[[], list[bytes]]) -> list[Any]:
+    """Return the images of a row, which are read and converted when they are asked for."""
     return [convert(content) for content in stored()]
 
 
@@ -311,24 +312,22 @@ def _hub(
 def _from_table(
     table: pa.Table, image_columns: Sequence[str], data_hash: str, origin: str, folder: Path | None
 ) -> _Rows:
-    # A column of texts stays with the rows: those are paths, or Base64.
-    columns = [column for column in image_columns if column in table.column_names]
-    binary = [
-        column for column in columns if not pa.types.is_string(table.schema.field(column).type)
-    ]
+    """Return the rows of a table, whose encoded images stay in it until they are asked for.
+
+    Raises `UserError` for a text that is not UTF-8.
+    """
+    encoded = {}
+    for name in image_columns:
+        # A column of texts stays with the rows: those are paths, or Base64.
+        if name in table.column_names and not pa.types.is_string(table.schema.field(name).type):
+            encoded[name] = table.column(name)
     try:
-        rows = table.drop_columns(binary).to_pylist()
+        rows = table.drop_columns(list(encoded)).to_pylist()
     except UnicodeDecodeError as error:
         raise UserError(f"data: {origin} has a text that is not UTF-8 ({error})") from None
     for row in rows:
-        row.update(dict.fromkeys(binary))
-    return _Rows(
-        rows=rows,
-        encoded={column: table.column(column) for column in binary},
-        hash=data_hash,
-        origin=origin,
-        folder=folder,
-    )
+        row.update(dict.fromkeys(encoded))
+    return _Rows(rows=rows, encoded=encoded, hash=data_hash, origin=origin, folder=folder)
 
 
 def _with_pictures(loaded: _Rows, image_columns: Sequence[str]) -> str:

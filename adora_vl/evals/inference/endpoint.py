@@ -68,6 +68,7 @@ class EndpointEngine:
     """Asks a server for the answers of a batch, several at once."""
 
     def __init__(self, settings: AnswerEngineSettings) -> None:
+        """Create the client of the endpoint that the settings name."""
         assert settings.endpoint is not None
         self.batch_size = settings.batch_size or _BATCH
         self.resolved: dict[str, Any] = {"base_url": settings.endpoint.url}
@@ -99,6 +100,7 @@ class EndpointEngine:
         return [None if isinstance(reply, EndpointError) else reply for reply in replies]
 
     def _answer(self, request: AnswerRequest) -> Reply | Unanswerable | EndpointError:
+        """Return the reply to one request."""
         try:
             return self._client.chat(messages_of(request), seed=request.seed, **self._body)
         except EndpointError as error:

@@ -66,88 +66,110 @@ class Conversations:
         It is called with no requests too, since other ranks may have some.
         """
         chat = self.chat
-        turns = self.turns
-        turn = turns.turn_tokens if turns else None
+        tool_loop = self.turns
+        turn_tokens = tool_loop.turn_tokens if tool_loop else None
         prompts = [chat.ids_of(request.messages, request.images) for request in requests]
         faults = [chat.overlong(ids, chat.context) for ids in prompts]
 
-        def room(number: int, rollout: Rollout) -> int:
-            remaining = min(self.longest, chat.context - len(prompts[number])) - len(rollout.tokens)
-            return min(remaining, turn - len(rollout.last_turn_tokens)) if turn else remaining
+        def max_tokens(number: int, rollout: Rollout) -> int:
+            """Return how many tokens a conversation may sample in its next turn."""
+            max_length = min(self.longest, chat.context - len(prompts[number]))
+            remaining = max_length - len(rollout.tokens)
+            if turn_tokens:
+                return min(remaining, turn_tokens - len(rollout.last_turn_tokens))
+            return remaining
 
         def request_for(number: int, rollout: Rollout) -> SamplingRequest:
+            """Return the request for the next turn of a conversation."""
             seed = requests[number].seed
-            spans = len(rollout.segments)
-            if spans:  # a turn after the first has a seed of its own
-                seed = rollout_seed(seed, position=f"segment-{spans}", group=0, member=0)
+            segments = len(rollout.segments)
+            if segments:  # a turn after the first has a seed of its own
+                seed = rollout_seed(seed, position=f"segment-{segments}", group=0, member=0)
             images = [*requests[number].images, *(picture.image for picture in rollout.pictures)]
             return SamplingRequest(
                 prompt_ids=[*prompts[number], *rollout.tokens],
                 images=images,
                 group=number,
                 seed=seed,
-                max_tokens=room(number, rollout),
+                max_tokens=max_tokens(number, rollout),
             )
 
-        def ask(going: dict[int, Rollout]) -> dict[int, Rollout]:
-            asks = [request_for(number, rollout) for number, rollout in going.items()]
-            return {
-                number: append_result(
-                    rollout,
+        def sample_turn(rollouts: dict[int, Rollout]) -> dict[int, Rollout]:
+            """Return the conversations with one more turn of the model."""
+            turn_requests = [request_for(number, rollout) for number, rollout in rollouts.items()]
+            results = self.sample(turn_requests)
+            continued = {}
+            for number, request, result in zip(rollouts, turn_requests, results, strict=True):
+                continued[number] = append_result(
+                    rollouts[number],
                     request=request,
-                    result=answer,
+                    result=result,
                     max_length=self.longest,
-                    max_turn=turn,
+                    max_turn=turn_tokens,
                     has_ended=self._ended,
                 )
-                for (number, rollout), request, answer in zip(
-                    going.items(), asks, self.sample(asks), strict=True
-                )
-            }
+            return continued
 
-        def answered(number: int, rollout: Rollout) -> Rollout:
-            images = requests[number].images
-            length = len(prompts[number])
-            seed = str(requests[number].seed)
-            if turns is None:
+        def answer_calls(number: int, rollout: Rollout) -> Rollout:
+            """Return the conversation with the answers of tools to its last turn."""
+            if tool_loop is None:
                 return rollout
-            return turns(
-                rollout, images, prompt_length=length, max_length=self.longest, step=0, seed=seed
+            return tool_loop(
+                rollout,
+                requests[number].images,
+                prompt_length=len(prompts[number]),
+                max_length=self.longest,
+                step=0,
+                seed=str(requests[number].seed),
             )
 
-        begun = {number: Rollout() for number, fault in enumerate(faults) if fault is None}
         conversations = run_turns(
-            begun,
-            sample=ask,
-            answer_calls=answered,
-            has_room=lambda number, rollout: room(number, rollout) > 0,
-            any_rank=self._any_rank if turns else bool,
+            {number: Rollout() for number, fault in enumerate(faults) if fault is None},
+            sample=sample_turn,
+            answer_calls=answer_calls,
+            has_room=lambda number, rollout: max_tokens(number, rollout) > 0,
+            any_rank=self._any_rank if tool_loop else bool,
         )
-        return [
-            self._reply(conversations[number], ids) if fault is None else Unanswerable(fault)
-            for number, (ids, fault) in enumerate(zip(prompts, faults, strict=True))
-        ]
+        replies: list[Reply | Unanswerable] = []
+        for number, (ids, fault) in enumerate(zip(prompts, faults, strict=True)):
+            if fault is None:
+                replies.append(self._reply(conversations[number], ids))
+            else:
+                replies.append(Unanswerable(fault))
+        return replies
 
     def _reply(self, rollout: Rollout, prompt: Sequence[int]) -> Reply:
         """Return the answer of a rollout, whose last turn is what is graded, as in a training."""
-        by_calls = rollout.finish_reason is FinishReason.STOP or bool(
-            rollout.calls and rollout.has_ended
-        )
-        names = ("name", "arguments", "text", "failed")
-        calls = [{name: getattr(call, name) for name in names} for call in rollout.calls]
-        turn = rollout.last_turn_tokens
-        before = rollout.tokens[: len(rollout.tokens) - len(turn)]
+        finish_reason = rollout.finish_reason
+        ended_by_tools = bool(rollout.calls and rollout.has_ended)
+        # Without a call an answer that did not stop by itself was cut off, whatever cut it off.
+        if finish_reason is not FinishReason.STOP and not ended_by_tools:
+            finish_reason = FinishReason.LENGTH
+        calls = []
+        for call in rollout.calls:
+            calls.append(
+                {
+                    "name": call.name,
+                    "arguments": call.arguments,
+                    "text": call.text,
+                    "failed": call.failed,
+                }
+            )
+        last_turn = rollout.last_turn_tokens
+        earlier_turns = rollout.tokens[: len(rollout.tokens) - len(last_turn)]
         return Reply(
-            self.chat.decode(turn),
+            self.chat.decode(last_turn),
             n_tokens=len(rollout.policy_tokens),
-            finish_reason=str(rollout.finish_reason if by_calls else FinishReason.LENGTH),
+            finish_reason=str(finish_reason),
             n_prompt_tokens=len(prompt),
             calls=tuple(calls) if self.turns else None,
-            thinking_opened=opens_thinking([*prompt, *before], self.chat.decode),
+            thinking_opened=opens_thinking([*prompt, *earlier_turns], self.chat.decode),
         )
 
 
 class _Local(Conversations):
+    """What both engines of this machine have in common: a model, its processor and its limits."""
+
     def __init__(
         self,
         settings: AnswerEngineSettings,
@@ -183,7 +205,7 @@ class VLLMEngine(_Local):
             raise UserError(
                 "engine: vllm is not installed; install it or use --engine transformers"
             )
-        from adora_vl.rollout.engine_settings import machine_options
+        from adora_vl.rollout.engine_settings import compute_products_exactly, machine_options
         from adora_vl.utils.launch import prepare_engine_environment
 
         prepare_engine_environment()  # before the import: vLLM reads its environment there
@@ -196,10 +218,12 @@ class VLLMEngine(_Local):
         )
         tool_images = settings.toolbox.options.images if settings.toolbox else 1
         max_images = max(settings.max_images, tool_images)
+        dtype = chat.dtype(settings.dtype)
+        compute_products_exactly(str(dtype))
         llm = PolicyLLM(
             model=settings.model,
             revision=settings.revision,
-            dtype=cast("ModelDType", chat.dtype(settings.dtype)),
+            dtype=cast("ModelDType", dtype),
             max_model_len=longest,
             # On a CPU this is a share of the memory of the whole machine.
             gpu_memory_utilization=0.9 if torch.cuda.is_available() else 0.3,

@@ -239,6 +239,7 @@ def row_fault(row: Prediction) -> str | None:
 
 
 def _is_count(value: object) -> bool:
+    """Return whether a value is a number of tokens."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 

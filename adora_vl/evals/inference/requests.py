@@ -107,7 +107,8 @@ class EngineOptions(SamplingOptions):
     """Which model is asked, by which engine."""
 
     model: str = option(
-        help="a model folder, a hub id, or tiny; with openai its name there", type=optional(text)
+        help="needed: a model folder, a hub id, or tiny; with openai its name there",
+        type=optional(text),
     )
     engine: EngineName = option(
         default_engine(), help="default: vllm where it is installed", choices=ENGINES

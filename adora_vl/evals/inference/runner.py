@@ -68,7 +68,7 @@ class Ranks:
     """A name for each of several runs of one process, so that their barriers differ."""
 
     def barrier(self, where: str) -> None:
-        """Return when every process has come to `where`."""
+        """Wait until every process has come to `where`."""
         if self.store is None:
             return
         arrivals = f"adora_vl_eval/{self.run}/{where}"
@@ -83,7 +83,7 @@ ALONE = Ranks()
 def ranks() -> Ranks:
     """Return the rank of this process.
 
-    Removes the launcher's variables and takes a GPU of its own.
+    The launcher's variables are removed, and the process takes a GPU of its own.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE

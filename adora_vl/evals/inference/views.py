@@ -74,6 +74,7 @@ def without_images(problem: Problem) -> Problem:
 
 
 def _grey(problem: Problem) -> list[Image.Image]:
+    """Return grey pictures of the sizes that the problem's own have."""
     from PIL import Image
 
     sizes = [image.size for image in problem.images()] if problem.sizes is None else problem.sizes()

@@ -191,14 +191,15 @@ class _Reader:
 
     def joined(self, text: str, match: re.Match[str]) -> bool:
         """Return whether a letter is one of several, as in `A or C` and `(A) (B) (C) (D)`."""
+        # Each way to write a letter has a group of its own.
         group = next(number for number, letter in enumerate(match.groups(), 1) if letter)
-        before = text[max(0, match.start(group) - 30) : match.start(group)]
-        behind = self.joined_behind.match(text, match.end(group), match.end(group) + 60)
-        if behind is not None:
+        start, end = match.span(group)
+        if self.joined_behind.match(text, end, end + 60) is not None:
             return True
-        return _OR_BEFORE.search(before) is not None and (
-            self.joined_before.search(before) is not None
-        )
+        text_before = text[max(0, start - 30) : start]
+        if _OR_BEFORE.search(text_before) is None:
+            return False
+        return self.joined_before.search(text_before) is not None
 
     def several(self, text: str) -> bool:
         """Return whether a text states several letters as its answer, or begins with them."""
@@ -335,7 +336,7 @@ def _has_value(text: str) -> bool:
 def _without_unit(key: str) -> str:
     """Return a value's key without a unit behind it or a name before it.
 
-    Empty where it has no digit.
+    It is empty where the value has no digit.
     """
     bare = re.sub(r"^[a-z∠ ]+= *", "", key)
     bare = re.sub(r"(?<=[\d)}π]) *[a-z%]+[23²³]?$", "", bare)

@@ -96,18 +96,19 @@ def with_extractions(
     Raises `UserError` where a row has no stored extraction, or the judge cannot be asked.
     """
     if options.extraction == "judge":
-        questions = [
-            None if row.get("finish_reason") in NOT_ASKED else question_of(row) for row in rows
-        ]
+        questions = []
+        for row in rows:
+            was_asked = row.get("finish_reason") not in NOT_ASKED
+            questions.append(question_of(row) if was_asked else None)
         extractions = judged(questions, judge or judge_of(options))
     elif options.extraction == "rules":
         extractions = [rules(row) if rules else by_rules(question_of(row)) for row in rows]
     else:
-        lacking = [row["pid"] for row in rows if "extraction" not in row]
-        if lacking:
+        without = [row["pid"] for row in rows if "extraction" not in row]
+        if without:
             raise UserError(
-                f"extraction: {len(lacking)} of {len(rows)} rows have no stored extraction, the "
-                f"first is pid {lacking[0]!r}; use --extraction rules"
+                f"extraction: {len(without)} of {len(rows)} rows have no stored extraction, the "
+                f"first is pid {without[0]!r}; use --extraction rules"
             )
         extractions = [Extraction(row["extraction"], "stored") for row in rows]
     return [{**row, "read": extraction} for row, extraction in zip(rows, extractions, strict=True)]

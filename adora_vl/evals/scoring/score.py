@@ -98,29 +98,38 @@ def score(
             hands it to the benchmark.
     """
     options = replace(options, answer_tags=answer_tags)
-    answered = rows
-    rows, graded = graded_rows(benchmark, answered, options)
-    summary = (
-        OwnFigures() if benchmark.summary is None else benchmark.summary(rows, graded, options)
-    )
-    mix = Counter(
+    predictions = rows
+    rows, graded = graded_rows(benchmark, predictions, options)
+    summary = OwnFigures()
+    if benchmark.summary is not None:
+        summary = benchmark.summary(rows, graded, options)
+    own_figures: dict[str, dict[str, Any]] = {}
+    for key, figures in summary.figures.items():
+        cells = {}
+        for name, figure in figures.items():
+            is_number = isinstance(figure, int | float)
+            cells[name] = {"accuracy": figure} if is_number else figure
+        own_figures[key] = cells
+    rules = benchmark.rules(options)
+    if benchmark.file:
+        rules = rules | {"file": benchmark.file}
+    methods = Counter(
         item.grade.extraction.method for item in graded if item.grade.extraction is not None
     )
-    extracted = {"extraction_mix": dict(mix.most_common()), "extraction_failed": mix[JUDGE_FAILED]}
+    extraction = {}
+    if methods:
+        extraction = {
+            "extraction_mix": dict(methods.most_common()),
+            "extraction_failed": methods[JUDGE_FAILED],
+        }
     result = {
         "benchmark": benchmark.name,
         **aggregate(graded),
-        **{
-            key: {
-                name: {"accuracy": figure} if isinstance(figure, int | float) else figure
-                for name, figure in named.items()
-            }
-            for key, named in summary.figures.items()
-        },
-        **answers(answered, graded),
+        **own_figures,
+        **answers(predictions, graded),
         **summary.notes,
-        "rules": benchmark.rules(options) | ({"file": benchmark.file} if benchmark.file else {}),
-        **(extracted if mix else {}),
+        "rules": rules,
+        **extraction,
         "items": [_item(benchmark, row, item) for row, item in zip(rows, graded, strict=True)],
     }
     return Scored(result, summary)
@@ -283,6 +292,7 @@ def extraction_item(row: Prediction, graded: Graded) -> dict[str, Any]:
 
 
 def _item(benchmark: Benchmark, row: Prediction, graded: Graded) -> dict[str, Any]:
+    """Return the entry of an answer in the score file: the benchmark's, or the usual one."""
     verdict, extracted, reason, *_ = graded.grade
     usual = {"verdict": verdict, "extracted": extracted, "reason": reason}
     fields = benchmark.item(row, graded) if benchmark.item else usual
@@ -412,10 +422,7 @@ def counted(correct: int, total: int, answers: int = 1) -> Cell | None:
 
 
 def by_problem(items: Iterable[Graded]) -> dict[str, list[bool]]:
-    """For each problem, whether each of its answers is right.
-
-    Problems are in the order of their first answers.
-    """
+    """Return for each problem whether each of its answers is right."""
     verdicts: dict[str, list[bool]] = {}
     for item in items:
         verdicts.setdefault(item.pid, []).append(item.correct)

@@ -19,30 +19,29 @@ def table(scored: Scored) -> str:
     """
     score, summary = scored
     lines = [made_with(score, summary), ""]
-    everything: Any = score
-    rows = list[tuple[str, str, Cell]]([("all", "", everything)])
-    hidden = list[str]()
+    overall: Any = score
+    rows = list[tuple[str, str, Cell]]([("all", "", overall)])
+    left_out = []
     for key, group in score["groups"].items():
-        if _says_nothing(group, everything):
+        if _says_nothing(group, overall):
             continue
         values = list(group.items())[:_MANY]
         rows += _rows(key, dict(values))
         if len(group) > _MANY:
-            hidden.append(f"{key} ({len(group) - _MANY} more)")
+            left_out.append(f"{key} ({len(group) - _MANY} more)")
     for key, cells in own_cells(score).items():
         rows += _rows(key, cells)
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    lines += [
-        f"{key:<{widths[0]}}  {value:<{widths[1]}}  {_cell(cell)}" for key, value, cell in rows
-    ]
-    if hidden:
-        lines.append(f"in the score file only: {', '.join(hidden)}")
-    figures = {name: figure for name, figure in score.get("samples", {}).items() if "@" in name}
-    samples = [
-        f"{name}: {percent(figure['value'], figure['interval_95'])}"
-        for name, figure in figures.items()
-    ]
-    lines += ["", *samples, *summary.lines, *_answers(score), *_warnings(score, summary)]
+    key_width = max(len(key) for key, _, _ in rows)
+    value_width = max(len(value) for _, value, _ in rows)
+    for key, value, cell in rows:
+        lines.append(f"{key:<{key_width}}  {value:<{value_width}}  {_cell(cell)}")
+    if left_out:
+        lines.append(f"in the score file only: {', '.join(left_out)}")
+    lines.append("")
+    for name, figure in score.get("samples", {}).items():
+        if "@" in name:  # pass@2, and the like
+            lines.append(f"{name}: {percent(figure['value'], figure['interval_95'])}")
+    lines += [*summary.lines, *_answers(score), *_warnings(score, summary)]
     return "\n".join(lines)
 
 

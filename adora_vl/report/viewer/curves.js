@@ -1,24 +1,5 @@
-// Which curves there are, for one run or several laid over each other.
+// The curves, for one run or several laid over each other. Which there are is in the page's data, from record/figures.py.
 
-const CURVES = [
-  { title: "Reward", keys: [["reward", ""]], zero: true },
-  { title: "Share of answers with a step-by-step solution", keys: [["grading/worked", ""]], format: percent, share: true },
-  { title: "Pass rate", keys: [["adora/pass_rate", ""]], format: percent, share: true },
-  { title: "Accuracy in training", keys: [["grading/correct", ""]], format: percent, share: true },
-  { title: "Length in tokens, right and wrong", keys: [["adora/length_correct", "right"], ["adora/length_wrong", "wrong"]] },
-  { title: "Share of TDS prompts", keys: [["adora/tds_share", ""]], format: percent, share: true },
-  { title: "Entropy, nats per token", keys: [["entropy", ""]], zero: true },
-  { title: "Loss", keys: [["loss", ""]] },
-  { title: "KL to the reference", keys: [["kl", ""]], zero: true },
-  { title: "Gradient norm", keys: [["grad_norm", ""]], zero: true },
-  { title: "Drift of engine and trainer, nats per token", keys: [["adora/drift", ""]], zero: true },
-  { title: "Age of the rollouts in generations", keys: [["adora/staleness", ""]], zero: true, optional: true },
-  { title: "Calls of tools a rollout", keys: [["tools/call_frequency", ""]], zero: true, optional: true },
-  { title: "Share of calls that fail, and of rollouts that end unanswered", keys: [["tools/failure_frequency", "failed"], ["adora/unanswered_calls", "unanswered"]], format: percent, share: true, optional: true },
-  { title: "Reward with a call minus without, in one group", keys: [["adora/tool_gain", ""]], optional: true },
-  { title: "Seconds in tools", keys: [["adora/tools_s", ""]], zero: true, optional: true },
-  { title: "Seconds waited", keys: [["adora/trainer_waited_s", "by the trainer"], ["adora/servers_waited_s", "by the servers"]], zero: true, optional: true },
-];
 // How to read each chart, by the first of its figures.
 const HOW = {
   reward: "The mean over the answers of a step. It should rise; a flat line says that nothing is learned.",
@@ -42,12 +23,6 @@ const HOW = {
 const HOW_PHASES = "Where the time of a step goes: rollout is sampling, policy is the update.";
 const HOW_EVALUATION = "Problems that are not trained on. Judge the run by this curve.";
 const PHASES = ["rollout", "grading", "policy", "sync", "wake", "sleep", "other"];
-const TABLE = [
-  ["reward", "reward"], ["pass rate", "adora/pass_rate"], ["accuracy", "grading/correct"],
-  ["TDS share", "adora/tds_share"], ["mean weight", "adora/weight_mean"],
-  ["length, right", "adora/length_correct"], ["length, wrong", "adora/length_wrong"], ["entropy", "entropy"], ["KL", "kl"],
-  ["gradient norm", "grad_norm"], ["drift, nats", "adora/drift"], ["seconds per step", "step_time"],
-];
 
 function pointsOf(run, key) {
   return run.metrics.filter((line) => isNumber(line[key])).map((line) => [line.step, line[key]]);
@@ -97,10 +72,12 @@ function evaluationCurves(runs) {
 }
 
 class Curves {
-  constructor(runs, pick) {
+  constructor(runs, { charts, rows }, pick) {
     this.runs = runs;
     this.pick = pick;
-    const shown = new Set(CURVES.flatMap(({ keys }) => keys.map(([key]) => key)));
+    this.curves = charts.map((chart) => (chart.share ? { ...chart, format: percent } : chart));
+    this.rows = rows;
+    const shown = new Set(this.curves.flatMap(({ keys }) => keys.map(([key]) => key)));
     const every = new Set(runs.flatMap((run) => run.metrics.flatMap((line) => Object.keys(line).filter((key) => isNumber(line[key])))));
     const others = [...every].filter((key) => !shown.has(key) && key !== "step" && !key.startsWith("seconds/")).sort();
     byId("other-figure").append(el("option", { value: "" }, "none"), ...others.map((key) => el("option", { value: key }, key)));
@@ -120,7 +97,7 @@ class Curves {
       const format = key.endsWith("_s") || key.endsWith("_time") ? duration : figure;
       return { format, how: HOW[key], ...curve, series: seriesOf(this.runs, curve.keys, curve.sparse ? 1 : window) };
     };
-    const specs = [...CURVES.slice(0, 2), ...evaluationCurves(this.runs), ...CURVES.slice(2)].map(specOf);
+    const specs = [...this.curves.slice(0, 2), ...evaluationCurves(this.runs), ...this.curves.slice(2)].map(specOf);
     const drawn = [];
     const equal = [];
     for (const spec of specs.filter(({ series }) => series.length)) {
@@ -139,7 +116,8 @@ class Curves {
 
   table() {
     const shown = new Set(); // a row that is equal to another is left out
-    const rows = TABLE.map(([title, key]) => {
+    const rows = this.rows.map(({ title, key, share }) => {
+      const written = share ? percent : figure;
       const points = this.runs.map((run) => pointsOf(run, key));
       const lines = JSON.stringify(points);
       if (shown.has(lines)) return null;
@@ -147,7 +125,7 @@ class Curves {
       const cells = points.map((series) => {
         const values = series.map((point) => point[1]);
         const fifth = Math.max(1, Math.floor(values.length / 5));
-        return values.length ? `${figure(mean(values.slice(0, fifth)))} → ${figure(mean(values.slice(-fifth)))}` : null;
+        return values.length ? `${written(mean(values.slice(0, fifth)))} → ${written(mean(values.slice(-fifth)))}` : null;
       });
       return cells.some(Boolean) ? el("tr", {}, el("th", { scope: "row" }, title), cells.map((cell) => el("td", {}, cell || "–"))) : null;
     });

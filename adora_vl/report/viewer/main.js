@@ -29,7 +29,7 @@ async function main() {
   for (const id of ["curves", "groups"]) byId(id).hidden = false;
   const groups = new Groups(data, opened);
   if (data.runs.every((run) => pointsOf(run, "reward").length < FEW_STEPS)) byId("table").open = true;
-  new Curves(data.runs, (step) => groups.atStep(step));
+  new Curves(data.runs, data.figures, (step) => groups.atStep(step));
   addEventListener("beforeprint", () => { byId("table").open = true; groups.print(); });
   addEventListener("afterprint", () => groups.unprint());
   document.documentElement.dataset.ready = String(Math.round(performance.now()));

@@ -3,9 +3,10 @@ value and range.
 """
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trl import GRPOConfig, ModelConfig
 
+from adora_vl.advantage import METHODS
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.config.blocks import RolloutOptions, ToolOptions
 from adora_vl.config.command import read_file
@@ -42,6 +44,12 @@ OURS = (
     | set(declared(AdoraScriptArguments))
     | set(declared(AdoraGRPOConfig)) - set(declared(GRPOConfig))
 )
+
+METHOD_OPTIONS: dict[str, Any] = {
+    f"adora_method.{name}.{option.name}": get_type_hints(method)[option.name]
+    for name, method in METHODS.items()
+    for option in fields(method)
+}
 
 # Of numbers of each kind: what is refused, what is taken, and the range as a person reads it.
 NUMBERS: dict[str, tuple[list[object], list[object], str]] = {
@@ -178,7 +186,7 @@ NAMES = {key: names for key in OURS if (names := names_of(KEYS[key]))}
 def said(key: str, value: object) -> str:
     """The line of the refusal; empty where the value is taken."""
     try:
-        convert(key, value, KEYS[key])
+        convert(key, value, {**KEYS, **METHOD_OPTIONS}[key])
     except UserError as error:
         return str(error)
     return ""
@@ -249,9 +257,11 @@ def test_nan_infinity_and_what_is_no_number_is_refused_by_every_number_of_ours()
 
 
 def test_nan_and_infinity_are_refused_by_every_key_also_within_a_mapping_or_list():
+    takes = {**KEYS, **METHOD_OPTIONS}
     numbers = [
-        key for key, hint in KEYS.items() if arms(hint) & {int, float} and str not in arms(hint)
+        key for key, hint in takes.items() if arms(hint) & {int, float} and str not in arms(hint)
     ]
+    assert "adora_method.adora.tau" in numbers
     mappings = [
         key
         for key, hint in KEYS.items()

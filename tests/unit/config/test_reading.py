@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adora_vl.config import command, help
+from adora_vl.config import command, trl_keys
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.config.command import OPTIONS, read
 from adora_vl.config.help import help_text
@@ -277,17 +277,17 @@ def test_every_option_of_the_help_is_known_for_a_word_that_is_nearly_one():
 
 def test_all_keys_are_known_before_their_classes_are_imported(monkeypatch):
     """From the sources."""
-    assert help.read_keys().keys() == {
+    assert trl_keys.read_keys().keys() == {
         key.name for each in DATACLASSES for key in fields(each) if key.init
     }
     for files in (("trainer/grpo_config.py", "trainer/model_config.py"), ("trainer/elsewhere.py",)):
-        monkeypatch.setitem(help._FILES, "trl", files)
-        help.read_keys.cache_clear()
+        monkeypatch.setitem(trl_keys._FILES, "trl", files)
+        trl_keys.read_keys.cache_clear()
         with pytest.raises(
             UserError, match="^the installed TRL or Transformers is another version"
         ):
             read(["--beta", "1"])
-    help.read_keys.cache_clear()
+    trl_keys.read_keys.cache_clear()
 
 
 EARLY = {

@@ -15,8 +15,9 @@ from trl.data_utils import prepare_multimodal_messages
 
 from adora_vl.checkpoint.fingerprint import differences, fingerprint
 from adora_vl.config.command import read
-from adora_vl.config.run_context import DryRunOptions
+from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.schema import parse
+from adora_vl.data import prompt_lengths
 from adora_vl.data.dataset import schema, write_manifest, write_split
 from adora_vl.data.loading import load_rows
 from adora_vl.data.prompt_lengths import (
@@ -30,9 +31,9 @@ from adora_vl.data.prompt_lengths import (
     measured,
     served_length,
     sizes_in,
-    tokenizer_counter,
 )
 from adora_vl.data.prompts import SYSTEM_PROMPT
+from adora_vl.data.token_counters import TokenCounter, tokenizer_counter
 from adora_vl.evals.records import Problem
 from adora_vl.evaluation import EvaluationPlan, Task, fitting_evaluations
 from adora_vl.models.load import PRETRAINED, load_config, load_processor
@@ -111,7 +112,7 @@ def processor() -> Any:
 
 def counted(processor: Any, problem: str, images: int = 25) -> int:
     """Tokens of a prompt with one picture."""
-    return tokenizer_counter(processor, SYSTEM_PROMPT)(problem, 1) - 1 + images
+    return tokenizer_counter(processor, SYSTEM_PROMPT).count([problem], [1])[0] - 1 + images
 
 
 def words_of(data: Path, out: Path, *words: str) -> list[str]:
@@ -254,7 +255,9 @@ def test_a_language_model_is_asked_in_plain_texts(processor: Any) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": SHORT}]
     for options in (None, {"end": "<|im_end|> and so on"}):  # TRL's chat_template_kwargs
         ids = tokenizer.apply_chat_template(messages, tokenize=True, **(options or {}))
-        assert tokenizer_counter(tokenizer, "Be brief.", options)(SHORT, 0) == len(ids["input_ids"])
+        assert tokenizer_counter(tokenizer, "Be brief.", options).count([SHORT], [0]) == [
+            len(ids["input_ids"])
+        ]
 
 
 def test_an_image_that_cannot_be_read_is_left_to_the_step_that_names_it(tmp_path: Path) -> None:
@@ -266,9 +269,57 @@ def test_an_image_that_cannot_be_read_is_left_to_the_step_that_names_it(tmp_path
     assert list(sizes_in(rows.data.table)) == [[(140, 140)], [None], [None]]
     texts = Dataset.from_dict({"images": [[], []]}, Features({"images": schema()["images"]}))
     assert list(sizes_in(texts.data.table)) == [[], []]
-    found = measured([("a", "x", [None])], lambda text, images: 7 + images, Limits(1, 100, 1), 1)
-    assert found.prompt == [7]
-    assert found.image == [0]
+    counter = TokenCounter(lambda texts, images: [7 + count for count in images])
+    lengths = measured([("a", "x", [None])], counter, Limits(1, 100, 1), 1)
+    assert lengths.prompt == [7]
+    assert lengths.image == [0]
+
+
+def counting(identity: str, calls: list[int]) -> TokenCounter:
+    """A counter of characters that notes how many texts each of its calls has."""
+
+    def count(texts: Sequence[str], images: Sequence[int]) -> list[int]:
+        calls.append(len(texts))
+        return [len(text) + n_images for text, n_images in zip(texts, images, strict=True)]
+
+    return TokenCounter(count, identity)
+
+
+def test_lengths_of_many_rows_are_counted_once_for_the_same_rows_and_tokenizer(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path))
+    monkeypatch.setattr(prompt_lengths, "REMEMBERED_ROWS", 10)
+    rows = Dataset.from_parquet(str(next(data.glob("data/train*"))), cache_dir=str(tmp_path / "hf"))
+    limit = ContextLimit(400, 10, "vllm_max_model_length: 400", "set it to", None)
+    calls: list[int] = []
+
+    def numbers_of(identity: str, source: str, texts: Sequence[str], high: int = 100) -> list[int]:
+        limits = Limits(1, high, 1)
+        overlong = OverlongPrompts(limit, counting(identity, calls), limits, "drop", speaks=False)
+        numbers = list(overlong.fitting(rows, texts, [source]))
+        assert overlong.lengths is not None
+        assert overlong.lengths.ids == [rows[number]["id"] for number in numbers]
+        return numbers
+
+    texts = list(rows["problem"])
+    expected = numbers_of("tokenizer", "files", texts)
+    assert 0 < len(expected) < len(texts)
+    assert calls == [12]
+    assert numbers_of("tokenizer", "files", texts) == expected
+    assert calls == [12], "the second start counts nothing"
+    # What decides a length is another one: the tokenizer, the files, a text, the limit on pixels.
+    numbers_of("another tokenizer", "files", texts)
+    numbers_of("tokenizer", "other files", texts)
+    numbers_of("tokenizer", "files", [*texts[:-1], "short"])
+    numbers_of("tokenizer", "files", texts, high=90)
+    numbers_of("", "files", texts)
+    numbers_of("", "files", texts)
+    assert calls == [12] * 7, "a counter that has no identity is asked each time"
+    for file in (tmp_path / "prompt_lengths").iterdir():
+        file.write_bytes(file.read_bytes()[:50])
+    assert numbers_of("tokenizer", "files", texts) == expected
+    assert len(calls) == 8, "a torn file is no answer"
 
 
 def test_an_image_that_the_processor_refuses_is_named(
@@ -435,7 +486,11 @@ def test_a_dry_run_keeps_the_rows_that_it_has_not_measured(
 def evaluated(limit: int, policy: str, *problems: Problem) -> list[Problem]:
     overlong = OverlongPrompts(
         ContextLimit(limit, 10, f"vllm_max_model_length: {limit}", "set it to", None),
-        lambda text, images: len(text) + images,
+        TokenCounter(
+            lambda texts, images: [
+                len(text) + count for text, count in zip(texts, images, strict=True)
+            ]
+        ),
         Limits(1, 100, 1),
         policy,
         speaks=True,

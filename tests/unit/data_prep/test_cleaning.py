@@ -111,7 +111,7 @@ WORDS = {  # of some: the value and the remedy
     "answer that is a number": "'answer' is 2; make it a text in",
     "no choices": "'choices' is missing; make it a list of texts in",
     "blank choice": "choice B, the right one, is ' '",
-    "an open list as a gold": "no answer would be graded as right against '2, 4, ...'",
+    "an open list as a gold": "with the right answer '2, 4, ...' no answer would be graded as right",
     "no picture": "img_diagram.png cannot be read",
     "PNG cut in half": "is not usable (Truncated File Read)",
 }
@@ -161,9 +161,9 @@ def test_a_broken_row_is_kept_aside_with_reason_and_bytes(
             assert line["detail"].startswith(f"{row_id}: ")
             assert "; " in line["detail"]
             assert "object at 0x" not in line["detail"]
-            kept = {(output / name).read_bytes() for name in line["files"]}
+            quarantined_bytes = {(output / name).read_bytes() for name in line["files"]}
             assert (
-                kept == {path.read_bytes() for path in folders[kind].iterdir()}
+                quarantined_bytes == {path.read_bytes() for path in folders[kind].iterdir()}
                 or kind == "no data.json"
             )
 
@@ -312,14 +312,14 @@ def test_leaks_that_are_kept_are_reported_all_the_same(leaky: Path, tmp_path: Pa
     """By --keep-leaks, or between two held-out splits."""
     problem_folder(tmp_path / "held", "val", 1, encoded(drawing(1)))
     problem_folder(tmp_path / "held", "test", 2, encoded(drawing(1)))
-    for raw, options, found in ((leaky, ("--keep-leaks",), 3), (tmp_path / "held", (), 1)):
+    for raw, options, leak_count in ((leaky, ("--keep-leaks",), 3), (tmp_path / "held", (), 1)):
         assert prepare("intergps", raw, tmp_path / "out", "--overwrite", *options) == 0
         manifest = read_manifest(tmp_path / "out")
         assert manifest is not None
         assert (
             manifest["leaks"]["found"],
             manifest["leaks"]["dropped"],
-        ) == (found, 0)
+        ) == (leak_count, 0)
         assert manifest["quarantined"]["rows"] == 0
         assert sum(manifest["counts"].values()) == (9 if options else 2)
 
@@ -333,8 +333,8 @@ def test_the_pixels_alone_count_where_the_golds_differ(tmp_path: Path) -> None:
     assert _ids(tmp_path / "out", "train") == ["train/3"]
 
 
-def _distance(one: Image.Image, other: Image.Image) -> int:
-    return (difference_hash(one) ^ difference_hash(other)).bit_count()
+def _distance(first: Image.Image, second: Image.Image) -> int:
+    return (difference_hash(first) ^ difference_hash(second)).bit_count()
 
 
 def test_copies_of_the_real_diagrams_are_near_and_others_far(geometry3k_raw: Path) -> None:

@@ -389,9 +389,10 @@ def test_a_version_out_of_range_ends_the_examination_before_anything_is_loaded(m
     monkeypatch.setattr(
         versions, "installed", lambda name: "9.9" if name == "trl" else installed(name)
     )
-    monkeypatch.setattr(
-        "adora_vl.prepare.prepare", lambda *_, **__: pytest.fail("prepared all the same")
-    )
+    for step in ("request.request_from_command", "run_checks.run_checks"):
+        monkeypatch.setattr(
+            f"adora_vl.preflight.{step}", lambda *_, **__: pytest.fail("looked at the run")
+        )
     checks = command.diagnose(
         read(["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny"])
     )

@@ -30,14 +30,10 @@ from adora_vl.checkpoint import store
 from adora_vl.checkpoint.fingerprint import Seen, check_ranks, leave_token, problem_among
 from adora_vl.checkpoint.store import facts_of, publish
 from adora_vl.checkpoint.writer import CheckpointWriter
-from adora_vl.config.run_context import (
-    DryRunOptions,
-    RunContext,
-    Sharding,
-    from_environment,
-    from_file,
-)
+from adora_vl.config.dry_run_options import DryRunOptions
+from adora_vl.config.run_context import RunContext
 from adora_vl.config.schema import parse
+from adora_vl.config.sharding import Sharding, from_environment, from_file
 from adora_vl.preflight.check_machine import check_machines
 from adora_vl.train import main
 from adora_vl.training.guards import errors_with_step

@@ -14,11 +14,12 @@ from adora_vl.builtin.small_model import build_start
 from adora_vl.builtin.tiny_text import TextStart, begin_text
 from adora_vl.builtin.tiny_vl import build_config
 from adora_vl.config.command import read
-from adora_vl.config.run_context import DryRunOptions, take_options
+from adora_vl.config.dry_run_options import DryRunOptions, take_options
 from adora_vl.config.schema import parse
 from adora_vl.data.dataset import load_split
-from adora_vl.data.prompt_lengths import Measured, OverlongPrompts, limits_of, tokenizer_counter
+from adora_vl.data.prompt_lengths import Measured, OverlongPrompts, limits_of
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
+from adora_vl.data.token_counters import tokenizer_counter
 from adora_vl.models.load import PRETRAINED, limit_pixels, load_processor
 from adora_vl.planning.dry_run import (
     batch_lines,
@@ -288,3 +289,59 @@ def test_both_spellings_and_what_is_left_for_trl():
     )
     with pytest.raises(UserError, match="--processes: '0' is not a whole number from 1 on; see"):
         take_options(["--processes", "0"])
+
+
+SMOKE = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml")]
+
+
+def test_the_verdict_stands_last_with_the_command_that_comes_next(data, tmp_path, capsys):
+    words = [*SMOKE, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
+    assert main([*words, "--dry-run"]) == 0
+    verdict, following = capsys.readouterr().out.splitlines()[-2:]
+    assert verdict.startswith("It fits: ") and verdict.endswith(" GiB.")
+    assert following == f"Next: python -m adora_vl.train {' '.join(words)}"
+    launcher = str(CONFIGS / "accelerate" / "cpu.yaml")
+    assert main([*words, "--dry-run", "--accelerate-config", launcher, "--processes", "1"]) == 0
+    following = capsys.readouterr().out.splitlines()[-1]
+    assert following.startswith(f"Next: accelerate launch --config_file {launcher} --num_processes")
+    assert main([*words, "--dry-run", "--card-gib", "0.1"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("It does NOT fit: ")
+
+
+def test_memory_is_shown_also_where_the_rows_do_not_fill_a_generation(data, tmp_path, capsys):
+    words = [*SMOKE, "--use_vllm", "false", "--dataset_name", str(data)]
+    words += ["--output_dir", str(tmp_path / "run"), "--steps_per_generation", "64"]
+    written = tmp_path / "ours.yaml"
+    assert main([*words, "--dry-run", "--write-config", str(written)]) == 2
+    captured = capsys.readouterr()
+    assert "Memory, predicted" in captured.out
+    assert captured.out.splitlines()[-1].startswith("It fits: ")
+    [error] = [line for line in captured.err.splitlines() if line.startswith("error: ")]
+    assert "cannot fill one generation" in error and not written.exists()
+    with pytest.raises(UserError, match="cannot fill one generation"):
+        make_plan(read(words), DryRunOptions())
+    assert main(words) == 2
+    assert "cannot fill one generation" in capsys.readouterr().err
+
+
+def test_a_generation_of_all_processes_is_planned_where_one_alone_does_not_divide(tmp_path, capsys):
+    words = [*SMOKE, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
+    words += ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1"]
+    words += ["--steps_per_generation", "1", "--num_generations", "8", "--dry-run"]
+    assert main([*words, "--processes", "8"]) == 0
+    assert "8 rollouts per generation" in capsys.readouterr().out
+    assert main([*words, "--processes", "4"]) == 2
+    assert "divide into groups" in capsys.readouterr().err
+    assert main(words) == 2
+    assert "do not divide into groups of num_generations: 8" in capsys.readouterr().err
+
+
+def test_a_tiny_model_with_rows_of_ones_own_is_named_at_the_start(data, tmp_path, capsys):
+    words = [*SMOKE, "--use_vllm", "false", "--output_dir", str(tmp_path / "run"), "--dry-run"]
+    assert main(words) == 0
+    assert "knows the drawn problems alone" not in capsys.readouterr().out
+    own = shutil.copytree(data, tmp_path / "own")
+    manifest = json.loads((own / "manifest.json").read_text())
+    (own / "manifest.json").write_text(json.dumps({**manifest, "source": "own/file"}))
+    assert main([*words, "--dataset_name", str(own)]) == 0
+    assert "tiny knows the drawn problems alone" in " ".join(capsys.readouterr().out.split())

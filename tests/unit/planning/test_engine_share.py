@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from adora_vl.config.command import read
-from adora_vl.config.run_context import DryRunOptions
+from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.models.check import LOST_UPDATES
 from adora_vl.planning.dry_run import Plan, make_plan
 from adora_vl.planning.memory import HEADROOM, Setup, fits, predict, proposed_utilization

@@ -19,7 +19,7 @@ from trl import ModelConfig, get_peft_config
 
 from adora_vl.checkpoint.trl_state import MovingReference
 from adora_vl.config.batch_plan import unit_size
-from adora_vl.config.run_context import Sharding, from_environment, from_file
+from adora_vl.config.sharding import Sharding, from_environment, from_file
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import ModelShape, Tower, config_for_planning, describe
 from adora_vl.planning.activations import MicroBatch

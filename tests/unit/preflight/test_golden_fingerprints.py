@@ -18,7 +18,8 @@ from transformers import BitsAndBytesConfig
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.command import read
-from adora_vl.config.run_context import DryRunOptions, RunContext
+from adora_vl.config.dry_run_options import DryRunOptions
+from adora_vl.config.run_context import RunContext
 from adora_vl.config.schema import parse
 from adora_vl.models.check import lora_of
 from adora_vl.preflight.check_output_dir import fingerprint_of

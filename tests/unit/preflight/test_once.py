@@ -11,7 +11,8 @@ from PIL import Image
 
 from adora_vl.config import AdoraGRPOConfig, command, methods, values
 from adora_vl.config.command import read
-from adora_vl.config.run_context import DryRunOptions, RunContext
+from adora_vl.config.dry_run_options import DryRunOptions
+from adora_vl.config.run_context import RunContext
 from adora_vl.doctor import __main__ as doctor
 from adora_vl.preflight.python_inputs import Datasets
 from adora_vl.preflight.request import ModelSource, RunRequest, model_keys
@@ -58,9 +59,11 @@ class Counted:
         finally:
             self._depth -= 1
 
-    def build_methods(self, value: str | Mapping[str, Any]) -> methods.MethodSet:
+    def build_methods(
+        self, value: str | Mapping[str, Any], functions: Mapping[str, Any]
+    ) -> methods.MethodSet:
         self.builds += 1
-        return self._build_methods(value)
+        return self._build_methods(value, functions)
 
 
 def words_of(output_dir: Path, **keys: object) -> list[str]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from adora_vl.models.precision import wrong_buffers
+from adora_vl.utils.files import GIB
 from adora_vl.utils.launch import free_port, use_one_gpu
 from benchmarks.gpu import (
     cards,
@@ -25,10 +26,11 @@ from benchmarks.gpu import (
     precision,
     server,
     setting,
+    step,
     streaming,
     vision,
 )
-from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.__main__ import limits, main
 from benchmarks.gpu.checks import CHECKS, GPUCheck
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.table import (
@@ -47,8 +49,9 @@ slow = pytest.mark.slow  # starts processes, or computes: `make test` has what j
 
 SMALL = Setting(full=False, device=torch.device("cpu"))
 # In a process of its own: what needs a process group or an engine.
-APART = ["cards", "zero3", "offload", "engine", "recipe", "drift", "server"]
-HERE = [check.name for check in CHECKS if check.name not in {*APART, "deepspeed"}]
+APART = ["cards", "zero3", "offload", "engine", "recipe", "drift", "server", "step", "tools"]
+ON_A_CARD = ["recipe_v1", "four_bit"]
+HERE = [check.name for check in CHECKS if check.name not in {*APART, *ON_A_CARD, "deepspeed"}]
 BROKEN = "tests.unit.project.gpu_checks"
 
 
@@ -95,6 +98,48 @@ def test_a_check_runs_in_its_own_process_and_finds_nothing_wrong(name):
             replace(check_named(name), limit=580), "small", Path(os.environ["TORCH_EXTENSIONS_DIR"])
         )
     )
+
+
+@pytest.mark.parametrize("name", ON_A_CARD)
+def test_what_a_cpu_engine_lacks_is_skipped_with_its_reason(name):
+    (line,) = lines_of(name)
+    assert line.verdict is CheckResult.SKIPPED and line.note.startswith("a CPU engine has ")
+
+
+def test_limits_that_add_up_to_more_than_the_time_are_named():
+    checks_of = [GPUCheck("one", "x", 300), GPUCheck("two", "x", 300), GPUCheck("three", "x", 60)]
+    assert limits(checks_of, 11) == ""
+    assert "add up to 11 min, and --minutes is 10: surely done are one, two;" in limits(
+        checks_of, 10
+    )
+    assert "surely done are none" in limits(checks_of, 4)
+
+
+STEPS = [
+    {
+        "grad_norm": 0.5,
+        "adora/drift": 0.02,
+        "seconds/rollout": 40.0,
+        "seconds/policy": 30.0,
+        "memory/rollout": 61.0,
+        "memory/policy": 19.0,
+    },
+    {"grad_norm": 0.4, "adora/drift": 0.03, "seconds/policy": 25.0, "memory/policy": 20.0},
+]
+
+
+def test_a_step_of_a_recipe_is_laid_beside_its_prediction():
+    card = Setting(full=True, device=torch.device("cuda"))
+    by_name = {line.what: line for line in step.figures(STEPS, {"peak_bytes": 62.3 * GIB}, card)}
+    assert failures(list(by_name.values())) == []
+    assert by_name["seconds by phase"].figure == "rollout 40.0, policy 55.0"
+    assert by_name["memory, engine awake"].figure == "61 GiB"
+    assert by_name["memory, policy step"].figure == "20 GiB"
+    over = list(step.figures(STEPS, {"peak_bytes": 60 * GIB}, card))
+    assert [line.what for line in failures(over)] == ["memory, engine awake"]
+    blind = [{**entry, "memory/rollout": None, "grad_norm": 0.0} for entry in STEPS]
+    wrong = list(step.figures(blind, {"peak_bytes": 62.3 * GIB}, card))
+    assert [line.what for line in failures(wrong)] == ["gradient norms", "memory, engine awake"]
 
 
 @slow
@@ -418,8 +463,8 @@ def test_sleeps_that_lose_memory_fail(monkeypatch, leak, verdict):
 def test_one_cold_engine_that_hangs_is_stopped(tmp_path, monkeypatch):
     (tmp_path / "stuck.py").write_text("import threading; threading.Event().wait()")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert engine._command(["stuck"], {}, seconds=1) == "not done after 1 s; stopped"
-    monkeypatch.setattr(engine, "_command", lambda *_: "not done after 1 s; stopped")
+    assert engine.run_module(["stuck"], {}, seconds=1) == "not done after 1 s; stopped"
+    monkeypatch.setattr(engine, "run_module", lambda *_: "not done after 1 s; stopped")
     (line,) = engine.doctor(SMALL, "float32", tmp_path)
     assert line.verdict is CheckResult.FAIL
     assert "not done after 1 s" in line.note

@@ -104,7 +104,7 @@ def test_a_change_in_training_has_an_interval_over_groups(
     lines = summary_lines(log, config, run, 1)
     assert result in lines
     row = next(line for line in lines if line.startswith("pass rate"))
-    assert "95 % [" in row
+    assert " points, 95 % [" in row
     assert ("within noise" in row) is noise
 
 

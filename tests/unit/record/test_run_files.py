@@ -20,6 +20,7 @@ from datasets import load_dataset
 from adora_vl.advantage import METHODS, Adora, AdoraWeighting, Groups, weigh_groups
 from adora_vl.checkpoint.store import problem_of
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.dataset import MADE_BY
 from adora_vl.export import main as export
 from adora_vl.models.load import MERGED
@@ -171,11 +172,11 @@ def test_the_progress_line():
     ):
         assert "  pass 38%  accuracy 25%  TDS 25%" in progress_line(logs, 40, 1000, 185.2)
     assert figure_rows([logs])[1:3] == [
-        ("pass rate", "0.375", "0.375"),
-        ("accuracy", "0.250", "0.250"),
+        ("pass rate", "37.5%", "37.5%"),
+        ("accuracy", "25.0%", "25.0%"),
     ]
     without = progress_line({"reward": 1.0, "rewards/missing": 0.375}, 1, 9, None)
-    assert without == "step 1/9  reward 1.000  without reward 37.5%"
+    assert without == "step 1/9  reward 1.000  without reward 38%"
     assert (
         progress_line({"reward": 1.0, "rewards/missing": 0.0}, 1, 9, None)
         == "step 1/9  reward 1.000"
@@ -608,7 +609,7 @@ def test_every_saved_model_has_its_card_and_stays_whole(adora_run, tmp_path):
     assert '| adora_method | {"adora": {"mode": "attenuation", "factor": 0.1, ' in final
     assert "| learning_rate | 0.001 |" in final
     assert f"| fingerprint | {read_manifest(adora_run)['data']['fingerprint']} |" in final
-    assert re.search(r"\| pass rate \| [\d.]+ \| [\d.]+ \|", final)
+    assert re.search(r"\| pass rate \| [\d.]+% \| [\d.]+% \|", final)
     assert "| trl | 1." in final
     assert str(adora_run.parent) not in final, "a path of this machine"
     assert export([str(adora_run / "checkpoint-2"), str(tmp_path / "model")]) == 0
@@ -667,3 +668,20 @@ def test_the_summary_of_a_real_run_names_files_and_commands_that_exist(resumed_r
     assert json.loads((Path(folder[1]) / "manifest.json").read_text())["made_by"] == "data_prep"
     expected = " ".join(arguments(resumed_run.folder)) + f" --max_steps {2 * STEPS}"
     assert words["Train longer"] == f"{interpreter()} -m adora_vl.train {expected}"
+
+
+def test_a_run_with_tools_is_evaluated_with_them(tmp_path):
+    config = AdoraGRPOConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        max_steps=10,
+        tools=["zoom"],
+        max_tool_calling_iterations=2,
+        adora_tool_options=ToolOptions(images=3),
+    )
+    lines = summary_lines([], config, tmp_path, 1)
+    [evaluate] = [line for line in lines if line.startswith("Evaluate it")]
+    assert evaluate.endswith(
+        "--tools zoom --max-tool-calling-iterations 2 --tool-options '{images: 3}'"
+    )

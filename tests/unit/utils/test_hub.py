@@ -18,7 +18,7 @@ from datasets import Dataset
 from huggingface_hub import constants, get_session
 
 from adora_vl.config.command import read
-from adora_vl.config.run_context import DryRunOptions
+from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.schema import parse
 from adora_vl.evals.inference.engines import build_engine
 from adora_vl.evals.inference.requests import AnswerEngineSettings
