@@ -26,13 +26,13 @@ def _text() -> str:
 
 def _list_commands(words: Sequence[str]) -> None:
     """Print the commands. Raises `UserError` for a word, which is no command of this list."""
-    asked = [word for word in words if word not in ("-h", "--help")]
-    if asked:
+    named = [word for word in words if word not in ("-h", "--help")]
+    if named:
         names = {name.rpartition(".")[2]: name for name in COMMANDS}
-        meant = names.get(asked[0])
+        meant = names.get(named[0])
         remedy = f"write python -m {meant}" if meant else "`python -m adora_vl` lists all"
-        close = "" if meant else did_you_mean(asked[0], names)
-        raise UserError(f"command line: {asked[0]!r:.60} is no command{close}; {remedy}")
+        close = "" if meant else did_you_mean(named[0], names)
+        raise UserError(f"command line: {named[0]!r:.60} is no command{close}; {remedy}")
     print(_text())
 
 

@@ -195,6 +195,7 @@ class SamplerEngine(Conversations):
     """
 
     def __init__(self, trainer: HasEngine, chat: ChatProcessor) -> None:
+        """Begin with the trainer's own engine, greedy, and its tools."""
         sample = partial(trainer.sampler.sample, settings=trainer.vllm_generation.greedy)
         max_tokens = trainer.args.max_completion_length
         super().__init__(

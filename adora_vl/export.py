@@ -238,6 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
 
     def command() -> None:
+        """Export what the words name, and print where it is."""
         options = parser.parse_args(arguments)
         from safetensors import SafetensorError
 

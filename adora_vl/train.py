@@ -101,6 +101,7 @@ def speak_from_the_first_step(trainer: AdoraGRPOTrainer, startup: StartupLog) ->
             control: TrainerControl,
             **kwargs: Any,
         ) -> None:
+            """Release the output of the start, since the steps come next."""
             startup.release()
 
     trainer.callback_handler.callbacks.insert(0, Speak())

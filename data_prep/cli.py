@@ -372,6 +372,7 @@ def main(argv: list[str] | None = None) -> int:
     """
 
     def command() -> None:
+        """Run the chosen command, without progress bars in log files."""
         arguments = parser().parse_args(argv)
         if not sys.stderr.isatty():
             from datasets import disable_progress_bars

@@ -41,6 +41,7 @@ class Share:
     total: int
 
     def __str__(self) -> str:
+        """Return the share with its 95 % interval and its counts."""
         if not self.total:
             return "-"
         low, high = wilson(self.count, self.total)
@@ -212,7 +213,8 @@ def sampled(predictions: Path) -> Groups:
     rewards = [float(item.correct) for item in graded]
     lengths = [row["n_tokens"] for row in rows]
     truncated = [row.get("finish_reason") == "length" for row in rows]
-    return _groups([rewards, lengths, truncated], size, 0.5)
+    # Rewards are 1 for a right answer, else 0.
+    return _groups([rewards, lengths, truncated], size, above=0.5)
 
 
 def _groups(columns: Sequence[Sequence[float]], size: int, above: float) -> Groups:

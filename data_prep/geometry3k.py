@@ -194,22 +194,25 @@ def _zipped(path: Path) -> dict[str, list[ProblemFolder]]:
         raise UserError(
             f"input: {str(path)!r} is not a readable zip file ({error}); download it again"
         ) from error
+    # The split of each numbered folder, None for one that is below no folder of a split.
     folders: dict[str, str | None] = {}
     for name in names:
         match = _NUMBERED.fullmatch(name)
+        # macOS puts files of its own into the archives that it makes.
         if match and not name.startswith("__MACOSX/"):
-            folders[name[: name.rindex("/") + 1]] = match[1]
-    within = {folder: split for folder, split in folders.items() if split}
-    if not within and folders:
+            folder = name[: name.rindex("/") + 1]
+            folders[folder] = match[1]
+    split_of_folder = {folder: split for folder, split in folders.items() if split}
+    if not split_of_folder and folders:
         if path.stem not in _SPLITS:
-            nowhere = f"the problems in {str(path)!r} are in no folder {', '.join(_SPLITS)}"
-            raise UserError(f"input: {nowhere}; call the file after its split, such as train.zip")
-        within = dict.fromkeys(folders, path.stem)
+            problem = f"the problems in {str(path)!r} are in no folder {', '.join(_SPLITS)}"
+            raise UserError(f"input: {problem}; call the file after its split, such as train.zip")
+        split_of_folder = dict.fromkeys(folders, path.stem)
     problems: dict[str, list[ProblemFolder]] = {}
     for split in _SPLITS:
-        inside = [folder for folder, its_split in within.items() if its_split == split]
-        if inside:
-            problems[split] = [ProblemFolder(path, folder) for folder in inside]
+        in_split = [folder for folder, its_split in split_of_folder.items() if its_split == split]
+        if in_split:
+            problems[split] = [ProblemFolder(path, folder) for folder in in_split]
     return problems
 
 
@@ -258,6 +261,7 @@ def _read_folder(folder: ProblemFolder, split: str, diagram: str) -> RawProblem:
             remedy="put the file there",
             originals=originals,
         ) from error
+    # From here on a refused row is kept with the bytes that were read.
     refuse = partial(RowError, row_id, originals=originals)
     try:
         data = read_json(originals[0].decode("utf-8"))
@@ -270,6 +274,7 @@ def _read_folder(folder: ProblemFolder, split: str, diagram: str) -> RawProblem:
         raise refuse("not_json", wrong, "download the problem again")
     field = partial(_field, data, refuse, f"{folder}/data.json")
     problem = field("problem_text", str)
+    # A logic form that is missing or broken costs the row its facts, not its place.
     facts = None
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         facts = facts_in_words(
@@ -325,7 +330,8 @@ def _texts_of(texts: Path) -> Iterator[tuple[str, str, str, str]]:
 
     Raises `UserError` for a row that lacks one of them.
     """
-    for where, record in open_table(texts, _TEXTS)[1]():
+    _, read_records = open_table(texts, _TEXTS)
+    for where, record in read_records():
         row = record if isinstance(record, dict) else {}
         path = re.search(r"(?:^|[/\"'])(train|val|test)/(\d+)/", str(row.get("images")))
         question = text_of_chat(row.get("messages"))
@@ -505,6 +511,7 @@ def prepare_geometry3k(
         )
 
     def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
+        """Open the source, and return its description and the chosen rows of each split."""
         splits, commit = open_source(
             source,
             location=location,
@@ -521,6 +528,7 @@ def prepare_geometry3k(
             split: _chosen_of(split, rows, chosen_options) for split, rows in splits.items()
         }
 
+    # Rows from the authors' logic forms have a column more, and solved ones have two.
     features = None
     if source in ("intergps", FORMS):
         features = replace(PRESET.columns, extras=(("facts", "facts"),)).features

@@ -60,6 +60,7 @@ def facts_in_words(form: Form, problem: str) -> str | None:
     """
     fact_sentences = []
     for term in form.terms:
+        # Which points lie on a line or a circle is said below, once for each line and circle.
         if term is None or not term.head.startswith("PointLies"):
             fact_sentences.append(in_words(term))
     has_colour = re.search(r"\b(?:shaded|blue|green|red|yellow)\b", problem, re.IGNORECASE)
@@ -68,6 +69,7 @@ def facts_in_words(form: Form, problem: str) -> str | None:
     sentences = []
     for row in form.rows:
         if len(row) > 2:
+            # `rows` sorts a line's points along it where the place of each of them is known.
             is_ordered = set(row) <= form.points.keys()
             order = ", in this order" if is_ordered else ""
             sentences.append(f"{_list(row)} lie on one line{order}")
@@ -99,6 +101,7 @@ def _suffices(text: str, form: Form) -> bool:
     `$` is a shape without a name. It is clear where the diagram has nothing but its corners, or one
     circle.
     """
+    # None stands for a part of the question that cannot be read.
     question_terms = [term_of(part) for part in form.question if part.strip()]
     on_lines = {name for row in form.rows for name in row}
     known_points = set(on_lines)
@@ -114,12 +117,16 @@ def _suffices(text: str, form: Form) -> bool:
         names = term.names
         if "$" in "".join(names) and not _is_only_shape(form, head, on_lines):
             return False
+        # A point that no line and no circle of the diagram has could lie anywhere.
         is_point = not names and re.fullmatch("[A-Z]'?", head)
         if is_point and head not in known_points:
             return False
+        # `Find(x)` needs a fact or a sentence with x; the letters of a command such as \times do
+        # not count.
         unknown = names[0] if head == "Find" and re.fullmatch("[a-z]", names[0]) else None
         if unknown and not re.search(rf"(?<![a-z\\]){unknown}(?![a-z])", words):
             return False
+        # An angle may be named by the number that the diagram writes into it.
         number = names[0] if head == "Angle" and len(names) == 1 and names[0].isdigit() else None
         if number and not re.search(rf"\bangle {number}\b", text, re.IGNORECASE):
             return False
@@ -143,14 +150,18 @@ def in_words(term: Term | None) -> str | None:
     names = term.names
     parts = [in_words(argument) for argument in term.arguments]
     are_points = all(re.fullmatch(rf"{POINT_NAME}|\d+", name) for name in names)
+    # A shape named by its points: `Triangle(A,B,C)` is `triangle ABC`, and `Line(A,B)` is `AB`.
     if len(names) in _POINTS.get(head, ()) and are_points:
+        # Some annotations have the misspelling.
         kind = head.lower().replace("cirle", "circle")
         return f"{kind} {_joined(names)}".removeprefix("line ")
     if None in parts:
         return None
     if head == "LengthOf":
+        # `AB` alone is the length of a segment; an arc without a word would be its angle.
         return f"the length of {parts[0]}" if names[0] == "Arc" else parts[0]
     if head == "Equals" and len(parts) == 2:
+        # Degrees belong to a measure that equals a number, not one that equals another measure.
         in_degrees = names[0] == "MeasureOf" and not term.arguments[1].arguments
         return f"{parts[0]} = {parts[1]}{' degrees' if in_degrees else ''}"
     words = _WORDS.get(head, "")

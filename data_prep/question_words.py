@@ -111,6 +111,7 @@ def _sentence(term: Term) -> str | None:
         return _kind(term)
     if term.is_equation:
         return _equation(term)
+    # `$` names no part of the diagram, so that the fact is about all that look like it.
     if head in ("Tangent", "Similar") and "$" in "".join(term.arguments[0].names):
         if head == "Tangent":
             return "segments that appear to be tangent are tangent"
@@ -125,6 +126,7 @@ def _sentence(term: Term) -> str | None:
     part_nouns = [part for part in parts if part is not None]
     if len(part_nouns) < len(parts):
         return None
+    # The last argument is the point, those before it are the lines.
     if head == "IntersectAt" and len(part_nouns) > 2:
         return f"{', '.join(part_nouns[:-2])} and {part_nouns[-2]} meet at {part_nouns[-1]}"
     words = _FACTS.get(head)
@@ -173,7 +175,7 @@ def noun(term: Term) -> str | None:
         return _leaf(head)
     if head in COLOURS:
         return _coloured(head, term.arguments[0])
-    if head in _KINDS:
+    if head in _KINDS:  # an adjective, such as `regular`
         part_noun = noun(term.arguments[0])
         return part_noun and part_noun.replace("the ", f"the {head.lower()} ", 1)
     if head in ("Line", "Point"):

@@ -230,7 +230,7 @@ class _Diagram:
         """Draw arcs in an angle, and write a text between its sides, `nearest` or further out."""
         corner, start, turn = self._angle(names)
         self._arcs(names, arcs)
-        # Closer to the corner the text would not fit between the sides.
+        # Closer to the corner than this the text would not fit between the sides.
         between_sides = 0.5 * (self._width(text) + 0.02) / max(0.1, abs(math.sin(turn / 2)))
         min_distance = max(nearest, min(0.16, between_sides))
         shorter_side = min(abs(self.at[name] - corner) for name in (names[0], names[2]))
@@ -244,17 +244,20 @@ class _Diagram:
     def _at_arc(self, names: Sequence[str], text: str) -> bool:
         """Write a text outside of an arc, and return whether a circle has its ends."""
         ends = {names[0], names[-1]}
+        # The first circle that both ends lie on.
         for circle in self.radii:
             if ends <= set(self.form.rounds[circle]):
                 break
         else:
             return False
         centre = self.at[circle[0]]
-        if len(names) == 2:
+        if len(names) == 2:  # the smaller of the two arcs
             _, start, turn = self._angle((names[0], circle[0], names[-1]))
             direction = start + turn / 2
         else:  # the point between the ends says which of the two arcs it is
             direction = phase(self.at[names[1]] - centre)
+        # 0.03 of the canvas keep the text clear of the circle. It is wider than high, so most of
+        # its half width counts.
         distance = self.radii[circle] + 0.03 + 0.4 * self._width(text)
         self._label(
             text, [centre + rect(distance, direction + turned) for turned in (0, 0.15, -0.15, 0.3)]
@@ -266,7 +269,9 @@ class _Diagram:
         normal = rect(1, phase(end - start) + math.pi / 2)
         outward = ((start + end) / 2 - self.middle) * normal.conjugate()
         normal *= 1 if outward.real >= 0 else -1
+        # Half the text's size in the direction of the normal.
         half_size = abs(normal.real) * self._width(text) / 2 + abs(normal.imag) * _FONT / _SIZE / 2
+        # The nearest places come first, then those nearest to the middle of the segment.
         places = []
         for gap in (0.008, 0.014, 0.022):
             for share in (0.5, 0.4, 0.6, 0.3, 0.7):
@@ -376,6 +381,7 @@ class _Diagram:
             can_be_marked = all(len(side) == points and {*side} <= {*self.at} for side in sides)
             if len(term.arguments) == 2 == len(sides) and can_be_marked:
                 terms.append(term)
+                # Groups that this fact connects become one.
                 touching = [group for group in groups if group & sides]
                 groups = [group for group in groups if group not in touching]
                 groups.append(sides.union(*touching))
@@ -415,6 +421,7 @@ class _Diagram:
         half_height = _FONT / _SIZE / 2
 
         def box_at(point: complex) -> _Box:
+            """Return the box of the text around a point."""
             return (
                 point.real - half_width,
                 point.imag - half_height,

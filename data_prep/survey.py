@@ -215,10 +215,12 @@ def describe(overview: Survey) -> str:
 def counts(overview: Survey) -> str:
     """Return what `describe` does, without the prompt."""
     manifest = overview.manifest
+    # A folder that somebody else made can be surveyed too.
     origin = " (no manifest of ours)"
     if manifest:
         origin = f" ({manifest['source']}, input {manifest['input'] or 'drawn'})"
     unit = "characters" if overview.model is None else f"tokens of {overview.model}"
+    # The longest problems are those that a limit on the prompt would refuse first.
     longest = [f"longest problems ({unit}, without system prompt and image)"]
     for split, facts in overview.splits.items():
         for measure, row_id, problem in facts.longest[:3]:
@@ -280,10 +282,12 @@ def _table(overview: Survey) -> list[str]:
     blocks: dict[str, dict[str, list[str]]] = {"rows": {"rows": row_counts}}
     for name in PROPERTIES:
         total: Counter[str] = sum((facts.counts[name] for facts in splits.values()), Counter())
+        # A property that no row has gets no block.
         if set(total) <= {UNKNOWN}:
-            continue  # no row has it
+            continue
         title = "image size (longest side)" if name == "image size" else name
         blocks[title] = _property_block(name, total, splits)
+    # Tables of texts alone have no image tokens.
     tokens = [facts.tokens for facts in splits.values()]
     if any(map(any, tokens)):
         title = f"image tokens per row ({FAMILIES[overview.family].name}'s own limits)"

@@ -49,6 +49,7 @@ def plots(overview: Survey) -> dict[str, str]:
             ("goal", "Goals"),
             ("shape", "Shapes"),
         ):
+            # Bars of nothing but `unknown` would say nothing.
             if not _is_known(overview, name):
                 continue
             drawn[title] = _svg(partial(_bars, splits=overview.splits, name=name))
@@ -87,9 +88,10 @@ def _bars(axes: Axes, splits: dict[str, SplitFacts], name: str) -> None:
     """Draw the share of rows with each value, for each split, the most frequent value on top."""
     total: Counter[str] = sum((facts.counts[name] for facts in splits.values()), Counter())
     values = sorted(total, key=lambda value: (-total[value], value))[:_SHOWN_VALUES]
+    # The bars of all splits beside a value take 0.8 of the space between two values.
     bar_height = 0.8 / len(splits)
     for index, (split, facts) in enumerate(splits.items()):
-        rows = max(1, facts.counts["rows"]["rows"])
+        rows = max(1, facts.counts["rows"]["rows"])  # a split may be empty
         axes.barh(
             [-(rank + index * bar_height) for rank in range(len(values))],
             [100 * facts.counts[name][value] / rows for value in values],

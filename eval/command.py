@@ -183,11 +183,13 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
     """
 
     def run() -> None:
+        """Score stored answers, or ask the model and score what it answers."""
         command = parse(argv, benchmark)
         if command.predictions is not None and command.score is not None:
             write_score(benchmark, command.predictions, command.score)
             return
         assert command.ask is not None
+        # Every mistake that can be found without the model is found before it is loaded.
         check_output(command.ask.output)
         processes = ranks()
         settings = check_options(command.ask)
@@ -198,6 +200,7 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
             selection=questions(benchmark, command.ask),
             processes=processes,
         )
+        # The first rank has gathered the answers of all.
         if command.score is not None and processes.rank == 0:
             write_score(benchmark, command.ask.output / PREDICTIONS, command.score)
 

@@ -276,6 +276,7 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
     extraction = row["read"]
     groups = groups | metadata_groups(row, ("subject", "subfield"))
     answer = "" if extraction.text is None else str(extraction.text)
+    # Where a judge was asked, its 1 or 0 decides; a judge that failed counts as wrong.
     same: Extraction | None = row.get("same")
     if same is not None:
         judged = same if same.method == JUDGE_FAILED else extraction
@@ -298,6 +299,7 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
     choices = choices_of(row)
     right_letter = reference_letter(row, choices)
     letter = _letter_of(answer, choices)
+    # A reference with several letters cannot be matched by one, so that nobody gets it right.
     if right_letter is None:
         return RowGrade(
             verdict=verdict(False),

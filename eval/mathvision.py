@@ -60,6 +60,7 @@ def build_query(row: dict[str, Any]) -> str:
     is_first = True
 
     def place_image(match: re.Match[str]) -> str:
+        """Return the marker of the image at its first place, and its name at all later ones."""
         nonlocal is_first
         if is_first:
             is_first = False
@@ -162,6 +163,7 @@ def _respelt(answer: str) -> str:
         head, *fractions = answer.split("\\frac")
         if all(fraction.startswith("{") or len(fraction) > 1 for fraction in fractions):
             answer = head + "".join("\\frac" + _braced(fraction, 2) for fraction in fractions)
+    # The official code knows this decimal alone.
     if answer == "0.5":
         return "\\frac{1}{2}"
     numerator, slash, denominator = answer.partition("/")

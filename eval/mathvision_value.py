@@ -183,9 +183,10 @@ class _Reader:
             root = self._group("[") if self.tokens[0] == "[" else None
             value = self._group("{")
             return math.sqrt(value) if root is None else _power(value, 1 / root)
-        if name == r"\log" and self._taken("_"):
+        if name == r"\log" and self._taken("_"):  # the base stands below it: `\log_2 8`
             base = self._exponent()
             return math.log(self._argument(), base)
+        # `\sin^2 x` is the square of the sine, while `\sin^{-1} x` is its inverse function.
         exponent = self._exponent() if self._taken("^") else None
         value = self._argument()
         if name == r"\ln":

@@ -133,11 +133,13 @@ def inferred(extraction: object, choices: Sequence[str]) -> int | None:
     choice whose text stands in the extraction. It never is the nearest one.
     """
     text = str(extraction)
+    # The extracting model said that there is no answer.
     if any(phrase in text for phrase in _REFUSED):
         return None
     words = re.sub(r"[.()\[\],:;!*#{}]", " ", text).split()
     letters = [chr(ord("A") + index) for index in range(len(choices))]
     letters_in_text = [letter for letter in letters if letter in words]
+    # A letter that stands further ahead may be a word, as `A` is.
     if len(letters_in_text) == 1 and words.index(letters_in_text[0]) > len(words) - 5:
         return letters.index(letters_in_text[0])
     if not letters_in_text and "Z" in words:  # its word for none of them
@@ -145,6 +147,7 @@ def inferred(extraction: object, choices: Sequence[str]) -> int | None:
     stated = _STATED_LETTER.search(text)
     if stated and stated[1].upper() in letters:
         return letters.index(stated[1].upper())
+    # In a long text the words of a choice may stand for any reason.
     if len(text) > 2 * sum(map(len, choices)):
         return None
     contained = [index for index, choice in enumerate(choices) if choice.lower() in text.lower()]

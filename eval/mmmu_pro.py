@@ -76,6 +76,7 @@ def official_letter(response: str, options: Sequence[str]) -> str | None:
     official code would draw a letter at random.
     """
     letters = ascii_uppercase[: len(options)]
+    # The prompt asks for the letter behind this mark.
     _, mark, tail = response.rpartition("Answer:")
     if mark:
         in_tail = [letter for letter in letters if letter in tail]
@@ -89,6 +90,7 @@ def official_letter(response: str, options: Sequence[str]) -> str | None:
         in_form = [letter for letter in letters if form.format(letter) in response]
         if in_form:
             return max(in_form, key=lambda letter: response.rfind(position.format(letter)))
+    # The official code looks for the text of an option in longer answers only.
     if len(response.split()) <= 5:
         return None
     lowered = response.lower()

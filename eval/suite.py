@@ -163,6 +163,7 @@ def row(runs: Sequence[ScoreFile], beside_runs: Sequence[ScoreFile] = ()) -> lis
             for beside, run in zip(beside_runs, runs, strict=True)
         ]
         rows.append(("difference of accuracy", differences))
+    # All cells are as wide as the widest, so that the columns stand below each other.
     name_width = max(len(name) for name, _ in rows)
     cell_width = max(len(cell) for _, cells in rows for cell in cells)
     lines = [

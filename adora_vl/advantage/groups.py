@@ -88,6 +88,11 @@ class Groups:
     """The optimizer step, counted from 0."""
     varied_P: Tensor | None = None
     """Whether rewards differ within a group, bool; None compares `rewards_PG`."""
+    work_PG: Tensor | None = None
+    """The true and new claims of each rollout less its false ones, at least 0.
+
+    NaN for a problem without a figure; None in a run that does not measure it.
+    """
 
     @property
     def scored_PG(self) -> Tensor:
@@ -128,20 +133,39 @@ class Groups:
     @property
     def longest_correct_P(self) -> Tensor:
         """The length of the longest correct rollout, float32; -inf where no rollout is correct."""
-        lengths_PG = self.lengths_PG.to(torch.float32)
-        return torch.where(self.correct_PG, lengths_PG, -torch.inf).amax(dim=1)
+        return self.largest_correct_P(self.lengths_PG)
 
     @property
     def mean_finished_wrong_P(self) -> Tensor:
         """The mean length of the untruncated wrong rollouts, float32; NaN without any."""
-        lengths_PG = self.lengths_PG.to(torch.float32)
-        total_P = torch.where(self.finished_wrong_PG, lengths_PG, 0.0).sum(dim=1)
-        return total_P / self.finished_wrong_PG.sum(dim=1)
+        return self.mean_of_finished_wrong_P(self.lengths_PG)
 
     @property
     def tied_P(self) -> Tensor:
         """Whether the longest correct rollout has exactly the mean untruncated wrong length."""
-        return self.longest_correct_P == self.mean_finished_wrong_P
+        return self.ties_P(self.lengths_PG)
+
+    @property
+    def has_work_P(self) -> Tensor:
+        """Which groups have a figure, so that their work is measured, bool."""
+        if self.work_PG is None:
+            return torch.zeros(len(self.rewards_PG), dtype=torch.bool)
+        return ~torch.isnan(self.work_PG).any(dim=1)
+
+    def largest_correct_P(self, measure_PG: Tensor) -> Tensor:
+        """The largest measure of a correct rollout, float32; -inf where no rollout is correct."""
+        measure_PG = measure_PG.to(torch.float32)
+        return torch.where(self.correct_PG, measure_PG, -torch.inf).amax(dim=1)
+
+    def mean_of_finished_wrong_P(self, measure_PG: Tensor) -> Tensor:
+        """The mean measure of the untruncated wrong rollouts, float32; NaN without any."""
+        measure_PG = measure_PG.to(torch.float32)
+        total_P = torch.where(self.finished_wrong_PG, measure_PG, 0.0).sum(dim=1)
+        return total_P / self.finished_wrong_PG.sum(dim=1)
+
+    def ties_P(self, measure_PG: Tensor) -> Tensor:
+        """Whether the largest correct measure is exactly the mean untruncated wrong one, bool."""
+        return self.largest_correct_P(measure_PG) == self.mean_of_finished_wrong_P(measure_PG)
 
 
 def lacking_scores(

@@ -59,6 +59,11 @@ class AdvantagePipeline:
         self._saved: dict[str, Any] | None = None
 
     @property
+    def compares_work(self) -> bool:
+        """Whether ADORA compares the true and new claims of rollouts."""
+        return "working" in self.judged_by.criteria
+
+    @property
     def is_plain(self) -> bool:
         """Whether TRL's advantages stay unchanged, to the bit."""
         return all(method.plain for method in self.chosen.values())

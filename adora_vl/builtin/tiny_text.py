@@ -58,6 +58,7 @@ def begin_text(plan: TextStart) -> Untaught:
         answers.append(torch.tensor(tokenizer(answer)["input_ids"]))
 
     def loss_of(_: int) -> Tensor:
+        """Return the loss of a random batch, whatever the step."""
         picks = rng.sample(range(len(prompts)), plan.batch_size)
         return answer_loss(model, data=Encoded(prompts), answers=answers, picks=picks)
 

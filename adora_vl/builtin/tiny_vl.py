@@ -207,12 +207,14 @@ def warm_start(
     rng = random.Random(plan.seed)
     short = encode(processor, rows, "Answer.")
     full = encode(processor, rows, SYSTEM_PROMPT)
+    # Each row gets one answer, right or with the slip, that it keeps over all steps.
     answers = []
     for meta in (row["meta"] for row in rows):
         text = meta["slip"] if rng.random() < SLIPS[meta["family"]] else meta["solution"]
         answers.append(torch.tensor(processor.tokenizer(text + END_OF_TURN)["input_ids"]))
 
     def loss_of(step: int) -> Tensor:
+        """Return the loss of a random batch, with the short prompt in the first steps."""
         data = short if step < plan.short_prompt_steps else full
         return answer_loss(
             model, data=data, answers=answers, picks=rng.sample(range(len(rows)), plan.batch_size)

@@ -104,6 +104,7 @@ class _Teacher:
         if self.rng.random() >= self.plan.calls:
             guess = answer(self.rng.randrange(10, 100)) + END_OF_TURN
             return [(self.prompt(corner), False), (guess, True)], [image]
+        # Half of the calls are for any corner: which one to look at is left to reinforcement.
         at = corner if self.rng.random() < 0.5 else self.rng.choice(CORNERS)
         reply = self.toolbox.answer(call_for(at), [image], seed="", last=False)
         assert reply is not None
@@ -136,6 +137,7 @@ def _loss(
         ids = list[int]()
         is_policy = list[bool]()
         for text, is_policy_text in parts:
+            # An image is one token in the text, and as many for the model as it has patches.
             for token in processor.tokenizer(text, add_special_tokens=False)["input_ids"]:
                 ids += [token] * (tokens_per_image if token == image_id else 1)
             is_policy += [is_policy_text] * (len(ids) - len(is_policy))
@@ -158,6 +160,7 @@ def _begun(processor: "ProcessorMixin", seed: int) -> Any:
             if "embed_tokens" not in name and "lm_head" not in name:
                 state[name].copy_(tensor)
                 continue
+            # The rows of tokens that both vocabularies have are copied to their new numbers.
             for token, row in processor.tokenizer.get_vocab().items():
                 if token in shipped_vocabulary:
                     state[name][row].copy_(tensor[shipped_vocabulary[token]])
@@ -179,6 +182,7 @@ def begin_zoom(plan: ZoomStart) -> Untaught:
     teacher = _Teacher(processor, toolbox, plan)
 
     def read(_: int) -> Tensor:
+        """Return the loss of the first lesson, in which the model learns to read numbers."""
         rows = [
             teacher.single() if plan.tool else teacher.direct(short=True)
             for _ in range(2 * plan.batch_size)
@@ -186,6 +190,7 @@ def begin_zoom(plan: ZoomStart) -> Untaught:
         return _loss(model, processor, rows)
 
     def talk(_: int) -> Tensor:
+        """Return the loss of the second lesson, in which it learns how a conversation goes."""
         rows = [
             teacher.turns() if plan.tool else teacher.direct(short=False)
             for _ in range(plan.batch_size)

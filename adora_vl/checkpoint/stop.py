@@ -50,6 +50,7 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
     """
 
     def __init__(self) -> None:
+        """Begin without a signal."""
         self.received: int | None = None
         self.stopped = False
         self._received_at = 0.0

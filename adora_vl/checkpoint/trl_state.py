@@ -62,6 +62,7 @@ class MovingReference:
         self.zero3 = zero3
 
     def _whole(self, parameter: Any, *, changes: bool = False) -> AbstractContextManager[Any]:
+        """Return a context in which a parameter is whole, for writing where it `changes`."""
         if not self.zero3:
             return nullcontext()
         import deepspeed

@@ -41,7 +41,10 @@ OPTIONS = (
 )
 # The options of ADORA's criteria, by which groups are judged even if that is only logged.
 _CRITERIA = frozenset(
-    {"criteria", "combine", "tau", "empty_wrong", "ties", "no_correct", "needs_correct"}
+    {
+        *("criteria", "combine", "tau", "empty_wrong", "ties", "no_figure", "no_correct"),
+        "needs_correct",
+    }
 )
 
 
@@ -110,7 +113,7 @@ def read(arguments: Sequence[str], *, needs_model: bool = True) -> CliArgs:
 
 
 def _config_file(words_by_key: Sequence[tuple[str, CliWords]]) -> Path | None:
-    """The file that a command names with `--config`; None without one. Raises `UserError`."""
+    """Return the file that a command names with `--config`, if any. Raises `UserError`."""
     named = [words for key, words in words_by_key if key == "config"]
     if not named:
         return None
@@ -124,7 +127,7 @@ def _config_file(words_by_key: Sequence[tuple[str, CliWords]]) -> Path | None:
 
 
 def recipe(name: str) -> Path:
-    """The config file `name`, or the recipe of that name which the package ships.
+    """Return the config file `name`, or the recipe of that name which the package ships.
 
     A recipe is named without its folder, such as `adora_3b_1gpu_lora`, and a file of the user's
     with the same name wins.
@@ -186,7 +189,7 @@ def refuse_stray(words: Sequence[str]) -> None:
 
 
 def _by_key(arguments: Sequence[str]) -> list[tuple[str, CliWords]]:
-    """The keys of a command line in their order, each with its words."""
+    """Return the keys of a command line in their order, each with its words."""
     words_by_key: list[tuple[str, CliWords]] = []
     for word in arguments:
         if word.startswith("--"):
@@ -230,7 +233,7 @@ def _check_key(
 
 
 def _option_names(key: Key) -> list[str]:
-    """The dotted names of the options of a key that is a block."""
+    """Return the dotted names of the options of a key that is a block."""
     return [option.name for option in key.options]
 
 
@@ -259,7 +262,7 @@ def _lay_over(
 
 
 def _keep_criteria(words: CliWords, recipe_methods: object) -> Any:
-    """The methods that the command line names, with the criteria of the recipe's ADORA kept.
+    """Return the methods that the command line names, with the criteria of the recipe's ADORA kept.
 
     If ADORA is not among the named methods, it is added switched off, so that its criteria are
     still logged.
@@ -278,7 +281,7 @@ def _keep_criteria(words: CliWords, recipe_methods: object) -> Any:
 
 
 def _with(key: str, base: Any, names: Sequence[str], value: Any) -> Any:
-    """A copy of `base` with another value below `names`.
+    """Return a copy of `base` with another value below `names`.
 
     `base` may be a mapping, a word such as `dapo+adora`, or a list of words and mappings. A word or
     a list has to contain the first name already.
@@ -302,12 +305,12 @@ def _with(key: str, base: Any, names: Sequence[str], value: Any) -> Any:
 
 
 def _is_named(entry: object, name: str) -> bool:
-    """Whether `name` means this entry: it is its name, or that of its function in a file."""
+    """Return whether `name` means this entry: it is its name, or that of its function in a file."""
     return str(entry).rpartition(":")[2] == name
 
 
 def _entry_of(key: str, entries: Sequence[Any], name: str) -> Any:
-    """The entry that a name means. Raises `UserError` if there is none."""
+    """Return the entry that a name means. Raises `UserError` if there is none."""
     entry = next((entry for entry in entries if _is_named(entry, name)), None)
     if entry is None:
         listed = ", ".join(map(str, entries))
@@ -316,13 +319,13 @@ def _entry_of(key: str, entries: Sequence[Any], name: str) -> Any:
 
 
 def _parse_words(words: CliWords) -> Any:
-    """The value that these words would have in a file; true for no words."""
+    """Return the value that these words would have in a file; true for no words."""
     values = [yaml_value(word) for word in words]
     return values[0] if len(values) == 1 else values or True
 
 
 def _join_words(key: str, words: CliWords, hint: Any) -> Any:
-    """The words as `convert` takes them: all of them for a list, else the only one."""
+    """Return the words as `convert` takes them: all of them for a list, else the only one."""
     if not words and takes(hint, bool):
         return True
     if not words:

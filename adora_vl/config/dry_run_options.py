@@ -70,7 +70,7 @@ def take_options(arguments: Sequence[str]) -> tuple[DryRunOptions | None, list[s
 
 
 def planned_sharding(options: DryRunOptions) -> Sharding:
-    """The sharding that a dry run plans for: that of its options, or of this launch."""
+    """Return the sharding that a dry run plans for: that of its options, or of this launch."""
     if options.accelerate_config is not None:
         return from_file(options.accelerate_config, options.processes, options.machines)
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":

@@ -68,12 +68,12 @@ _HEADINGS = {
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:
-    """Whether a training command only asks for help or for the version."""
+    """Return whether a training command only asks for help or for the version."""
     return any(word in ("-h", "--help", "--help-all", "--version") for word in arguments)
 
 
 def help_text(arguments: Sequence[str]) -> str:
-    """The help that the arguments ask for.
+    """Return the help that the arguments ask for.
 
     Raises `UserError` where the installed libraries cannot be read.
     """
@@ -91,7 +91,7 @@ def help_text(arguments: Sequence[str]) -> str:
 
 
 def _all_keys(keys: Sequence[Key]) -> str:
-    """Every key as it stands in a file with its default, and below it what it means."""
+    """Return every key as it stands in a file with its default, and below it what it means."""
     parts: list[str] = []
     for library, heading in _HEADINGS.items():
         empty_line = "\n" if parts else ""
@@ -105,7 +105,7 @@ def _all_keys(keys: Sequence[Key]) -> str:
 
 
 def _with_default(key: Key) -> str:
-    """The key with its default as a line of YAML."""
+    """Return the key with its default as a line of YAML."""
     if key.default is MISSING:
         return f"{key.name}:"
     default = {} if key.options else key.default

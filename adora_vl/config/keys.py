@@ -81,10 +81,10 @@ class AdoraScriptArguments:
         lambda: ["adora"],
         "Reward preset: adora (1.0 / 0.1 / 0.0), easyr1 (0.9 + 0.1 format), accuracy (1 / 0), "
         "format (1 for a box), think_format, think_answer_format (1 for that form), knights (1.0 "
-        "/ 0.1 / 0.0 on puzzles) or knights_logic_rl (3 / -0.5 / -1 / -3); judge (a served "
-        "model); or a function of your own, FILE.py:FUNCTION. One with options is {judge: {model: "
-        "m}} or {accuracy: {rounding: true}}, which takes a rounded decimal. Several are summed "
-        "with TRL's reward_weights.",
+        "/ 0.1 / 0.0 on puzzles) or knights_logic_rl (3 / -0.5 / -1 / -3); steps (true and new "
+        "claims on the row's figure); judge (a served model); or a function of your own, "
+        "FILE.py:FUNCTION. One with options is {judge: {model: m}} or {accuracy: {rounding: "
+        "true}}, which takes a rounded decimal. Several are summed with TRL's reward_weights.",
     )
 
     # the keys whose values were converted before, by a command
@@ -234,7 +234,7 @@ class AdoraKeys:
     vllm_server_host: Name = key("127.0.0.1", "Host of the vLLM server (server mode).")
 
     def uses(self, part: StepPart) -> bool:
-        """Whether this part of a step is computed in our way, and not as stock TRL does."""
+        """Return whether this part of a step is computed in our way, and not as stock TRL does."""
         stock = self.adora_stock_step
         if isinstance(stock, list):
             return part not in stock
@@ -261,7 +261,7 @@ def _check_mixture(names: list[str], weights: list[float] | None) -> None:
 
 
 def _prompt_of(value: str | None) -> str | None:
-    """The text of a system prompt: one of ours by its name, a file's, or `value` itself.
+    """Return the text of a system prompt: one of ours by its name, a file's, or `value` itself.
 
     A text of several words is the prompt itself. Raises `UserError` for a file that cannot be read.
     """

@@ -89,7 +89,7 @@ class MethodSet:
         return {own_name(entry.entry): entry.method for entry in self.configured}
 
     def options(self) -> dict[str, dict[str, Any]]:
-        """The value of `adora_method` with all options of each method."""
+        """Return the value of `adora_method` with all options of each method."""
         value: dict[str, dict[str, Any]] = {}
         for entry in self.configured:
             value[entry.entry] = {**entry.options}
@@ -116,7 +116,7 @@ def name_functions(value: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _name_of(method: Any) -> str:
-    """The name of a function or class that Python code passed as a method."""
+    """Return the name of a function or class that Python code passed as a method."""
     name = function_name(method)
     if name in METHODS:
         raise UserError(
@@ -192,7 +192,7 @@ def settle_methods(config: AdoraGRPOConfig, functions: Mapping[str, Any]) -> Met
 def _requested_methods(
     value: str | Mapping[str, Any], functions: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """The methods in the value of `adora_method`, in order, with the options that are set.
+    """Return the methods in the value of `adora_method`, in order, with the options that are set.
 
     Raises `UserError` for an unknown method, and for options that are no mapping.
     """
@@ -213,7 +213,7 @@ def _requested_methods(
 
 
 def _unknown_method(name: str) -> UserError:
-    """The error for a name that is no method, with the keys of TRL that say the same."""
+    """Return the error for a name that is no method, with the keys of TRL that say the same."""
     keys = KEYS_OF_TRL.get(name.lower())
     if keys:
         return UserError(
@@ -233,7 +233,10 @@ def _from_file(name: str) -> FromFile:
 
 
 def _kept_keys(name: str, keys: object, method: Method) -> tuple[str, ...]:
-    """The keys of TRL that `keep_settings` lists. Raises `UserError` for one that is not set."""
+    """Return the keys of TRL that `keep_settings` lists.
+
+    Raises `UserError` for one that the method does not set.
+    """
     listed = [keys] if isinstance(keys, str) else keys
     if not isinstance(listed, list) or not set(map(str, listed)) <= method.settings.keys():
         settable = ", ".join(method.settings) or "none"
@@ -342,7 +345,7 @@ def build_pipeline(config: AdoraGRPOConfig) -> AdvantagePipeline:
 
 
 def method_overheads(config: AdoraGRPOConfig) -> list[str]:
-    """The lines on what the methods set and what they cost beyond GRPO, for the run's start."""
+    """Return what the methods set and cost beyond GRPO, as lines for the start of the run."""
     costs = {name: method.costs(config) for name, method in config.methods.chosen.items()}
     return [
         *config.methods.notes,

@@ -30,7 +30,7 @@ class Messages:
 
     @classmethod
     def for_context(cls, context: RunContext) -> Messages:
-        """The messages before the first check."""
+        """Return the messages before the first check."""
         return cls(unknown=[] if context.local else [_ELSEWHERE])
 
 
@@ -51,14 +51,14 @@ class RunContext:
 
     @classmethod
     def of_launch(cls, output_dir_mode: OutputDirMode) -> RunContext:
-        """The context of this process, as it was launched."""
+        """Return the context of this process, as it was launched."""
         return cls(
             local=True, sharding=from_environment(), output_dir_mode=output_dir_mode, dry_run=False
         )
 
     @classmethod
     def of_dry_run(cls, options: DryRunOptions, *, local: bool) -> RunContext:
-        """The context of a dry run.
+        """Return the context of a dry run.
 
         `local`: whether it plans for this machine. Raises `UserError` for a launch whose memory is
         not predicted.

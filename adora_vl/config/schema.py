@@ -106,7 +106,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state to pickle, without secrets and without the built methods.
+        """Return the state to pickle, without secrets and without the built methods.
 
         Every checkpoint has a pickle of the config (training_args.bin), and checkpoints are passed
         on to others. A class from a file of the user's could not be read back.
@@ -115,13 +115,13 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         return dict(masked(state, hidden=None))
 
     def __copy__(self) -> AdoraGRPOConfig:
-        """A copy with secrets and methods, which the state to pickle lacks."""
+        """Return a copy with secrets and methods, which the state to pickle lacks."""
         copied = object.__new__(type(self))
         copied.__dict__.update(vars(self))
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AdoraGRPOConfig:
-        """A deep copy with secrets. The methods have no state, and are shared."""
+        """Return a deep copy with secrets. The methods have no state, and are shared."""
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         methods = self.methods
@@ -130,7 +130,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         return copied
 
     def to_dict(self) -> dict[str, Any]:
-        """The keys and values with secrets masked, which Transformers sends to trackers.
+        """Return the keys and values with secrets masked, which Transformers sends to trackers.
 
         Transformers itself masks only the first level.
         """
@@ -163,7 +163,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
 
 
 def missing_gpu(*, use_cpu: bool, bf16: bool | None, fp16: bool) -> str | None:
-    """The key that needs a GPU where there is none: `bf16` or `fp16`; else None."""
+    """Return the key that needs a GPU where there is none: `bf16` or `fp16`; else None."""
     if use_cpu:
         return None
     if computes_in_bf16(bf16, fp16) and not (
@@ -174,7 +174,7 @@ def missing_gpu(*, use_cpu: bool, bf16: bool | None, fp16: bool) -> str | None:
 
 
 def computes_in_bf16(bf16: bool | None, fp16: bool) -> bool:
-    """Whether a run computes in bfloat16; TRL's default for bf16 is the opposite of fp16."""
+    """Return whether a run computes in bfloat16; TRL's default for bf16 is the opposite of fp16."""
     return not fp16 if bf16 is None else bf16
 
 
@@ -239,7 +239,7 @@ def build_configs(cli_args: CliArgs, *, any_machine: bool = False, processes: in
 
 
 def _kwargs_of(kind: Any, cli_args: CliArgs, values: dict[str, Any]) -> dict[str, Any]:
-    """The values of those keys of a dataclass that were set.
+    """Return the values of those keys of a dataclass that were set.
 
     Unread ones are converted into `values`, once, though two dataclasses may have a key in common.
     """

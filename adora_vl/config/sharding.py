@@ -47,7 +47,7 @@ class Sharding:
         return f"zero{self.stage}" if self.stage else "none"
 
     def describe(self) -> str:
-        """The sharding in words, for a report."""
+        """Return the sharding in words, for a report."""
         cards = "one process" if self.processes == 1 else f"{self.processes} processes"
         if self.machines > 1:
             cards += f" on {self.machines} machines"
@@ -122,7 +122,10 @@ def from_file(
 
 
 def _whole(key: str, value: object, minimum: int, path: str | Path) -> int:
-    """The whole number of a key of an accelerate config. Raises `UserError` for anything else."""
+    """Return the whole number of a key of an accelerate config.
+
+    Raises `UserError` for anything else.
+    """
     if isinstance(value, bool) or not str(value).isdecimal() or not minimum <= int(str(value)):
         raise UserError(
             f"--accelerate-config: {key}: {value!r:.60} in {str(path)!r} is not a whole number of "
@@ -155,7 +158,7 @@ def spread_over(processes: int, machines: int) -> None:
 
 
 def _deepspeed(processes: int, machines: int, values: Mapping[str, Any]) -> Sharding:
-    """The sharding for the DeepSpeed keys of an accelerate config; a missing stage is 2."""
+    """Return the sharding for the DeepSpeed keys of an accelerate config; a missing stage is 2."""
     optimizer_device = str(values.get("offload_optimizer_device") or "none").lower()
     param_device = str(values.get("offload_param_device") or "none").lower()
     stage = values.get("zero_stage")

@@ -50,7 +50,7 @@ class Key:
 
 @cache
 def read_keys() -> dict[str, Key]:
-    """Every key by its name.
+    """Return every key by its name.
 
     Raises `UserError` where a library has its classes in other files, as in another version.
     """
@@ -64,7 +64,7 @@ def read_keys() -> dict[str, Key]:
 
 
 def _keys_of_libraries() -> dict[str, Key]:
-    """The keys of TRL and Transformers, parsed from their sources."""
+    """Return the keys of TRL and Transformers, parsed from their sources."""
     classes: dict[str, tuple[ast.ClassDef, str]] = {}
     for library, names in _FILES.items():
         spec = find_spec(library)
@@ -79,7 +79,7 @@ def _keys_of_libraries() -> dict[str, Key]:
 
 
 def _our_keys(dataclass: Any) -> list[Key]:
-    """The keys of a dataclass of ours."""
+    """Return the keys of a dataclass of ours."""
     return [
         Key(
             name=option.name,
@@ -92,14 +92,14 @@ def _our_keys(dataclass: Any) -> list[Key]:
 
 
 def _default_of(option: Field[Any]) -> Any:
-    """The default of a field, from its factory where it has one."""
+    """Return the default of a field, from its factory where it has one."""
     if option.default_factory is MISSING:
         return option.default
     return option.default_factory()
 
 
 def _keys_of_class(name: str, classes: Mapping[str, tuple[ast.ClassDef, str]]) -> dict[str, Key]:
-    """The fields of a class and of those that it inherits from.
+    """Return the fields of a class and of those that it inherits from.
 
     Raises `KeyError` for a class that none of the files defines.
     """
@@ -117,7 +117,7 @@ def _keys_of_class(name: str, classes: Mapping[str, tuple[ast.ClassDef, str]]) -
 
 
 def _read_field(name: str, value: ast.expr | None, library: str) -> Key:
-    """The key that a line of a dataclass declares.
+    """Return the key that a line of a dataclass declares.
 
     `value`: what stands behind its `=`: a value, or `field(default=..., metadata={"help": ...})`.
     """
@@ -136,7 +136,7 @@ def _read_field(name: str, value: ast.expr | None, library: str) -> Key:
 
 
 def _help_in(metadata: ast.expr | None) -> str:
-    """The text of `help` in the metadata of a field, whose parts may be joined by an expression."""
+    """Return the text of `help` in the metadata of a field; an expression may join its parts."""
     if not isinstance(metadata, ast.Dict):
         return ""
     parts: list[str] = []
@@ -150,7 +150,7 @@ def _help_in(metadata: ast.expr | None) -> str:
 
 
 def _literal(node: ast.expr | None) -> Any:
-    """The value of an expression, MISSING where it is not a literal."""
+    """Return the value of an expression, MISSING where it is not a literal."""
     try:
         return MISSING if node is None else ast.literal_eval(node)
     except ValueError:

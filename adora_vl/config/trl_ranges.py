@@ -1,8 +1,8 @@
 """What keys of TRL and Transformers take.
 
 These are the keys that configs/train/annotated.yaml explains, and those that our own code computes
-with. The types are narrower than the libraries' own annotations, or wider where a key takes more than it
-declares. The value of any other key of theirs is left to their own checks.
+with. The types are narrower than the libraries' own annotations, or wider where a key takes more
+than it declares. The value of any other key of theirs is left to their own checks.
 """
 
 from typing import Annotated, Any, Literal

@@ -83,7 +83,7 @@ def convert(key: str, value: Any, hint: Any) -> Any:
 
 
 def _is_null(key: str, word: object, kinds: set[Any], names: list[str]) -> bool:
-    """Whether a value is null.
+    """Return whether a value is null.
 
     Many write none for it, but for some keys that is a word of its own.
     """
@@ -126,7 +126,7 @@ def convert_fields(
 
 
 def _is_default(key: Field[Any], value: object) -> bool:
-    """Whether a field has its default.
+    """Return whether a field has its default.
 
     An equal value of another type is none, such as 1 for true: a fingerprint has it as text. So a
     block of options, which may have such values, never counts as the default.
@@ -189,7 +189,7 @@ def _tuple(key: str, value: Any, hint: Any) -> Any:
 
 @cache
 def _hints(dataclass: Any) -> dict[str, Any]:
-    """The annotations of a dataclass, each with its words as a `Literal`.
+    """Return the annotations of a dataclass, each with its words as a `Literal`.
 
     Ours are annotated so. Transformers lists them as an `Enum`, or as `choices` in the metadata.
     """
@@ -202,7 +202,7 @@ def _hints(dataclass: Any) -> dict[str, Any]:
 
 @cache
 def declared(dataclass: Any) -> dict[str, Any]:
-    """The annotation of every key of a dataclass that its constructor takes."""
+    """Return the annotation of every key of a dataclass that its constructor takes."""
     parameters = {key.name for key in fields(dataclass) if key.init}
     return {
         key: _range_of(key) or hint for key, hint in _hints(dataclass).items() if key in parameters
@@ -211,7 +211,7 @@ def declared(dataclass: Any) -> dict[str, Any]:
 
 @cache
 def _range_of(key: str) -> Any:
-    """The type of a key in `RANGES`, or None.
+    """Return the type of a key in `RANGES`, or None.
 
     That of `report_to` depends on Transformers, whose import takes seconds, so it is built here
     at its first use.
@@ -256,36 +256,36 @@ def _with_names(hint: Any, choices: Sequence[str] = ()) -> Any:
 
 
 def _arms(hint: Any) -> tuple[Any, ...]:
-    """The members of a union, or `hint` alone."""
+    """Return the members of a union, or `hint` alone."""
     if get_origin(hint) in (Union, UnionType):
         return get_args(hint)
     return (hint,)
 
 
 def takes(hint: Any, kind: type) -> bool:
-    """Whether a key with this annotation takes values of this kind."""
+    """Return whether a key with this annotation takes values of this kind."""
     return any(_kind(arm) is kind for arm in _arms(hint))
 
 
 def _kind(arm: Any) -> Any:
-    """The type without its bounds and arguments."""
+    """Return the type without its bounds and arguments."""
     plain = get_args(arm)[0] if get_origin(arm) is Annotated else arm
     return get_origin(plain) or plain
 
 
 def _names(hint: Any) -> list[str]:
-    """The words of the `Literal` in an annotation."""
+    """Return the words of the `Literal` in an annotation."""
     names = [name for arm in _arms(hint) if get_origin(arm) is Literal for name in get_args(arm)]
     return [name for name in names if isinstance(name, str)]
 
 
 def _entry(hint: Any) -> Any:
-    """The annotation of the entries of a list."""
+    """Return the annotation of the entries of a list."""
     return _with_names(next(get_args(arm)[0] for arm in _arms(hint) if _kind(arm) is list))
 
 
 def _takes_names(hint: object) -> bool:
-    """Whether a text is a name, where the key takes a mapping too: `{...}` is the mapping then.
+    """Return whether a text is a name where the key takes a mapping too, which is `{...}` then.
 
     Keys of the libraries that take both want the mapping as a text.
     """
@@ -317,7 +317,7 @@ def _parse(key: str, value: object, hint: object) -> Any:
 
 
 def _number(value: int | float | str, *, whole: bool) -> Any:
-    """The number in a text, such as 1e3, which YAML reads as a text.
+    """Return the number in a text, such as 1e3, which YAML reads as a text.
 
     A text that is no number stays a text. `whole`: make 3.0 the integer 3.
     """
@@ -330,7 +330,7 @@ def _number(value: int | float | str, *, whole: bool) -> Any:
 
 
 def _parsed_number(text: str) -> int | float | str:
-    """The integer or the number that a text is, else the text."""
+    """Return the integer or the number that a text is, else the text."""
     try:
         return int(text)
     except ValueError:
@@ -342,7 +342,7 @@ def _parsed_number(text: str) -> int | float | str:
 
 
 def _entries(key: str, value: object, entry_hint: object) -> list[Any]:
-    """The entries of a list that may be written as `a b`, `a,b` or `[a, b]`.
+    """Return the entries of a list that may be written as `a b`, `a,b` or `[a, b]`.
 
     Where an entry may be a mapping, a mapping of several names is one for each. Raises `UserError`.
     """
@@ -360,7 +360,7 @@ def _entries(key: str, value: object, entry_hint: object) -> list[Any]:
 
 
 def _entries_of(key: str, word: object) -> list[Any]:
-    """The entries that a word stands for: names, or mappings with one name each."""
+    """Return the entries that a word stands for: names, or mappings with one name each."""
     value = word
     if isinstance(word, str):
         start = word.lstrip()[:1]
@@ -421,7 +421,7 @@ def _refuse(key: str, value: object, hint: object) -> NoReturn:
 
 
 def _described(arm: Any) -> str:
-    """The member of a union in words, such as `a number above 0 and at most 1`."""
+    """Return the member of a union in words, such as `a number above 0 and at most 1`."""
     if get_origin(arm) is Literal:
         names = [str(name) for name in get_args(arm)]
         if len(names) > _MANY:
@@ -441,7 +441,7 @@ def _described(arm: Any) -> str:
 
 
 def _in_words(value: object) -> str:
-    """The value as a person writes it, in one line.
+    """Return the value as a person writes it, in one line.
 
     None is null, numbers stand without quotes, and other texts with them.
     """

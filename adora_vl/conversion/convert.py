@@ -72,6 +72,7 @@ def convert(
         )
 
     def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
+        """Open the data, and return its description and the reads of each split."""
         opened = open_source(location, columns=columns, revision=revision, options=conversion)
         name = conversion.name or _name_of(location)
         description: dict[str, Any] = {
@@ -97,6 +98,7 @@ def convert(
             limit=conversion.limit,
             drop_instruction=conversion.drop_instruction,
         )
+        # How many rows become tests is known only when all of them were read.
         totals = {} if conversion.test_share else opened.totals
         splits = tables.splits_of(opened, conversion.test_share)
         return description, {

@@ -94,6 +94,7 @@ def open_table(path: Path, columns: Columns) -> tuple[str, Callable[[], Records]
         names = class_names(columns, {**_described(path), **features})
 
     def records() -> Records:
+        """Yield the place of each row with its wanted columns, or with what is broken in it."""
         with _readable(path):
             for position, record in begin():
                 if isinstance(record, dict):
@@ -166,6 +167,7 @@ def _arrow(path: Path, columns: Columns) -> tuple[Table, Mapping[str, Any]]:
     names = columns.to_read(schema.names)
 
     def batches() -> Iterator[Any]:
+        """Yield the needed columns a batch of rows at a time, so that a large table fits."""
         if format_of(path) != ".parquet":
             yield from _stored(path).select_columns(names).with_format("arrow").iter(_BATCH_ROWS)
             return
@@ -173,6 +175,7 @@ def _arrow(path: Path, columns: Columns) -> tuple[Table, Mapping[str, Any]]:
             yield from file.iter_batches(_BATCH_ROWS, columns=names)
 
     def records() -> Records:
+        """Begin to read the rows, numbered from 1."""
         return ((f"row {number}", record) for number, record in enumerate(_rows_of(batches()), 1))
 
     return (schema.names, "", records), features

@@ -89,6 +89,7 @@ class DrawnTests:
     """
 
     def __init__(self, share: float, seed: int, columns: Columns) -> None:
+        """Begin before the first row. `share`: of the questions that become tests."""
         self._share = share
         self._seed = seed
         self._columns = columns

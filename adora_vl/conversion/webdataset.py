@@ -44,6 +44,7 @@ def _row(
     """Read the files of one row; files of unknown kinds are left out."""
     row: dict[str, Any] = {KEY: key}
     for member in members:
+        # `0001.left.png` is the column `left.png` of the row `0001`, a picture.
         column = PurePosixPath(member.name).name.partition(".")[2].lower()
         kind = column.rpartition(".")[2]
         if kind not in (*_PICTURES, *_TEXTS):

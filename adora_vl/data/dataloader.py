@@ -26,6 +26,7 @@ def shown_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
     shown_images: dict[int, Any] = {}
 
     def shown(image: Any) -> Any:
+        """Return an image as the model sees it, and the same object for the same image."""
         if isinstance(image, KeptImage) or not isinstance(image, Image.Image):
             return image
         if id(image) not in shown_images:

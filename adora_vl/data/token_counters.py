@@ -57,6 +57,7 @@ def tokenizer_counter(
     with_parts = hasattr(processor, "tokenizer")  # a tokenizer's own template takes none
 
     def count(problems: Sequence[Any], images: Sequence[int]) -> list[int]:
+        """Return the tokens of each problem in the chat that a training makes of it."""
         texts = []
         for problem, n_images in zip(problems, images, strict=True):
             messages: Any = conversation(problem, system_prompt)
@@ -95,6 +96,7 @@ def message_counter(processor: ProcessorMixin, options: TemplateOptions = None) 
     tokenizer = getattr(processor, "tokenizer", processor)
 
     def tokens_of(prompt: Any, n_images: int) -> int:
+        """Return the tokens of one prompt."""
         if isinstance(prompt, str):
             return _token_counts(processor, [prompt], special=True)[0]
         try:
@@ -119,6 +121,7 @@ def character_counter(system_prompt: str | None) -> TokenCounter:
     system_characters = len(system_prompt or "")
 
     def count(problems: Sequence[Any], images: Sequence[int]) -> list[int]:
+        """Return an estimate for each problem, with the system prompt and the template."""
         counts = []
         for problem, n_images in zip(problems, images, strict=True):
             characters = len(problem) + system_characters

@@ -55,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checks = list[Check]()
 
     def command() -> None:
+        """Check what the words ask for, and print or write the table."""
         options, rest = parser.parse_known_args(words)
         if options.json is not None:
             # before minutes of checks

@@ -93,6 +93,7 @@ def check_rewards(
     }
 
     def least_and_most(answers: Sequence[str]) -> tuple[float, float]:
+        """Return the smallest and the largest total reward that any row's answer gets."""
         sums = [0.0] * len(rows)
         for function, weight in zip(functions, weights or [1.0] * len(functions), strict=True):
             got = function(completions=[_boxed(answer) for answer in answers], **columns)

@@ -16,11 +16,18 @@ from typing import Literal
 
 import numpy as np
 
-from adora_vl.geometry.claims import Claim, claims_in, relation_signature, signature
+from adora_vl.geometry.claims import (
+    Claim,
+    claims_in,
+    relation_signature,
+    signature,
+    without_means,
+)
 from adora_vl.geometry.figure import Figure, figure_from
 from adora_vl.geometry.primitives import read
 from adora_vl.geometry.quantities import (
     Angle,
+    Combined,
     Constant,
     Equal,
     Parallel,
@@ -105,8 +112,15 @@ class CheckedFigure:
         lengths = np.sqrt(np.einsum("ij,ij->j", jacobian, jacobian))
         self.scales = 1 / np.maximum(lengths, 1e-9)
         self.free = self._free_movements(jacobian * self.scales)
-        self.facts = {relation_signature(relation) for relation in self.reading.relations}
-        self.values = [relation for relation in self.reading.relations if _gives_value(relation)]
+        facts = [*self.reading.relations, *without_means(self.reading.relations)]
+        self.facts = {relation_signature(relation) for relation in facts}
+        # What the facts give, as numbers and as expressions of letters.
+        self.known = [
+            relation
+            for relation in self.reading.relations
+            if _gives_value(relation) or _gives_expression(relation)
+        ]
+        self.measured_names = self._measured_names()
         self.goals = self._goal_names()
 
     def _free_movements(self, jacobian: Vector) -> Vector:
@@ -130,6 +144,16 @@ class CheckedFigure:
                     names |= sides
         return names
 
+    def _measured_names(self) -> set[str]:
+        """The names whose numbers the facts give."""
+        sides = [
+            side
+            for relation in self.known
+            if isinstance(relation, Equal) and _gives_value(relation)
+            for side in (relation.left, relation.right)
+        ]
+        return {signature(side) for side in sides if number_of_quantity(side) is None}
+
     def claims(self, text: str) -> list[Checked]:
         """The claims of a text with their verdicts."""
         return self.judge(claims_in(text, self.reading))
@@ -143,7 +167,8 @@ class CheckedFigure:
         """Whether a claim says by its form what is asked for.
 
         It has the goal alone on one side and a number on the other (`x = 35`), or arithmetic on
-        the goal and a plain number (`2x = 70`). `4x - 2 = 3x + 1` is a step, and no answer.
+        the goal and given names and a plain number (`2x = 70`, `x + AB = 48` where AB is given).
+        `4x - 2 = 3x + 1` is a step, and no answer.
         """
         for way in claim.ways:
             for relation in way:
@@ -159,7 +184,9 @@ class CheckedFigure:
             if signature(side) in self.goals:
                 return True
             names = {signature(atom) for atom in atoms_of(side) if constant_of(atom) is None}
-            if isinstance(partner, Constant) and names and names <= self.goals:
+            has_goal = bool(names & self.goals)
+            is_plain = isinstance(partner, Constant)
+            if is_plain and has_goal and names <= self.goals | self.measured_names:
                 return True
         return False
 
@@ -170,16 +197,35 @@ def _gives_value(relation: Relation) -> bool:
         return False
     sides = (relation.left, relation.right)
     has_number = any(number_of_quantity(side) is not None for side in sides)
-    return has_number and not any(
-        isinstance(atom, Unknown) and len(atom.name) == 1 and not _is_bare(sides)
-        for side in sides
-        for atom in atoms_of(side)
+    return has_number and any(not isinstance(side, Combined) for side in sides)
+
+
+def _gives_expression(relation: Relation) -> bool:
+    """Whether a fact says of one name which expression of letters it is: `AB = 2x + 1`.
+
+    What a letter's value makes of it is arithmetic on what is known.
+    """
+    if not isinstance(relation, Equal):
+        return False
+    sides = (relation.left, relation.right)
+    return any(
+        not isinstance(side, Combined | Unknown) and _has_letters_alone(partner)
+        for side, partner in (sides, sides[::-1])
     )
 
 
-def _is_bare(sides: tuple[Quantity, Quantity]) -> bool:
-    """Whether one side is a single letter, as in `a = 14`."""
-    return any(isinstance(side, Unknown) for side in sides)
+def _has_letters_alone(quantity: Quantity) -> bool:
+    """Whether a quantity is made of letters and numbers, with a letter among them."""
+    atoms = list(atoms_of(quantity))
+    has_letter = any(isinstance(atom, Unknown) for atom in atoms)
+    return has_letter and all(isinstance(atom, Unknown | Constant) for atom in atoms)
+
+
+def _is_collinear(relation: Relation) -> bool:
+    """Whether a fact says that three points lie on one line."""
+    return isinstance(relation, Parallel) and bool(
+        {relation.a, relation.b} & {relation.c, relation.d}
+    )
 
 
 class _Judgement:
@@ -194,7 +240,7 @@ class _Judgement:
             for relation in figure.reading.relations
             if isinstance(relation, Parallel | Perpendicular)
         ]
-        relations += [*figure.values, *self.directions]
+        relations += [*figure.known, *self.directions]
         base = figure.system
         names = [Unknown(name) for name in base.unknowns]
         self.system = System(
@@ -207,9 +253,14 @@ class _Judgement:
         self.measured = self._measured(figure.v)
         self.atom_values, _ = self.system.atoms(figure.v, slopes=False)
         self.direction_rows = [row for fact in self.directions for row in self.rows(fact)]
-        self.true_rows = [row for value in figure.values for row in self.rows(value)]
+        self.line_rows = [
+            row for fact in self.directions if _is_collinear(fact) for row in self.rows(fact)
+        ]
+        self.said_rows: list[Vector] = []  # of new claims that lines are parallel or perpendicular
+        self.known_rows = [row for fact in figure.known for row in self.rows(fact)]
+        self.true_rows = list(self.known_rows)
         self.false_rows: list[Vector] = []
-        self.true_relations: list[Relation] = list(figure.values)
+        self.true_relations: list[Relation] = list(figure.known)
         self.false_ways: list[Sequence[Relation]] = []
         self.worlds: list[Vector] | None = None  # found where they are needed
         self.said: set[str] = set()
@@ -282,39 +333,36 @@ class _Judgement:
 
     def _of_true(self, way: Sequence[Relation]) -> ClaimVerdict:
         """What kind of truth a claim is; a new one is known from then on."""
-        names = " and ".join(sorted(relation_signature(relation) for relation in way))
+        names = _names_of(way)
         if all(relation_signature(relation) in self.figure.facts for relation in way):
             return "given"
         rows = [row for relation in way for row in self.rows(relation)]
-        if all(_is_direction(relation) for relation in way) and all(
-            _is_in_span(row, self.direction_rows) for row in rows
-        ):
+        is_direction = all(_is_direction(relation) for relation in way)
+        if is_direction and _are_in_span(rows, self.direction_rows):
             return "given"  # the same lines by other names, or a right angle that is marked
+        if _are_in_span(rows, self.line_rows):
+            return "nothing"  # angles at a straight line, which nobody has to find out
         if names in self.said:
             return "again"
-        if all(not row.any() for row in rows):
+        if is_direction and _are_in_span(rows, [*self.direction_rows, *self.said_rows]):
+            return "again"
+        if _are_in_span(rows, self.known_rows):
             return "nothing"
         if all(_is_parallel_to_any(row, self.true_rows) for row in rows if row.any()):
-            is_on_value = all(
-                _is_parallel_to_any(row, self.true_rows[: self._count_of_values()])
-                for row in rows
-                if row.any()
-            )
-            return "nothing" if is_on_value else "again"
-        if all(_is_in_span(row, self.true_rows) for row in rows):
+            return "again"
+        if _are_in_span(rows, self.true_rows):
             return "nothing"
         self.said.add(names)
+        if is_direction:
+            self.said_rows += rows
         self.true_rows += [row for row in rows if row.any()]
         self.true_relations += way
         self.worlds = None
         return "new"
 
-    def _count_of_values(self) -> int:
-        return sum(len(self.measured[value]) for value in self.figure.values)
-
     def _of_false(self, claim: Claim, way: Sequence[Relation]) -> ClaimVerdict:
         """Whether a false claim is an error of its own, or follows from an earlier one."""
-        names = " and ".join(sorted(relation_signature(relation) for relation in way))
+        names = _names_of(way)
         if names in self.said:
             return "follows"
         self.said.add(names)
@@ -398,6 +446,16 @@ def is_equal(left: float, right: float, decimals: int | None) -> bool:
 def _is_parallel_to_any(row: Vector, rows: Sequence[Vector]) -> bool:
     """Whether one of the rows, all of length 1, has the same direction."""
     return any(abs(float(row @ candidate)) > 1 - _IN_SPAN**2 for candidate in rows)
+
+
+def _names_of(way: Sequence[Relation]) -> str:
+    """A text that is the same for claims that are the same by their form."""
+    return " and ".join(sorted(relation_signature(relation) for relation in way))
+
+
+def _are_in_span(rows: Sequence[Vector], known: Sequence[Vector]) -> bool:
+    """Whether each row, of length 1 or 0, is a sum of multiples of the known ones."""
+    return all(_is_in_span(row, known) for row in rows)
 
 
 def _is_in_span(row: Vector, rows: Sequence[Vector]) -> bool:

@@ -8,7 +8,7 @@ between them, or a relation in signs or words. What nobody stands by is no claim
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, pairwise, product
 from typing import Literal
@@ -22,6 +22,7 @@ from adora_vl.geometry.quantities import (
     Distance,
     Equal,
     LineDistance,
+    Mean,
     Parallel,
     Perpendicular,
     Quantity,
@@ -29,6 +30,7 @@ from adora_vl.geometry.quantities import (
     Sweep,
     Unknown,
     atoms_of,
+    over,
     plus,
     points_in,
 )
@@ -111,6 +113,7 @@ class _ClaimReader:
     def claims(self) -> list[Claim]:
         """All claims of the text."""
         claims: list[Claim] = []
+        passed: list[Claim] = []  # read, and not stood by
         number = 0
         while number < len(self.signs) and len(claims) < MAX_CLAIMS:
             self._note_definition(number)
@@ -120,8 +123,10 @@ class _ClaimReader:
                 continue
             if self.stands[number] and not self._is_alternative(number, behind):
                 claims += claims_here
+            else:
+                passed += claims_here
             number = behind
-        claims += self._unread(claims)
+        claims += self._unread([*claims, *passed])
         return sorted(claims, key=lambda claim: (claim.start, claim.end))[:MAX_CLAIMS]
 
     def _claims_at(self, number: int) -> tuple[list[Claim], int]:
@@ -635,7 +640,7 @@ class _RelationReader:
     def _relations(self, head: str, *arguments: Term) -> tuple[Relation, ...]:
         """What a fact of this kind says."""
         term = Term(head=head, arguments=arguments)
-        return tuple(relations_of(self.reading.measures, term))
+        return tuple(without_means(relations_of(self.reading.measures, term)))
 
     def _with_object(self, subjects: list[Term], number: int, fact: str) -> tuple[Ways, int] | None:
         """A fact of two things: both are subjects, or the second stands behind the verb."""
@@ -768,6 +773,23 @@ class _RelationReader:
         """Lengths, angles or arcs are all equal."""
         values = [self.reading.measures.value(term) for term in subjects]
         return tuple(equation(first, second) for first, second in pairwise(values))
+
+
+def without_means(relations: Iterable[Relation]) -> Iterator[Relation]:
+    """The relations, with a midpoint as two equal lengths.
+
+    How far a point is from the middle turns with the figure, so that its gradient is not that of
+    the claim where the claim is false.
+    """
+    for relation in relations:
+        if not isinstance(relation, Mean) or len(relation.points) != 2:
+            yield relation
+            continue
+        start, end = relation.points
+        half = over(Distance(start=start, end=end), Constant(2.0))
+        for name in (start, end):
+            way = Distance(start=relation.point, end=name)
+            yield Equal(left=way, right=half, unit="length")
 
 
 def signature(quantity: Quantity) -> str:

@@ -519,7 +519,10 @@ def unknowns_of(reading: Reading) -> set[str]:
 
 
 def number_of_quantity(quantity: Quantity) -> float | None:
-    """The value of arithmetic on numbers alone; None where a name stands in it."""
+    """The value of arithmetic on numbers alone; None where a name stands in it.
+
+    NaN where the arithmetic has no value, as a division by zero.
+    """
     if isinstance(quantity, Constant):
         return quantity.value
     if not isinstance(quantity, Combined):
@@ -528,20 +531,28 @@ def number_of_quantity(quantity: Quantity) -> float | None:
     numbers = [value for value in values if value is not None]
     if len(numbers) < len(values):
         return None
-    if quantity.function == "+":
+    try:
+        return _computed(quantity.function, numbers)
+    except (ZeroDivisionError, OverflowError, ValueError):
+        return math.nan
+
+
+def _computed(function: Function, numbers: Sequence[float]) -> float:
+    """One operation on numbers. Raises what Python's arithmetic raises."""
+    if function == "+":
         return math.fsum(numbers)
-    if quantity.function == "*":
+    if function == "*":
         return math.prod(numbers)
-    if quantity.function == "-":
+    if function == "-":
         return numbers[0] - numbers[1]
-    if quantity.function == "/":
+    if function == "/":
         return numbers[0] / numbers[1]
-    if quantity.function == "^":
+    if function == "^":
         return math.pow(abs(numbers[0]), numbers[1])
-    if quantity.function in _FUNCTIONS:
-        functions = {"sin": math.sin, "cos": math.cos, "tan": math.tan}
-        return functions[quantity.function](math.radians(numbers[0]))
-    return None
+    if function == "log":
+        return math.log(abs(numbers[0]))
+    functions = {"sin": math.sin, "cos": math.cos, "tan": math.tan}
+    return functions[function](math.radians(numbers[0]))
 
 
 def unit_of_quantity(quantity: Quantity) -> Unit:

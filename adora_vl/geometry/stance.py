@@ -17,8 +17,17 @@ _SUPPOSES = {
 }
 _HEDGES = {
     *("would", "could", "might", "may", "should", "maybe", "perhaps", "probably", "guess"),
-    *("possibly", "option", "options", "choice", "choices", "were"),
+    *("possibly", "were"),
 }
+_DEFINES = {
+    "let",
+    "let's",
+    "lets",
+    "letting",
+    "denote",
+    "call",
+}  # of these, "then" supposes nothing
+_CHOICES = {"option", "choice"}
 _AIMS = {"find", "determine", "calculate", "compute", "solve", "prove", "show", "evaluate"}
 _WISHES = {"want", "wants", "need", "needs", "asked", "asks", "looking"}
 _DENIES = {
@@ -46,7 +55,7 @@ def is_stood_by(signs: Sequence[Sign]) -> list[bool]:
             sentence = _Sentence(signs[start : number + 1], is_supposed_before)
             stands += sentence.stands()
             if any(other.kind != "line" for other in sentence.signs):
-                is_supposed_before = sentence.is_supposed
+                is_supposed_before = sentence.goes_on
             start = number + 1
     return stands
 
@@ -57,8 +66,8 @@ class _Sentence:
     def __init__(self, signs: Sequence[Sign], is_supposed_before: bool) -> None:
         self.signs = signs
         self.words = [sign.text.lower() for sign in signs]
-        goes_on = is_supposed_before and self.words[:1] == ["then"]
-        self.is_supposed = goes_on
+        self.is_supposed = is_supposed_before and self.words[:1] == ["then"]
+        self.goes_on = self.is_supposed  # whether a next sentence with "then" supposes as well
 
     def stands(self) -> list[bool]:
         """For each sign of the sentence, whether it is stood by; sets `is_supposed`."""
@@ -73,10 +82,12 @@ class _Sentence:
                 clause_start = number
             if word in _ENDS_SUPPOSITION:
                 self.is_supposed = False
+                self.goes_on = False
             if word == "that" and number and self.words[number - 1] in _FACTS:
                 is_blocked = False  # "we need to use the fact that"
             if self._supposes(number):
                 self.is_supposed = True
+                self.goes_on = self.goes_on or word not in _DEFINES
             if word in _HEDGES or word in _DENIES or self._aims(number):
                 is_blocked = True
             if self._refutes(number):
@@ -88,6 +99,8 @@ class _Sentence:
     def _supposes(self, number: int) -> bool:
         """Whether the word at this place begins a supposition."""
         word = self.words[number]
+        if number == 0 and word in _CHOICES:
+            return True  # "Option B: AB = 5"
         if word not in _SUPPOSES or self.signs[number].kind != "word":
             return False
         # "as if", "we can say that" and "check that" suppose nothing.

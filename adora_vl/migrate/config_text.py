@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from adora_vl.migrate.migration import Migration
 from adora_vl.utils.cli import printable, yaml_line
@@ -47,7 +46,7 @@ def _comment(text: str) -> str:
     return f"# {printable(text)}".rstrip()
 
 
-def _value_text(value: Any) -> str:
+def _value_text(value: object) -> str:
     """A value in one line; a text with line breaks in the quotes of JSON, which YAML reads."""
     if isinstance(value, str) and not value.isprintable():
         return json.dumps(value)

@@ -171,10 +171,10 @@ def _convert_reward(move: Migration) -> None:
     entry = move.get(name)
     file, _, function = str(entry or "").partition(":")
     if not file.endswith(".py"):
-        known = f" ({name}: {entry} names no file)" if entry else ""
+        named = f" ({name}: {entry} names no file)" if entry else ""
         move.put("adora_reward", ["accuracy"], note="theirs is missing")
         move.remark(
-            f"reward missing{known}: adora_reward is accuracy, 1 for a right answer in a box; "
+            f"reward missing{named}: adora_reward is accuracy, 1 for a right answer in a box; "
             "name yours with --reward FILE.py:FUNCTION"
         )
         return

@@ -77,7 +77,7 @@ class Migration:
         """The values of theirs by their names."""
         return self.source.values
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         """The value of one of the other trainer's names, or its default.
 
         Raises `UserError` where the default is a number and the value is not.
@@ -105,7 +105,7 @@ class Migration:
             raise UserError(f"CONFIG: {name}: {value} is not a whole number from 1 on")
         return int(value)
 
-    def put(self, key: str, value: Any, *names: str, note: str = "") -> None:
+    def put(self, key: str, value: object, *names: str, note: str = "") -> None:
         """Set one of our keys.
 
         `names`: the names that the value comes from; one that the config does not have is marked
@@ -114,13 +114,13 @@ class Migration:
         sources = [name if name in self.values else f"{name} (default)" for name in names]
         self.keys[key] = (value, "; ".join(filter(None, (", ".join(sources), note))))
 
-    def take(self, key: str, name: str, default: Any = None) -> None:
+    def take(self, key: str, name: str, default: object = None) -> None:
         """Set one of our keys to the value of a name, if that is set or has a default."""
         value = self.get(name, default)
         if value is not None:
             self.put(key, value, name)
 
-    def take_path(self, key: str, name: str, default: Any = None) -> None:
+    def take_path(self, key: str, name: str, default: object = None) -> None:
         """Set one of our keys to a value that may name a file of this machine."""
         value = self.get(name, default)
         if value is not None:

@@ -235,8 +235,8 @@ def _remark_evaluation(move: Migration, names: Names, layout: Layout) -> None:
         f"eval_strategy: steps, eval_steps: {every * layout.updates}, "
         f"eval_on_start: {str(starts).lower()}"
     )
-    when = f"; with {lines}" if every > 0 else ""
+    keys = f"; with {lines}" if every > 0 else ""
     move.remark(
         f"evaluation without data: {data} has to be prepared by `python -m data_prep convert`, "
-        f"then adora_eval: [problems=FOLDER]{when}"
+        f"then adora_eval: [problems=FOLDER]{keys}"
     )

@@ -36,9 +36,9 @@ class Source:
         if not name or "\0" in name:
             return None
         folder = self.folder.resolve()
-        places = [Path(), self.folder, *list(folder.parents)[:_PARENTS]]
-        for place in places:
-            path = place / Path(name).expanduser()
+        folders = [Path(), self.folder, *list(folder.parents)[:_PARENTS]]
+        for parent in folders:
+            path = parent / Path(name).expanduser()
             try:
                 if path.exists():
                     return path
@@ -84,17 +84,17 @@ def _read_shell(source: Source, config: Path, *, nested: bool) -> None:
     source.environment = script.variables
     commands = [_keys_of_command(command) for command in script.commands]
     counts = [len(list(filter(_is_key, command))) for command in commands]
-    most = max(counts, default=0)
-    if not most:
+    longest = max(counts, default=0)
+    if not longest:
         raise UserError(
             f"CONFIG: {str(config)!r} has no command with KEY=VALUE or --key value; name the "
             "script that starts the training"
         )
-    if len([count for count in counts if count > most // 2]) > 1:
+    if len([count for count in counts if count > longest // 2]) > 1:
         source.remarks.append(
             f"{config.name} has several commands with keys; the longest one was read"
         )
-    _lay_words(source, commands[counts.index(most)], nested=nested)
+    _lay_words(source, commands[counts.index(longest)], nested=nested)
 
 
 def _is_key(word: str) -> bool:

@@ -183,17 +183,17 @@ def _convert_rewards(move: Migration) -> None:
     """Convert the rewards that have a counterpart, and name the others."""
     entries = words_in(move.get("reward_funcs") or [])
     plugins = move.get("external_plugins")
-    known = [_REWARDS[entry] for entry in entries if entry in _REWARDS]
+    presets = [_REWARDS[entry] for entry in entries if entry in _REWARDS]
     lost = [entry for entry in entries if entry not in _REWARDS]
-    if known:
-        move.put("adora_reward", known, "reward_funcs")
+    if presets:
+        move.put("adora_reward", presets, "reward_funcs")
     else:
         move.put("adora_reward", ["accuracy"], note="theirs has no counterpart")
-    if lost or not known:
+    if lost or not presets:
         where = f" of {plugins}" if plugins else ""
-        what = f": {', '.join(lost)}{where}" if lost else ""
+        names = f": {', '.join(lost)}{where}" if lost else ""
         move.remark(
-            f"reward missing{what}; adora_reward is {', '.join(known) or 'accuracy'}; write a "
+            f"reward missing{names}; adora_reward is {', '.join(presets) or 'accuracy'}; write a "
             "function of completions and columns and name it with --reward FILE.py:FUNCTION"
         )
 

@@ -84,16 +84,16 @@ def _convert_rewards(move: Migration) -> None:
     """Convert the rewards that a config names; a script has others in its Python."""
     entries = words_in(move.get("reward_funcs") or [])
     rewards = [_REWARDS.get(entry.rpartition(".")[2], "") for entry in entries]
-    known = [reward for reward in rewards if reward]
+    presets = [reward for reward in rewards if reward]
     lost = [entry for entry in entries if not _REWARDS.get(entry.rpartition(".")[2])]
-    if known:
-        move.put("adora_reward", known, "reward_funcs")
+    if presets:
+        move.put("adora_reward", presets, "reward_funcs")
     else:
         move.put("adora_reward", ["accuracy"], note="theirs is in the script")
-    if lost or not known:
+    if lost or not presets:
         which = f": {', '.join(lost)}" if lost else ""
         move.remark(
-            f"reward missing{which}: adora_reward is {', '.join(known) or 'accuracy'}; name the "
+            f"reward missing{which}: adora_reward is {', '.join(presets) or 'accuracy'}; name the "
             "function of the script with --reward FILE.py:FUNCTION, which TRL's form fits"
         )
 

@@ -190,6 +190,7 @@ class FrozenBase:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        """Find the frozen parameters, which stay on the card until `leave`."""
         self.frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         self.device = next(model.parameters()).device
         self._host: list[torch.Tensor] = []

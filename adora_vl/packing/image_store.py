@@ -131,6 +131,7 @@ class ImageCache:
         """
 
         def cached(images: "ImageInput", **overrides: Any) -> BatchFeature:
+            """Return the patches and grids of images; those that the cache holds are not computed."""
             settings = effective_settings(image_processor, overrides)
             entries = [self.get(image_processor, image, settings) for image in flat_images(images)]
             patches = [entry.patches_RD for entry in entries]

@@ -530,6 +530,7 @@ class PolicyPass:
         inputs: dict[str, Any],
     ) -> Result:
         """Compute a pass, packed where that is less work; the arguments are those of `__call__`."""
+        # 0 at tokens that tools wrote, which the policy did not choose.
         policy_mask_BC = inputs.get("tool_mask", self._micro.get("tool_mask"))
         if policy_mask_BC is not None:
             inputs = {**inputs, "tool_mask": policy_mask_BC}
@@ -563,7 +564,7 @@ class PolicyPass:
                 separate=separate,
                 host=self._micro.get("host"),
             )
-        if result is None:
+        if result is None:  # packing is off, refused, or would not save work here
             result = separate()
         if policy_mask_BC is not None:
             logps, entropies, auxiliary = result

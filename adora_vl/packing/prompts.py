@@ -177,6 +177,7 @@ def returning_references(
     """
 
     def preprocess(images: "ImageInput", **overrides: Any) -> BatchFeature:
+        """Return references to the images' patches in the bank, in place of the patches."""
         settings = effective_settings(image_processor, overrides)
         entries = [cache.get(image_processor, image, settings) for image in flat_images(images)]
 

@@ -234,6 +234,11 @@ class SharedVision:
         def get_image_features(
             pixel_values: Tensor, image_grid_thw: Tensor | None = None, **kwargs: Any
         ) -> Any:
+            """Return the features of images.
+
+            References into a bank get those of their image, computed once; patches themselves go
+            to the model's own method.
+            """
             run = partial(run_tower, inner.visual, original, kwargs)
             if image_grid_thw is not None and not len(image_grid_thw):
                 return self._no_features(inner, run, image_grid_thw.device)

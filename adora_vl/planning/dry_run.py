@@ -379,6 +379,7 @@ def batch_lines(plan: Plan) -> list[str]:
         length = f"max_steps says {total}." if total else "The length of the run is not known."
         lines.append(f"The number of rows is not known, nor is the length of an epoch. {length}")
     else:
+        # TRL's sampler leaves out the last rows of an epoch that fill no generation.
         remainder = (rows or 0) % batches.prompts_per_generation
         dropped = f"; {remainder} rows wait for another epoch's order" if remainder else ""
         make = "makes" if rows == 1 else "make"
@@ -455,6 +456,7 @@ def disk_lines(plan: Plan) -> list[str]:
             "(save_total_limit)."
         ]
     else:
+        # Without a limit all checkpoints of the run are there at its end.
         number = limit if limit is not None else math.ceil((total or 0) / int(config.save_steps))
         folder = memory.run_bytes(checkpoint, setup.shape.total * setup.shape.weight_bytes, number)
         lines = [

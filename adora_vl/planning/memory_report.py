@@ -48,6 +48,7 @@ def memory_lines(plan: Plan) -> list[str]:
     if prediction.peak < _ROOMY * card:  # nobody asks which component takes how much
         return section(title, [*lines, *verdict_lines(plan)])
     lines += ["", _table_line("GiB per card", list(phases))]
+    # A phase lacks the components that it does not hold.
     for component in dict.fromkeys(name for sizes in phases.values() for name in sizes):
         cells = []
         for sizes in phases.values():
@@ -86,6 +87,7 @@ def sharing_lines(plan: Plan) -> list[str]:
     group = setup.generations
     if not (setup.sharing.vision or setup.sharing.prompts):
         return []
+    # The same run with image and prompt computed for each rollout, as TRL does.
     unshared = replace(setup, sharing=Sharing())
     ours = sum(predict(setup, plan.card).phases[phase].values())
     alone = sum(predict(unshared, plan.card).phases[phase].values())
@@ -98,6 +100,7 @@ def sharing_lines(plan: Plan) -> list[str]:
             f"With one for each {phase} would take {alone / GIB:.3g} GiB instead of "
             f"{ours / GIB:.3g}."
         ]
+    # A micro-batch that holds part of a group computes image and prompt for each part.
     unit = unit_size(batch.sequences, group)
     if unit < group:
         lines.append(
@@ -172,11 +175,12 @@ def verdict_lines(plan: Plan) -> list[str]:
             f"{card / GIB:.3g}; the largest part is {largest} ({parts[largest] / GIB:.3g} GiB). "
             f"{remedy(plan)}"
         ]
-    else:
+    else:  # the card has room, but the engine's share of it has not
         lines = [
             "It does NOT fit: the engine's share has no room for one rollout of full length; raise "
             "vllm_gpu_memory_utilization, or lower vllm_max_model_length."
         ]
+    # Without DeepSpeed nothing keeps a float32 copy of weights in 16 bits.
     if setup.sharding.stage is None and not setup.shape.adapters and setup.shape.weight_bytes == 2:
         lines.append(LOST_UPDATES)
     batch = memory.largest_batch(setup, card)

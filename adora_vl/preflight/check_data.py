@@ -150,7 +150,7 @@ def _refuse_control_tokens(options: Mapping[str, Any], tokens: Sequence[str]) ->
 def _counter(
     request: RunRequest, processor: ProcessorMixin | None, system_prompt: str | None
 ) -> TokenCounter:
-    """The function that counts the tokens of prompts, exact where the processor is here."""
+    """Return the function that counts the tokens of prompts, exact where the processor is here."""
     template = request.config.chat_template_kwargs
     if request.script is None:
         return message_counter(processor, template)
@@ -162,7 +162,7 @@ def _counter(
 def _limit(
     request: RunRequest, model: ModelFacts, context: RunContext
 ) -> lengths.ContextLimit | None:
-    """The limit on the length of a prompt with its answer; None where nothing limits it.
+    """Return the limit on the length of a prompt with its answer; None where nothing limits it.
 
     Collective with a server: rank 0 alone asks it for its limit, and broadcasts the reply.
     """
@@ -244,7 +244,7 @@ def _data_facts(
     folders: tuple[str, ...] = (),
     evaluated: python_inputs.AnyDatasets | None = None,
 ) -> DataFacts:
-    """The facts of rows that are here, whose lengths have been measured."""
+    """Return the facts of rows that are here, whose lengths have been measured."""
     return DataFacts(
         folders=folders,
         train=train,
@@ -333,7 +333,7 @@ def _fitting(
     dataset: Dataset,
     texts: Sequence[str],
 ) -> Sequence[int]:
-    """The numbers of the rows whose prompts leave room for an answer.
+    """Return the numbers of the rows whose prompts leave room for an answer.
 
     Images are checked first: a tokenizer alone would count none, and a model that cannot read
     them would be found out only later.

@@ -1,4 +1,4 @@
-"""Checks that the keys of a run fit each other, before anything is read from the disk or the hub."""
+"""Checks that the keys of a run fit each other, before anything is read from disk or hub."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def check_filling(config: AdoraGRPOConfig) -> None:
 
 
 def rows_per_process(config: AdoraGRPOConfig) -> int:
-    """The number of rollouts that a process samples for one generation."""
+    """Return the number of rollouts that a process samples for one generation."""
     return int(config.per_device_train_batch_size * config.steps_per_generation)
 
 
@@ -204,7 +204,7 @@ def check_budget(config: AdoraGRPOConfig) -> None:
 
 
 def conflict(key: str, reason: str) -> UserError:
-    """The error for a key that does not go with another setting."""
+    """Return the error for a key that does not go with another setting."""
     return UserError(f"{key} does not go with {reason}; leave out one of the two")
 
 

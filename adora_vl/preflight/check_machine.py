@@ -72,7 +72,7 @@ def schedule_of(config: AdoraGRPOConfig, updates: int) -> LRScheduler:
 
 
 def is_curve(schedule: LRScheduler) -> TypeGuard[LambdaLR]:
-    """Whether the rate depends on the step alone, and not on how the training goes."""
+    """Return whether the rate depends on the step alone, and not on how the training goes."""
     return isinstance(schedule, LambdaLR)
 
 

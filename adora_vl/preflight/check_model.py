@@ -102,7 +102,7 @@ def check_model(
 
 
 def _goes_on(request: RunRequest) -> bool:
-    """Whether a named adapter goes on training.
+    """Return whether a named adapter goes on training.
 
     It does unless the request has a `peft_config`: then it is merged into its base, and a new
     adapter is trained on top.
@@ -111,7 +111,7 @@ def _goes_on(request: RunRequest) -> bool:
 
 
 def _named_adapters(request: RunRequest, messages: Messages) -> tuple[Adapter, ...]:
-    """The adapter that was named in place of a model, and those beneath it, down to the base.
+    """Return the adapter that was named in place of a model, and those beneath it.
 
     Empty for any other model. Raises `UserError`.
     """

@@ -61,7 +61,7 @@ def fingerprint_of(
     code_hashes: Mapping[str, str],
     context: RunContext,
 ) -> Fingerprint:
-    """Every setting that influences the steps, with which a checkpoint is compared."""
+    """Return every setting that influences the steps, with which a checkpoint is compared."""
     script = request.script
     source = request.model
     python_settings = {}

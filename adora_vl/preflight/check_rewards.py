@@ -12,11 +12,12 @@ from datasets import Dataset
 from PIL import Image
 from transformers import TrainerState
 
+from adora_vl.advantage.adora import Adora
 from adora_vl.data.dataloader import shown_rows
 from adora_vl.data.prompts import asks_for_answer_tags
 from adora_vl.data.rows import images_of
 from adora_vl.preflight import python_inputs
-from adora_vl.rewards import try_rewards
+from adora_vl.rewards import steps, try_rewards
 from adora_vl.rewards.choose import RewardSet, choose_rewards
 from adora_vl.rollout.rollouts import RolloutGroup, StepKey, groups_of, row_for_rewards
 from adora_vl.tools.environments import environments_of
@@ -43,7 +44,7 @@ def check_rewards(request: RunRequest) -> RewardSet:
 
 
 def check_tools(request: RunRequest) -> ToolSet:
-    """Choose the tools and make an environment. Raises `UserError` for one that cannot be called."""
+    """Choose the tools, and make an environment. Raises `UserError` where one cannot be called."""
     config = request.config
     environments = environments_of(request.environment, config.adora_tool_options.seconds)
     return choose_tools([*config.tools, *request.tools], environments)
@@ -52,7 +53,7 @@ def check_tools(request: RunRequest) -> ToolSet:
 def with_environment_reward(
     rewards: RewardSet, tools: ToolSet, config: AdoraGRPOConfig
 ) -> RewardSet:
-    """The reward functions with that of the environments among them, where they have one.
+    """Return the reward functions with that of the environments among them, where they have one.
 
     Its weight is 1, as in TRL, unless `reward_weights` has one value more than there are functions;
     it is written into the config, where TRL and the fingerprint read it. Raises `UserError`.
@@ -81,6 +82,20 @@ def with_environment_reward(
         functions=(*rewards.functions, tools.environments.reward()),
         from_python=rewards.from_python | {name},
     )
+
+
+def check_criteria(config: AdoraGRPOConfig, rewards: RewardSet) -> None:
+    """Raise `UserError` where ADORA compares work, and no reward measures it."""
+    for name, method in config.methods.chosen.items():
+        if (
+            isinstance(method, Adora)
+            and "working" in method.criteria
+            and steps.NAME not in rewards.entries
+        ):
+            raise UserError(
+                f"adora_method.{name}.criteria: working compares what the reward steps counts; add "
+                "steps to adora_reward, with weight 0 if it is to be measured only"
+            )
 
 
 def check_user_code(
@@ -127,7 +142,7 @@ def check_user_code(
 def _first_rows(
     rewards: RewardSet, tools: ToolSet, prompts: PromptFacts, data: DataFacts
 ) -> list[dict[str, Any]]:
-    """The first two rows, where rewards or tools of the user's are tried; else none."""
+    """Return the first two rows, where rewards or tools of the user's are tried; else none."""
     if data.train is None:
         return []
     if isinstance(data.train, Dataset):
@@ -147,7 +162,7 @@ def _first_rows(
 
 
 def _unsteady(toolbox: Toolbox, groups: Sequence[RolloutGroup]) -> list[str]:
-    """A line for each tool that answers the same call in two ways, on the first row's images."""
+    """Return a line for each tool that answers one call in two ways, on the first row's images."""
     if not groups:
         return unsteady_tools(toolbox)
     first = groups[0]

@@ -102,7 +102,7 @@ def check_sampling(config: AdoraGRPOConfig) -> None:
 
 
 def sampling_overheads(config: AdoraGRPOConfig) -> list[str]:
-    """What the ratio to the engine lacks, for the first lines of the run: no line or one.
+    """Return what the ratio to the engine lacks, for the first lines of the run: no line or one.
 
     With a temperature or a penalty the engine returns log-probabilities after its filters, which
     are larger by the probability that the filters took from the other tokens.

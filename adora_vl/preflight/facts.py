@@ -196,7 +196,7 @@ class ResolvedRun:
         return str(first_message["content"])
 
     def policy(self) -> Any:
-        """The model argument for TRL: a name, or a loaded model for an adapter or 4 bits.
+        """Return the model argument for TRL: a name, or a loaded model for an adapter or 4 bits.
 
         Only `load_policy` and `load_merged` know how a named adapter, or a base in 4 bits, is
         loaded; for anything else TRL loads the model itself.
@@ -226,7 +226,7 @@ class ResolvedRun:
         return policy
 
     def claimed(self, resume_from_checkpoint: bool | str | None) -> ResolvedRun:
-        """The run with `output_dir` locked, and with the start that Python's `train` asks for.
+        """Return the run with `output_dir` locked, and the start that Python's `train` asks for.
 
         `resume_from_checkpoint`: the argument of `train`. Raises `UserError`.
         """
@@ -234,7 +234,7 @@ class ResolvedRun:
         return replace(self, output=OutputFacts(folder=self.folder, start=start))
 
     def manifest(self) -> dict[str, Any]:
-        """The content of `manifest.json` when the run starts."""
+        """Return the content of `manifest.json` when the run starts."""
         cli_args = self.request.cli_args
         keys = self.request.model.keys
         sections = [self.config, keys] if self.script is None else [self.script, self.config, keys]
@@ -264,7 +264,7 @@ class ResolvedRun:
         return checkpoint if is_over else None
 
     def first_lines(self) -> list[str]:
-        """The lines that describe the run before it starts."""
+        """Return the lines that describe the run before it starts."""
         problems = "a stream of problems"
         if self.data.rows is not None:
             problems = amount(self.data.rows, "training problem")
@@ -282,7 +282,7 @@ class ResolvedRun:
 def hashes_of_user_code(
     config: AdoraGRPOConfig, rewards: RewardSet, tools: ToolSet
 ) -> dict[str, str]:
-    """A hash of each file with the user's own code, by what the code is for."""
+    """Return a hash of each file with the user's own code, by what the code is for."""
     hashes_by_kind = {
         "reward": rewards.hashes,
         "method": config.methods.hashes,

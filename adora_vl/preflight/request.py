@@ -104,7 +104,7 @@ def request_from_command(
 
 
 def config_of(args: object, model: str | PreTrainedModel) -> AdoraGRPOConfig:
-    """The trainer's `args`; for None, a config named after the model, as in TRL.
+    """Return the trainer's `args`; for None, a config named after the model, as in TRL.
 
     Raises `UserError` for a config that is not an `AdoraGRPOConfig`.
     """
@@ -146,7 +146,7 @@ def refuse_objects(
 
 
 def _name_of(model: str | PreTrainedModel) -> str:
-    """The model's folder or hub id; empty where an object does not know it."""
+    """Return the model's folder or hub id; empty where an object does not know it."""
     if isinstance(model, str):
         return model
     return str(get_config_model_id(model.config) or "")
@@ -158,7 +158,7 @@ def model_keys(
     peft_config: PeftConfig | None,
     quantised: Any = None,
 ) -> ModelConfig:
-    """The keys that a command would have for this model.
+    """Return the keys that a command would have for this model.
 
     `quantised`: the trainer's `quantization_config`, which may stand in `model_init_kwargs` too.
     Raises `UserError` for a quantisation that is not supported.

@@ -24,6 +24,7 @@ from adora_vl.preflight.check_machine import check_batches, check_machine, check
 from adora_vl.preflight.check_model import check_model, check_model_files, check_parts
 from adora_vl.preflight.check_output_dir import check_output_dir
 from adora_vl.preflight.check_rewards import (
+    check_criteria,
     check_rewards,
     check_tools,
     check_user_code,
@@ -61,6 +62,7 @@ def run_checks(request: RunRequest, context: RunContext) -> ResolvedRun:
     tools: ToolSet = check_tools(request)
     rewards = with_environment_reward(rewards, tools, config)
     check_sums(rewards.entries, config.reward_weights, config.adora_correct_above)
+    check_criteria(config, rewards)
     model: ModelFacts = check_model(request, extensions, context, messages)
     check_parts(request, layout, model, context, messages)
     prompts: PromptFacts = check_prompts(request, model, tools, context, messages)

@@ -34,7 +34,7 @@ _IN_LINE: dict[Format, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure:
+class LoggedFigure:
     """A figure of the log.
 
     `key`: its name there. `title`: in tables. `format`: how a value is written. `short`: its title
@@ -47,11 +47,11 @@ class Figure:
     short: str = ""
 
     def in_table(self, value: float) -> str:
-        """The value as it stands in a table."""
+        """Return the value as it stands in a table."""
         return _IN_TABLE[self.format].format(value)
 
     def in_line(self, value: float) -> str:
-        """The short title and the value, as they stand in a line."""
+        """Return the short title and the value, as they stand in a line."""
         number = _IN_LINE[self.format].format(value)
         # A small share, such as of rollouts without a reward, would be 0 %.
         if self.format == "share" and 0 < value < 0.1:
@@ -59,33 +59,35 @@ class Figure:
         return f"{self.short or self.title} {number}"
 
 
-FIGURES: Mapping[str, Figure] = {
+FIGURES: Mapping[str, LoggedFigure] = {
     figure.key: figure
     for figure in (
-        Figure(key="reward", title="reward"),
-        Figure(key=MISSING, title="without reward", format="share"),
-        Figure(key=PASS, title="pass rate", format="share", short="pass"),
-        Figure(key=ACCURACY, title="accuracy", format="share"),
-        Figure(key="grading/worked", title="answers with a working", format="share"),
-        Figure(key="adora/tds_share", title="TDS share", format="share", short="TDS"),
-        Figure(key="adora/weight_mean", title="mean weight"),
-        Figure(key="completions/mean_length", title="length", format="tokens"),
-        Figure(key="adora/length_correct", title="length, right", format="tokens"),
-        Figure(key="adora/length_wrong", title="length, wrong", format="tokens"),
-        Figure(key="entropy", title="entropy"),
-        Figure(key="loss", title="loss"),
-        Figure(key="kl", title="KL"),
-        Figure(key="grad_norm", title="gradient norm"),
-        Figure(key="adora/drift", title="engine drift, nats", format="nats", short="drift"),
-        Figure(key="adora/staleness", title="age in generations"),
-        Figure(key="tools/call_frequency", title="calls a rollout"),
-        Figure(key="tools/failure_frequency", title="failed calls", format="share"),
-        Figure(key="adora/unanswered_calls", title="unanswered calls", format="share"),
-        Figure(key="adora/tool_gain", title="gain of a call"),
-        Figure(key="adora/tools_s", title="seconds in tools", format="seconds"),
-        Figure(key="adora/trainer_waited_s", title="trainer waited", format="seconds"),
-        Figure(key="adora/servers_waited_s", title="servers waited", format="seconds"),
-        Figure(key="step_time", title="seconds per step", format="seconds"),
+        LoggedFigure(key="reward", title="reward"),
+        LoggedFigure(key=MISSING, title="without reward", format="share"),
+        LoggedFigure(key=PASS, title="pass rate", format="share", short="pass"),
+        LoggedFigure(key=ACCURACY, title="accuracy", format="share"),
+        LoggedFigure(key="grading/worked", title="answers with a solution", format="share"),
+        LoggedFigure(key="steps/new", title="answers with a true step", format="share"),
+        LoggedFigure(key="steps/lucky", title="right by luck", format="share"),
+        LoggedFigure(key="adora/tds_share", title="TDS share", format="share", short="TDS"),
+        LoggedFigure(key="adora/weight_mean", title="mean weight"),
+        LoggedFigure(key="completions/mean_length", title="length", format="tokens"),
+        LoggedFigure(key="adora/length_correct", title="length, right", format="tokens"),
+        LoggedFigure(key="adora/length_wrong", title="length, wrong", format="tokens"),
+        LoggedFigure(key="entropy", title="entropy"),
+        LoggedFigure(key="loss", title="loss"),
+        LoggedFigure(key="kl", title="KL"),
+        LoggedFigure(key="grad_norm", title="gradient norm"),
+        LoggedFigure(key="adora/drift", title="engine drift, nats", format="nats", short="drift"),
+        LoggedFigure(key="adora/staleness", title="age in generations"),
+        LoggedFigure(key="tools/call_frequency", title="calls a rollout"),
+        LoggedFigure(key="tools/failure_frequency", title="failed calls", format="share"),
+        LoggedFigure(key="adora/unanswered_calls", title="unanswered calls", format="share"),
+        LoggedFigure(key="adora/tool_gain", title="gain of a call"),
+        LoggedFigure(key="adora/tools_s", title="seconds in tools", format="seconds"),
+        LoggedFigure(key="adora/trainer_waited_s", title="trainer waited", format="seconds"),
+        LoggedFigure(key="adora/servers_waited_s", title="servers waited", format="seconds"),
+        LoggedFigure(key="step_time", title="seconds per step", format="seconds"),
     )
 }
 # The line that is printed for each log entry.
@@ -132,7 +134,12 @@ class Chart:
 
 CHARTS = (
     Chart(title="Reward", series=(("reward", ""),), zero=True),
-    Chart(title="Share of answers with a working", series=(("grading/worked", ""),)),
+    Chart(title="Share of answers with a step-by-step solution", series=(("grading/worked", ""),)),
+    Chart(
+        title="Share of answers with a true step, and of right ones by luck",
+        series=(("steps/new", "true and new"), ("steps/lucky", "right by luck")),
+        optional=True,
+    ),
     Chart(title="Pass rate", series=((PASS, ""),)),
     Chart(title="Accuracy in training", series=((ACCURACY, ""),)),
     Chart(

@@ -365,6 +365,7 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
     """Replaces Transformers' progress bar and printed dictionaries. Only the first rank prints."""
 
     def __init__(self) -> None:
+        """Begin without a bar and without steps."""
         # None on all ranks but the first, and outside of a training
         self._bar: tqdm[Any] | None = None
         # the numbers of the last steps, and the times when they ended
@@ -569,7 +570,10 @@ class TieNotice:
             options: those of the run's ADORA, with the mode `off` where the run has none.
             speaks: whether this is the first rank.
         """
-        self._silent = not speaks or options.mode != "attenuation" or options.plain
+        # Ties of work are common, and no accident of tokens.
+        compares_length = "working" not in options.criteria
+        attenuates = options.mode == "attenuation" and not options.plain
+        self._silent = not (speaks and attenuates and compares_length)
         self._marked = 0
         self._ties = 0
 
@@ -646,6 +650,7 @@ class ToolUse(NamedTuple):
         """Return the use of tools by these rollouts, on the CPU."""
 
         def column(values: Iterable[float]) -> Tensor:
+            """Return one value for each rollout."""
             return torch.tensor([*values], dtype=torch.float32)
 
         calls_of_rollouts = [rollout.calls for rollout in rollouts]

@@ -321,6 +321,11 @@ def criteria_columns(groups: Groups) -> Columns:
         "longest_right": groups.longest_correct_P.where(groups.correct_PG.any(dim=1), math.nan),
         "mean_wrong": groups.mean_finished_wrong_P,  # NaN becomes null
     }
+    if groups.work_PG is not None:
+        has_right_P = groups.correct_PG.any(dim=1) & groups.has_work_P
+        work_right_P = groups.largest_correct_P(groups.work_PG)
+        columns_P["work_right"] = work_right_P.where(has_right_P, math.nan)
+        columns_P["work_wrong"] = groups.mean_of_finished_wrong_P(groups.work_PG)
     rollouts = groups.lengths_PG.shape[1]
     return {
         name: column_P.repeat_interleave(rollouts).tolist() for name, column_P in columns_P.items()

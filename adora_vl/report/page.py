@@ -157,7 +157,16 @@ class _TreeBuilder:
 
 GENERATOR = "adora_vl report"  # marks a page that this module wrote
 _VIEWER = Path(__file__).with_name("viewer")
-_SCRIPTS = ("dom.js", "formulas.js", "charts.js", "curves.js", "groups.js", "detail.js", "main.js")
+_SCRIPTS = (
+    "dom.js",
+    "formulas.js",
+    "steps.js",
+    "charts.js",
+    "curves.js",
+    "groups.js",
+    "detail.js",
+    "main.js",
+)
 
 
 def _hash(text: str) -> str:

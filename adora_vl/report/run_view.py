@@ -93,8 +93,10 @@ def _verdict(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
 
     The page shows the figures beside it, rounded once.
     """
-    reason_of = {"length": _length, "difficulty": _difficulty}
+    reason_of = {"length": _length, "difficulty": _difficulty, "working": _working}
     criteria = options["criteria"]
+    if [*criteria] == ["working"] and options["no_figure"] == "keep" and not _has_work(group):
+        return "neither TAS nor TDS, since the problem has no figure"
     one_is_enough = [*criteria] == ["difficulty"] or options["combine"] == "any"
     # Whether the difficulty alone may make a group TDS, though no right rollout has a length
     hard_is_enough = "difficulty" in criteria and one_is_enough and not options["needs_correct"]
@@ -106,26 +108,62 @@ def _verdict(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
 
 def _length(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     """What the criterion of length says of the group."""
-    longest = group["longest_right"]
-    mean = group["mean_wrong"]
-    if longest is None:
+    return _comparison(
+        group,
+        options,
+        largest=group["longest_right"],
+        mean=group["mean_wrong"],
+        words=("lengths", "the longest right rollout", "as long as", "longer than"),
+    )
+
+
+def _has_work(group: Mapping[str, Any]) -> bool:
+    """Whether the work of the group's rollouts was measured."""
+    return group.get("work_right") is not None or group.get("work_wrong") is not None
+
+
+def _working(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """What the criterion of work says of the group."""
+    if not _has_work(group):
+        if options["no_figure"] == "keep":
+            return "its problem has no figure, so that work says nothing"
+        return f"its problem has no figure, and {_length(group, options)}"
+    return _comparison(
+        group,
+        options,
+        largest=group["work_right"],
+        mean=group["work_wrong"],
+        words=("work", "the right rollout with most true steps", "as good as", "better than"),
+    )
+
+
+def _comparison(
+    group: Mapping[str, Any],
+    options: Mapping[str, Any],
+    *,
+    largest: float | None,
+    mean: float | None,
+    words: tuple[str, str, str, str],
+) -> str:
+    """What the paper's inequality says of a measure: what it is of, and how it is compared."""
+    measure, right, as_much, more = words
+    if largest is None:
         return "no rollout is right"
     if mean is None:
         all_right = group["pass_rate"] == 1
         cause = "all rollouts are right" if all_right else "every wrong rollout was cut off"
         outcome = "holding" if options["empty_wrong"] == "keep" else "failing"
         return (
-            f"{cause}, so there is no finished wrong one to compare lengths with, which counts "
+            f"{cause}, so there is no finished wrong one to compare {measure} with, which counts "
             f"as {outcome}"
         )
-    if longest == mean:
+    if largest == mean:
         outcome = "holding" if options["ties"] == "keep" else "failing"
         return (
-            "the longest right rollout is as long as the mean of the finished wrong ones, which "
-            f"counts as {outcome}"
+            f"{right} is {as_much} the mean of the finished wrong ones, which counts as {outcome}"
         )
-    relation = "longer" if longest > mean else "not longer"
-    return f"the longest right rollout is {relation} than the mean of the finished wrong ones"
+    relation = more if largest > mean else f"not {more}"
+    return f"{right} is {relation} the mean of the finished wrong ones"
 
 
 def _difficulty(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
@@ -155,9 +193,14 @@ ROLLOUT = (
     "turns",
     "parts",
     "compared",
+    "new",
+    "false",
+    "steps",
+    "luck",
     "completion",
 )
 _GROUP = ("step", "id", "weight", "tds", "pass_rate", "longest_right", "mean_wrong")
+_WORK = ("work_right", "work_wrong")  # of groups, in runs whose reward `steps` measures it
 # Characters of a text that are shown
 _SHOWN_CHARACTERS = 12_000
 Json = dict[str, Any]
@@ -284,6 +327,7 @@ def _group(rows: list[Json], settings: Json, problems: dict[str, Json]) -> Json:
     problems.setdefault(row_id, problem)
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
     group = {name: first[name] for name in _GROUP} | {"id": row_id, "equal": len(set(rewards)) <= 1}
+    group |= {name: first.get(name) for name in _WORK}
     group |= {"left": len(rows) - len(rewards), "size": len(rows)}
     return {
         **{name: _rounded(value) for name, value in group.items()},
@@ -304,10 +348,45 @@ def _rollout(row: Json) -> list[Any]:
         "completion": _cut(row["completion"]),
         "extracted": _cut(row["extracted"]),
         "compared": _compared(row),
+        "new": row.get("new"),
+        "false": row.get("false"),
+        "steps": _claims(row),
+        "luck": _luck(row),
         # a single reward function says no more than the reward
         "parts": rewards if len(rewards) > 1 else None,
     }
     return [_rounded(values[name]) for name in ROLLOUT]
+
+
+def _claims(row: Json) -> list[tuple[int, int, str]] | None:
+    """The claims of an answer: first and last place in its text, and verdict; None without them.
+
+    JavaScript counts the places of a text in units of UTF-16.
+    """
+    recorded = row.get("steps")
+    text = row["completion"] or ""
+    if not isinstance(recorded, str):
+        return None
+    return [
+        (_units(text[:start]), _units(text[:end]), verdict)
+        for start, end, verdict in json.loads(recorded)
+    ]
+
+
+def _units(text: str) -> int:
+    """The length of a text in units of UTF-16."""
+    return len(text.encode("utf-16-le", errors="surrogatepass")) // 2
+
+
+def _luck(row: Json) -> str | None:
+    """What the verdict alone would not say: `lucky`, or `true-steps` to no right answer."""
+    new = row.get("new")
+    false = row.get("false")
+    if new is None or false is None or row["verdict"] is None:
+        return None
+    if row["verdict"] == "correct":
+        return "lucky" if false or not new else None
+    return "true-steps" if new and not false else None
 
 
 def _compared(row: Json) -> list[tuple[str, str, str]] | None:

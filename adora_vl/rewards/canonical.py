@@ -403,6 +403,7 @@ def _compact(text: str) -> str:
     text = _SPACES.sub(" ", text.strip())
 
     def spacing(space: re.Match[str]) -> str:
+        """Return a space where leaving it out would join two words or two numbers."""
         before = text[space.start() - 1]
         behind = text[space.end()]
         letters = before.isalpha() and behind.isalpha()

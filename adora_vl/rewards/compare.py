@@ -173,6 +173,7 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
             return Compared("wrong", "different_unit")
     elif unit and unit.dimension == RADIANS and not _may_be_radians(answer):
         return Compared("wrong", "different_unit")
+    # The same text is right, whether or not it can be read as a value.
     by_text = answer.kind in {"text", "expression", "percentage"} or answer.reason == "not_read"
     if by_text and _same_text(answer.text, reference.text):
         return Compared("correct", "same_text")
@@ -186,9 +187,11 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
         return Compared("wrong", "percentage" if answer.kind == "percentage" else "different_text")
     number = answer.real
     expected = reference.real
+    # `2 + 3` is no answer to what is 5, unless the reference answer is left unevaluated too.
     if number and number.unevaluated and not (expected and expected.unevaluated):
         return Compared("wrong", "unevaluated")
     if number and expected:
+        # None where the errors of both values are too large to tell.
         same = same_number(number, expected)
         if (
             not same
@@ -205,6 +208,7 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
         return _same_formula(answer, formula)
     if not answer.tree or not reference.tree:
         return Compared("wrong", answer.reason or "different_text")
+    # From here on both are expressions with unknowns.
     if unknowns(answer.tree) != unknowns(reference.tree):
         return Compared(
             "wrong", "different_expression" if unknowns(reference.tree) else "not_a_number"
@@ -450,6 +454,7 @@ def _same_vector(answer: Answer, reference: Answer) -> Compared:
     coordinates = [part.tree for part in reference.parts if part.real]
     if len(coordinates) != len(axes) or not unknowns(answer.tree or ()) <= set(axes):
         return Compared("wrong", "different_form")
+    # The tuple as the sum that the answer should be: (3, 4) is 3 i + 4 j.
     terms = []
     for coordinate, axis in zip(coordinates, axes, strict=True):
         terms.append((1, ("product", ("*", coordinate), ("*", ("unknown", axis)))))

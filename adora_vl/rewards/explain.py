@@ -280,6 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
 
     def command() -> None:
+        """Print how the response is graded, which of its claims hold, and what rewards return."""
         options = parser.parse_args(arguments)
         if options.gold is None and not options.reward and options.figure is None:
             raise UserError(
@@ -288,6 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         response = _response(options.response, may_be_file=options.figure is not None)
         lines = []
+        # Functions of the user's own grade as they like, so that our verdict would mislead.
         only_user_functions = options.reward and all(map(is_own, names_of(options.reward)))
         if options.gold is not None and not only_user_functions:
             accepted = {

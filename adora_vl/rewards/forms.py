@@ -345,6 +345,7 @@ def _matrix(text: str, inside: str) -> Answer:
         raise NotReadError("matrix")
     if any(not entry.tree for row in rows for entry in row):
         raise NotReadError("matrix")
+    # A column is a vector, which may be written as a tuple too.
     if len(rows[0]) == 1 < len(rows):
         return Answer(kind="ordered", text=text, parts=tuple(row[0] for row in rows), brackets="()")
     row_answers = []

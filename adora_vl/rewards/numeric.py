@@ -87,6 +87,7 @@ class Ball:
         return Ball(-self.value, self.error, step=self.step)
 
     def __add__(self, addend: Ball) -> Ball:
+        """Return the sum; the errors add up."""
         if self.exact and addend.exact:
             return _fraction(self.value + addend.value)
         first = self.inexact()
@@ -322,13 +323,16 @@ def factor_between(answer: Tree, reference: Tree) -> int:
 
 def is_constant(tree: Tree) -> bool:
     """Return whether a tree has the same value at all those of six points where it has a value."""
-    first: Ball | None = None
-    for at in _points(unknowns(tree)):
-        value = _value_at(tree, at)
+    earlier_value: Ball | None = None
+    for point in _points(unknowns(tree)):
+        value = _value_at(tree, point)
         if isinstance(value, Ball):
-            if first is not None and not _same_product(value, b=_ONE, c=first, d=_ONE):
+            # With factors of 1 the products are the same where the values are.
+            if earlier_value is not None and not _same_product(
+                value, b=_ONE, c=earlier_value, d=_ONE
+            ):
                 return False
-            first = value
+            earlier_value = value
     return True
 
 

@@ -82,6 +82,7 @@ def _adapted(
         log_metric: Callable[[str, float], None] = lambda name, value: None,
         **columns: Any,
     ) -> list[float]:
+        """Return the total of each row, and log the mean of every other number of the scores."""
         count = len(completions)
         sources = columns.get("data_source", [""] * count)
         extra = columns.get("extra_info", [{}] * count)
@@ -101,6 +102,7 @@ def _adapted(
         parts: defaultdict[str, list[float]] = defaultdict(list)
         totals = []
         for score in call(function, rows):
+            # A bare number is the total alone.
             scores = score if isinstance(score, Mapping) else {total: score}
             totals.append(float(scores[total]))
             for name, value in scores.items():

@@ -114,6 +114,7 @@ class _Grader:
         self._grades: list[Grade] = []
 
     def __call__(self, texts: list[str], references: _References) -> list[Grade]:
+        """Grade a batch, once for all presets that ask for the same one in turn."""
         if (texts, references) != self._last:
             answers = [gold for gold, _ in references]
             choices = [options for _, options in references]
@@ -135,6 +136,7 @@ def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunct
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float]:
+        """Grade the completions by their reference answers, and return the preset's rewards."""
         references = _references(answer, choices, len(completions))
         texts = response_texts(completions, thinking_opened)
         answers = [final_part(text) for text in texts]

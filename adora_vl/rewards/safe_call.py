@@ -131,6 +131,7 @@ def safe_call(
     folder = Path.cwd()
 
     def failed(error: BaseException, arguments: Mapping[str, Any], row: int | None) -> list[float]:
+        """Note the failure, and return a reward of 0 for each completion."""
         failures.append(
             _failure(
                 function, name=name, error=error, arguments=arguments, row=row, timeout=timeout
@@ -139,6 +140,7 @@ def safe_call(
         return [0.0] * len(arguments["completions"])
 
     def rewards(returned: object, count: int) -> list[float | None]:
+        """Return the checked rewards, with None for what cannot be scored, which is noted."""
         values = checked(returned, count)
         if unscored is not None:
             for number, value in enumerate(values):
@@ -147,6 +149,7 @@ def safe_call(
         return [None if isinstance(value, BaseException) else value for value in values]
 
     def call(**arguments: Any) -> list[float | None]:
+        """Return the rewards of a plain function; of a failure what `failed` makes of it."""
         try:
             with (
                 back_in(folder),
@@ -166,6 +169,7 @@ def safe_call(
             return [*failed(error, arguments, row)]
 
     async def call_async(**arguments: Any) -> list[float | None]:
+        """Return the rewards of an `async def`; of a failure what `failed` makes of it."""
         try:
             with back_in(folder), backstop(timeout), in_one_process(f"reward {name}"):
                 async with asyncio.timeout(timeout) as limit:
@@ -263,6 +267,7 @@ def _failure(
         reason = f"it called sys.exit({code}){location}"
     else:
         reason = f"{in_one_line(error)[:_REASON_CHARS]}{location}"
+    # A row of the data set is named by its id, where it has one; else by its place in the batch.
     count = len(arguments["completions"])
     ids = arguments.get("id")
     index = 0 if row is None else row

@@ -109,6 +109,7 @@ def _truths(solution: Solution, ends: Sequence[Ball]) -> list[bool]:
         end = next(index for index, end in enumerate(ends) if same_number(number, end))
         end_position = 2 * end + 1
         return [_HOLDS[sign](position, end_position) for position in range(2 * len(ends) + 1)]
+    # The conditions that `and` or `or` joins hold together, or one of them holds, at each position.
     truths_of_parts = [_truths(part, ends) for part in solution[1:]]
     combine = all if solution[0] == "and" else any
     return [combine(truths) for truths in zip(*truths_of_parts, strict=True)]

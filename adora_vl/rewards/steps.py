@@ -114,8 +114,11 @@ def worked_part(response: str) -> str:
     box = text.rfind(_BOX)
     if box < 0:
         return text
+    opening = text.find("{", box)
+    if opening < 0:
+        return text
     depth = 0
-    for position in range(text.find("{", box), len(text)):
+    for position in range(opening, len(text)):
         depth += {"{": 1, "}": -1}.get(text[position], 0)
         if depth == 0:
             return text[: position + 1]

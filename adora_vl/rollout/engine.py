@@ -166,6 +166,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
                 logprobs_mode=self._logprobs_mode(),
             )
             self.served.files = WeightFiles(folder, Path(self.settings.output_dir))
+        # Servers with LoRA get the adapter alone, which a base in 4 bits requires; the others get
+        # merged weights.
         if self.served.first_rank(ServerPool.have_lora) or self.four_bit:
             self.lora = lora_settings(self.model)
         lora = self.lora

@@ -605,6 +605,7 @@ def _on_each(
     """Let all servers do something at the same time; return what each has raised, or None."""
 
     def problem_of(server: Server) -> Exception | None:
+        """Return the exception of `do` for a server, None where it has none."""
         try:
             do(server)
         except Exception as error:  # also what reading a reply of another form raises
@@ -667,6 +668,7 @@ class _Session(requests.Session):
     """
 
     def __init__(self, address: str, login: tuple[str, str] | None) -> None:
+        """Begin a session with the login of the address, and without a proxy on this machine."""
         super().__init__()
         self.auth = login
         self.trust_env = not is_here(address)
@@ -711,6 +713,7 @@ def connect(addresses: Sequence[str], group_port: int, patience_s: float) -> lis
     """
 
     def client_of(address: str) -> VLLMClient:
+        """Return a client of an address that answers. Raises `EngineError`."""
         try:
             client = Client(base_url=address, group_port=group_port, connection_timeout=patience_s)
             client.get_server_info()

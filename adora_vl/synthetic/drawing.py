@@ -86,11 +86,11 @@ class Canvas:
 
     def label(self, text: str, centre: Point) -> None:
         """Write a text with an outline of paper, so that a line behind it does not hide a digit."""
-        place = self._scaled([centre])[0]
+        position = self._scaled([centre])[0]
         style = self._style
         stroke = self._stroke
         self._draw.text(
-            place,
+            position,
             text,
             style.text,
             self._font,

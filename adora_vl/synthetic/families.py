@@ -210,25 +210,27 @@ def crossing_lines(
     slip in this case alone, and ADORA's length criterion would attenuate exactly one side of the
     decision that the picture asks for.
     """
-    given = rng.randrange(*((30, 155, 10), (25, 160, 5), (21, 160, 1))[level - 1])
+    shown_angle = rng.randrange(*((30, 155, 10), (25, 160, 5), (21, 160, 1))[level - 1])
     vertical = rng.random() < 0.5
     canvas = Canvas(size, style)
     x, y = jitter(rng, (0.5, 0.5))
     slope = rng.uniform(0.40, 0.44)
     canvas.line((x - 0.46, y - slope), (x + 0.46, y + slope))
     canvas.line((x - 0.46, y + slope), (x + 0.46, y - slope))
-    canvas.label(str(given), jitter(rng, (0.5, 0.04 + inset(size))))
+    canvas.label(str(shown_angle), jitter(rng, (0.5, 0.04 + inset(size))))
     canvas.label("x", jitter(rng, (0.5, 0.96 - inset(size)) if vertical else (0.87, 0.57)))
-    angle = given if vertical else 180 - given
-    other = 180 - given
+    angle = shown_angle if vertical else 180 - shown_angle
+    supplement = 180 - shown_angle
     equal = ("vertical {given}. ", "vertical angles, {given}. ")
     neighbours = ("supplementary {given}. ", "a straight angle, {given}. ")
     proof = ("180 - (180 - {given}) = ", "180 - {given} = {other}. 180 - {other} = ")
-    proved = worded(rng, equal, proof, given=given, other=other) + _box(given)
+    proved = worded(rng, equal, proof, given=shown_angle, other=supplement) + _box(shown_angle)
     sums = ("x + {given} = 180. 180 - {given} = ", "they add up to 180. 180 - {given} = ")
-    summed = worded(rng, neighbours, sums, given=given) + _box(other)
-    copied = worded(rng, equal, ("x = ",), given=given) + _box(given)
-    subtracted = worded(rng, neighbours, ("180 - {given} = ",), given=given) + _box(other)
+    summed = worded(rng, neighbours, sums, given=shown_angle) + _box(supplement)
+    copied = worded(rng, equal, ("x = ",), given=shown_angle) + _box(shown_angle)
+    subtracted = worded(rng, neighbours, ("180 - {given} = ",), given=shown_angle) + _box(
+        supplement
+    )
     question = rng.choice(["Find x.", "Find the angle x at the crossing."])
     right, slip, kind = (
         (proved, subtracted, "vertical") if vertical else (summed, copied, "supplementary")
@@ -251,7 +253,7 @@ def circle_from_radius(
 ) -> SyntheticProblem:
     """Draw a circle with its radius, and ask for the diameter or the circumference."""
     radius = rng.randrange(2, (50, 100, 200)[level - 1])
-    asked = rng.choice(["diameter", "circumference"])
+    measure = rng.choice(["diameter", "circumference"])
     canvas = Canvas(size, style)
     centre = jitter(rng, (0.5, 0.5))
     reach = rng.uniform(0.40, 0.45)
@@ -259,14 +261,14 @@ def circle_from_radius(
     canvas.dot(centre)
     canvas.line(centre, (centre[0] + reach, centre[1]))
     canvas.label(str(radius), jitter(rng, (0.5, 0.5 - 1.15 * inset(size))))
-    unit = "" if asked == "diameter" else " \\pi"
+    unit = "" if measure == "diameter" else " \\pi"
     opening = ("radius {radius}", "the radius is {radius}", "it has radius {radius}")
     steps = (
         ". 2 * {radius} = ",
         ". {radius} + {radius} = ",
         ". two radii make a diameter. 2 * {radius} = ",
     )
-    question = rng.choice([f"Find the {asked} of the circle.", f"Find the {asked}."])
+    question = rng.choice([f"Find the {measure} of the circle.", f"Find the {measure}."])
     answer = f"{2 * radius}{unit}"
     right = worded(rng, opening, steps, radius=radius) + _box(answer)
     slip = worded(rng, opening, (" = ", ". the answer is "), radius=radius) + _box(
@@ -281,7 +283,7 @@ def circle_from_radius(
         slip=slip,
         goal="Length",
         shapes=("Circle",),
-        kind=asked,
+        kind=measure,
     )
 
 
@@ -309,6 +311,7 @@ def clear(family: Family) -> Family:
 
     @functools.wraps(family)
     def drawn(rng: random.Random, size: int, level: int, style: Style) -> SyntheticProblem:
+        """Draw problems until one has its labels clear of each other."""
         while True:
             try:
                 return family(rng, size, level, style)
@@ -392,10 +395,10 @@ def triangle_angle(
     x = rng.randrange(5, 21)
     first = rng.randrange(1, a // x + 1)
     second = rng.randrange(1, b // x + 1)
-    one = _expression(first, a - first * x)
-    other = _expression(second, b - second * x)
-    sketch.angles(BAC=one, ABC=other, BCA=f"{c}°")
-    working = f"({one}) + ({other}) + {c} = 180"
+    first_angle = _expression(first, a - first * x)
+    second_angle = _expression(second, b - second * x)
+    sketch.angles(BAC=first_angle, ABC=second_angle, BCA=f"{c}°")
+    working = f"({first_angle}) + ({second_angle}) + {c} = 180"
     return _angle(sketch.picture(), "Find x.", str(x), working, str(180 - c), ("Triangle",))
 
 
@@ -503,18 +506,25 @@ def parallelogram_side(
     x = rng.randrange(2, 15) if level < 3 else rng.randrange(2, 30)
     factor = rng.randrange(2, 6)
     added = rng.randrange(1, 20)
-    other = rng.randrange(1, factor) if level == 3 else 0
+    second_factor = rng.randrange(1, factor) if level == 3 else 0
     lean = rng.uniform(0.2, 0.5)
     height = rng.uniform(0.6, 0.9)
     corners = {"A": (0.0, 0.0), "B": (1.4, 0.0), "C": (1.4 + lean, height), "D": (lean, height)}
     sketch = Sketch(rng, size, style, corners, "ABCDA", letters="ABCD")
     value = factor * x + (added if level > 1 else 0)
-    left = _expression(factor, added if level > 1 else 0)
-    right = _expression(other, value - other * x) if other else str(value)
-    sketch.sides(AB=left, CD=right)
+    first_side = _expression(factor, added if level > 1 else 0)
+    second_side = (
+        _expression(second_factor, value - second_factor * x) if second_factor else str(value)
+    )
+    sketch.sides(AB=first_side, CD=second_side)
     question = "Find x so that the quadrilateral is a parallelogram."
     return _length(
-        sketch.picture(), question, str(x), f"{left} = {right}", str(value), ("Parallelogram",)
+        sketch.picture(),
+        question,
+        str(x),
+        f"{first_side} = {second_side}",
+        str(value),
+        ("Parallelogram",),
     )
 
 

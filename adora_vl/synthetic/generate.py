@@ -53,8 +53,10 @@ def _variants(answer: str, rng: random.Random) -> list[str]:
     assert match, f"{answer!r} has no number"
     number = int(match.group())
     near = [2 * number, 180 - number, number + 1, number + 2, number - 2, number + 10, number - 10]
-    near += [number // 2] if number % 2 == 0 else []
+    if number % 2 == 0:
+        near.append(number // 2)
     rng.shuffle(near)
+    # Further numbers follow, since a near one may be 0 or negative.
     values = [value for value in (*near, *range(number + 3, number + 12)) if value > 0]
     return [answer[: match.start()] + str(value) + answer[match.end() :] for value in values]
 

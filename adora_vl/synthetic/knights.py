@@ -310,6 +310,7 @@ def _row_of_record(record: Mapping[str, Any], origin: str, question: str) -> Row
         names = record["names"]
         solution = record["solution"]
         split = record["extra_info"]["split"]
+        # The reference stores the statements as the text of nested Python tuples.
         claims = ast.literal_eval(record["statements"])
         words = all(isinstance(name, str) and name.isalpha() for name in names)
         if not words or not PEOPLE[0] <= len(names) <= PEOPLE[1]:

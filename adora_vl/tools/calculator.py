@@ -68,12 +68,13 @@ def _read(expression: str) -> Tree:
             raise NotReadError
         tokens.append(_SYMBOLS.get(match[1], match[1]))
         position = match.end()
+    # Powers, factorials and functions take far longer than the four operations.
     costly = [token for token in tokens if token in _NAMES or token in {"^", "!"}]
     if len(costly) > MAX_FUNCTIONS:
         raise NotReadError("too_large")
     reader = _Reader(tokens)
     tree = reader.sum()
-    if reader.next:
+    if reader.next:  # tokens are left behind the expression
         raise NotReadError
     return tree
 

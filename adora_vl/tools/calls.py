@@ -127,6 +127,7 @@ def read_call(call_text: str) -> tuple[str, dict[str, Any]]:
         raise CallError("the call is nested too deep") from None
     except ValueError as error:
         raise CallError(f"the call is no JSON ({in_one_line(error).partition(': ')[2]})") from None
+    # A call has these two keys and no others.
     if (
         not isinstance(call, dict)
         or not isinstance(call.get("name"), str)

@@ -132,6 +132,7 @@ def _refuse_no_tokens(
             f"{room.key}: {room.completion} leaves no room for an answer of {parts}; set it to "
             f"{needed} or more"
         )
+    # What the engine holds is known only where vLLM samples, the prompt where the data are known.
     if room.context is None or room.prompt is None:
         return
     if room.context - room.prompt < needed:

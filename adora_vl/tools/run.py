@@ -251,9 +251,10 @@ class Toolbox:
                     text="\n".join([*texts, *["<image>"] * len(pictures)]),
                     seconds=time.perf_counter() - began,
                     failed=outcome.failed,
-                    span=-1,
+                    span=-1,  # the rollout's segment is not known yet; `ToolLoop` puts it in
                 )
             )
+            # The first call beyond the limit was answered too, with the error that says so.
             if number >= CALLS_PER_TURN:
                 break
         if not calls:
@@ -406,6 +407,7 @@ class Toolbox:
                 ) from None
             raise CallError(f"the tool's picture cannot be read ({error})") from None
         (width, height) = image.size
+        # A side has at least one image token, and the image processor refuses a narrow strip.
         unit = self.view.unit
         if min(width, height) < unit or max(width, height) >= WIDEST * min(width, height):
             raise CallError(

@@ -90,8 +90,10 @@ class AdvantageComputer:
         """
         # Collective: figures of all ranks.
         surprisal_B = self.accelerator.gather(self._surprisal(batch)).cpu()
-        facts_B3 = torch.stack([scores.lengths_B, scores.unended_B.float(), surprisal_B], dim=1)
-        grades_BK = torch.cat([scores.rewards.counted_BF, facts_B3], dim=1)
+        facts_B4 = torch.stack(
+            [scores.lengths_B, scores.unended_B.float(), surprisal_B, scores.work_B], dim=1
+        )
+        grades_BK = torch.cat([scores.rewards.counted_BF, facts_B4], dim=1)
         groups, raw_PG = self._groups(grades_BK, generations, step)
         rows = len(batch["completion_ids"])
         device = batch["completion_ids"].device
@@ -153,13 +155,15 @@ class AdvantageComputer:
 
         `grades_BK` has the column `grades` of all ranks.
         """
-        # The last three columns are facts, in the order in which `judged` joins them.
-        rewards_BF, facts_B3 = torch.split(grades_BK, [grades_BK.size(1) - 3, 3], dim=1)
-        lengths_B, unended_B, surprisal_B = facts_B3.unbind(dim=1)
+        # The last four columns are facts, in the order in which `judged` joins them.
+        rewards_BF, facts_B4 = torch.split(grades_BK, [grades_BK.size(1) - 4, 4], dim=1)
+        lengths_B, unended_B, surprisal_B, work_B = facts_B4.unbind(dim=1)
         lengths_PG = lengths_B.view(-1, generations)
         unended_PG = unended_B.view(-1, generations) > 0
         surprisal_PG = surprisal_B.view(-1, generations)
         rewards_PGF = rewards_BF.view(len(lengths_PG), generations, -1)
+        work_PG = work_B.view(-1, generations)
+        is_work_known = self.methods.compares_work or not bool(work_PG.isnan().all())
         varied_P = None
         if not self.methods.sums_rewards:  # a group has signal where any weighed function varies
             is_weighed_F = self.reward_weights_F.to(rewards_BF.device) != 0
@@ -184,6 +188,7 @@ class AdvantageComputer:
             correct_above=self.correct_above,
             step=step,
             varied_P=varied_P,
+            work_PG=work_PG if is_work_known else None,
         )
         return groups, raw_PG
 

@@ -147,6 +147,21 @@ class Scores:
     logged: Mapping[str, float] = field(default_factory=dict)
 
     @property
+    def work_B(self) -> Tensor:
+        """True and new claims of each rollout less its errors, at least 0, as `steps` counts them.
+
+        NaN where a row has no figure, and where nothing counts them.
+        """
+        count = len(self.lengths_B)
+        new = self.extra.get("new", [None] * count)
+        false = self.extra.get("false", [None] * count)
+        work = [
+            torch.nan if right is None or wrong is None else max(0.0, float(right - wrong))
+            for right, wrong in zip(new, false, strict=True)
+        ]
+        return torch.tensor(work, dtype=torch.float32, device=self.lengths_B.device)
+
+    @property
     def reflective_per_1000_tokens(self) -> float:
         """Reflective words per 1,000 tokens of all rollouts; NaN where no rollout has a token."""
         return (1000 * self.reflective_B.sum() / self.lengths_B.sum()).item()

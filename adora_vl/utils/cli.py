@@ -165,6 +165,7 @@ def whole(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
     """Return a converter of whole numbers from `minimum` to `maximum`."""
 
     def convert(text: str) -> int:
+        """Read a whole number within the bounds."""
         # The length first: Python refuses to read more than 4,300 digits, with an error of its own.
         value = (
             int(text)
@@ -183,6 +184,7 @@ def number(minimum: float, maximum: float, *, also: float | None = None) -> Call
     """Return a converter of numbers from `minimum` to `maximum`, and `also`; never NaN."""
 
     def convert(text: str) -> float:
+        """Read a number within the bounds, or the one beside them."""
         try:
             value = float(text)
         except ValueError:
@@ -295,10 +297,12 @@ def _loader() -> Any:
 
     class Loader(yaml.SafeLoader):
         def get_single_node(self) -> Any:
+            """Read the whole document, and refuse one that aliases make too large."""
             node = super().get_single_node()
             remaining_visits = iter(range(_MOST_YAML))
 
             def visit(node: Any) -> None:
+                """Visit a node and all below it, those behind an alias each time."""
                 if next(remaining_visits, None) is None:
                     raise yaml.constructor.ConstructorError(
                         None, None, "its aliases make it larger than any config"
@@ -315,6 +319,7 @@ def _loader() -> Any:
             return node
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            """Read a mapping, and refuse one that has a key twice."""
             names: set[str] = set()
             for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
                 if key.value in names:

@@ -118,6 +118,7 @@ class TranslatedErrors:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
+        """Raise the translation of the block's error, if it has one."""
         if not isinstance(error, Exception):
             return
         raised = self._translated(error)
@@ -132,6 +133,7 @@ def engine_call(name: str) -> TranslatedErrors:
     """
 
     def translated(error: Exception) -> Exception | None:
+        """Return the `EngineError` of an error that is not one of ours."""
         if isinstance(error, RolloutError | RunError | UserError):
             return None
         failed = EngineError(f"the engine failed in {name} ({in_one_line(error)})")

@@ -31,6 +31,7 @@ def no_hub() -> str:
     answered: list[bool] = []
 
     def ask() -> None:
+        """Note whether the hub answers without an error of its own."""
         try:
             status = get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS).status_code
         except Exception:  # the library has changed its HTTP client before, and with it its errors

@@ -279,6 +279,7 @@ def watch_parent() -> None:
     parent = os.getppid()
 
     def hang_up_without_it() -> None:
+        """End this process when its parent is gone."""
         while os.getppid() == parent:
             time.sleep(_WATCH_S)
         # the launcher was started with nohup
@@ -347,6 +348,7 @@ class StartupLog:
         self._began = 0
 
     def __enter__(self) -> StartupLog:
+        """Send both outputs to the log; where it cannot be written they stay as they are."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if self.first else 0)
         try:
             log = os.open(self.path, flags, 0o644)

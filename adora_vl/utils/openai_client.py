@@ -99,6 +99,7 @@ class EndpointError(SpokenError):
         too_long: bool = False,
         unreachable: bool = False,
     ) -> None:
+        """Begin an error. `wait_s`: how long the server asks to wait before another attempt."""
         super().__init__(reason)
         self.again = again
         self.wait_s = wait_s
@@ -174,6 +175,7 @@ class ChatClient:
         """
 
         def asked() -> str:
+            """Return what `read` makes of one reply."""
             reply = self._call(messages, {})
             try:
                 return read(reply.text)
@@ -241,6 +243,7 @@ class ChatClient:
             if self.budget is not None and self.calls >= self.budget:
                 raise EndpointError(f"the budget of {self.budget} calls is used up", again=False)
             self.calls += 1
+        # Fields of the one call take precedence over those of the endpoint.
         content = json.dumps({**self._fields, "messages": list(messages), **body}).encode()
         received = self._post(content)
         try:

@@ -141,7 +141,7 @@ class Subject:
         return logps * group.mask[:, -group.completion :]
 
     def shared(self) -> PolicyPass:
-        switches: Any = SimpleNamespace(own=lambda part: True)
+        switches: Any = SimpleNamespace(uses=lambda part: True)
         return PolicyPass(self.accelerator, switches)
 
     def exactness(

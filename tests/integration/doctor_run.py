@@ -96,7 +96,8 @@ def doubled_in_the_trainer(examination: Examination) -> Iterator[None]:
         return replace(
             read,
             ids=[
-                [t for one in row for t in [one] * (2 if one == token else 1)] for row in read.ids
+                [t for token_id in row for t in [token_id] * (2 if token_id == token else 1)]
+                for row in read.ids
             ],
         )
 

@@ -50,8 +50,8 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def line(checks: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    (found,) = [check for check in checks if check["name"] == name]
-    return found
+    (entry,) = [check for check in checks if check["name"] == name]
+    return entry
 
 
 def test_a_healthy_run_passes_every_line(examined):
@@ -94,9 +94,9 @@ def test_without_a_correction_its_line_fails_with_the_remedy(examined, sabotage,
             checks[0]
         )
         return
-    found = line(checks, name)
-    assert found["status"] == "failed", found
-    assert remedy in found["remedy"]
+    check = line(checks, name)
+    assert check["status"] == "failed", check
+    assert remedy in check["remedy"]
 
 
 def test_expanded_prompts_also_show_in_the_log_probabilities(examined):

@@ -90,7 +90,7 @@ def half(completions, **kwargs):
 
 
 def trainer(folder, rows=ROWS, **keys):
-    given = {
+    settings = {
         "max_steps": 2,
         "num_generations": 4,
         "per_device_train_batch_size": 8,
@@ -99,7 +99,7 @@ def trainer(folder, rows=ROWS, **keys):
         "report_to": "none",
         **keys,
     }
-    args = AdoraGRPOConfig(str(folder), use_cpu=True, bf16=False, **given)
+    args = AdoraGRPOConfig(str(folder), use_cpu=True, bf16=False, **settings)
     return AdoraGRPOTrainer("tiny", half, args, Dataset.from_list(rows))
 
 
@@ -111,8 +111,8 @@ def test_a_run_owns_its_folder_as_a_commands_does(tmp_path):
     manifest = json.loads((folder / "manifest.json").read_text())
     assert (manifest["status"], manifest["steps"], manifest["data"]["rows"]) == ("finished", 2, 8)
     assert "2 steps of ADORA" in (folder / "checkpoint-2" / "README.md").read_text()
-    held = {type(each).__name__ for each in first.callback_handler.callbacks}
-    assert {"SkipBadSteps", "RefuseWrongBuffers", "SelfCheck"} <= held
+    callbacks = {type(callback).__name__ for callback in first.callback_handler.callbacks}
+    assert {"SkipBadSteps", "RefuseWrongBuffers", "SelfCheck"} <= callbacks
     with pytest.raises(
         UserError,
         match=r"holds checkpoint-2 of a run; train\(resume_from_checkpoint=True\) goes on",
@@ -156,7 +156,7 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
             return float(self.pairs)
 
     def seen(environments, **kwargs):
-        return [float(each.pairs) for each in environments]
+        return [float(environment.pairs) for environment in environments]
 
     args = AdoraGRPOConfig(
         str(tmp_path),
@@ -205,13 +205,13 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
 @pytest.mark.slow
 def test_a_run_that_goes_on_ends_with_the_weights_of_one_that_did_not_stop(tmp_path):
     keys = {"max_steps": 3, "learning_rate": 1e-3, "save_only_model": False}
-    whole = trainer(tmp_path / "whole", **keys)
-    whole.train()
+    uninterrupted = trainer(tmp_path / "whole", **keys)
+    uninterrupted.train()
     folder = tmp_path / "stopped"
     trainer(folder, **keys).train()
     shutil.rmtree(folder / "checkpoint-3")
     resumed = trainer(folder, **keys)
     assert resumed.train(resume_from_checkpoint=True).global_step == 3
     assert len(json.loads((folder / "manifest.json").read_text())["starts"]) == 2
-    pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    pairs = zip(uninterrupted.model.parameters(), resumed.model.parameters(), strict=True)
+    assert all(torch.equal(expected, actual) for expected, actual in pairs)

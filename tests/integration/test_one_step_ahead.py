@@ -28,9 +28,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def server() -> Iterator[StandIn]:
-    one = StandIn(vocabulary=200)
-    yield one
-    one.close()
+    stand_in = StandIn(vocabulary=200)
+    yield stand_in
+    stand_in.close()
 
 
 def test_each_generation_is_asked_for_before_the_policy_learns_from_the_one_before(
@@ -43,14 +43,14 @@ def test_each_generation_is_asked_for_before_the_policy_learns_from_the_one_befo
     assert main(server_arguments(tmp_path / "ahead", server)) == 0
     # weights 0 sample generations 0 and 1, weights 1 generation 2 and the answers whose drift is
     # measured, ...
-    rollouts, drift = (_with_each_weights(server, limit) for limit in (32, 8))
+    rollouts = _with_each_weights(server, 32)
+    drift = _with_each_weights(server, 8)
     assert (rollouts, drift) == ([8, 4, 4, 0], [0, 2, 2, 2])
     assert [step["adora/staleness"] for step in step_metrics(tmp_path / "ahead")] == [0, 1, 1, 1]
     server.asked.clear()
     assert main(server_arguments(tmp_path / "after", server, adora_rollouts="{ahead: 0}")) == 0
-    ahead, after = (
-        pq.read_table(tmp_path / name / "rollouts").to_pylist() for name in ("ahead", "after")
-    )
+    ahead = pq.read_table(tmp_path / "ahead" / "rollouts").to_pylist()
+    after = pq.read_table(tmp_path / "after" / "rollouts").to_pylist()
     for name in ("id", "completion"):
         assert [row[name] for row in ahead] == [row[name] for row in after], name
     assert _with_each_weights(server, 8) == [0] * 4
@@ -66,9 +66,9 @@ def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkey
     def noted(owner: Any, method: str, name: str) -> None:
         wrapped = getattr(owner, method)
 
-        def run(*given: Any, **named: Any) -> Any:
+        def run(*args: Any, **named: Any) -> Any:
             done.append(name)
-            return wrapped(*given, **named)
+            return wrapped(*args, **named)
 
         monkeypatch.setattr(owner, method, run)
 
@@ -93,11 +93,11 @@ def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkey
     ]
     done.clear()
     assert main(server_arguments(tmp_path / "two", server, steps_per_generation=1, **keys)) == 0
-    found = [
+    drift_and_order = [
         (part.count("drift"), "joined joined learned" in part)
         for part in " ".join(done).split("written ")[1:]
     ]
-    assert found == [(0, False), (1, True), (1, True)], (
+    assert drift_and_order == [(0, False), (1, True), (1, True)], (
         "once in a step of two generations, and judged at its end"
     )
 
@@ -165,9 +165,9 @@ def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_st
     check = DriftGuard.check
     passes = list[int]()
 
-    def drifts(guard: DriftGuard, *given: Any) -> None:
-        check(guard, *given)
-        passes.append(given[-1])
+    def drifts(guard: DriftGuard, *args: Any) -> None:
+        check(guard, *args)
+        passes.append(args[-1])
         if len(passes) == 4:
             raise RolloutError(str(guard.save()))
 
@@ -187,12 +187,11 @@ def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_st
             assert main(server_arguments(stopped, server, **keys)) == 1
             assert passes == [0, 0, 1, 1]
         assert main(server_arguments(stopped, server, **keys)) == 0
-        one = tmp_path / generations
-        other = stopped
-        assert (one / "model.safetensors").read_bytes() == (
-            other / "model.safetensors"
+        uninterrupted = tmp_path / generations
+        assert (uninterrupted / "model.safetensors").read_bytes() == (
+            stopped / "model.safetensors"
         ).read_bytes()
-        assert _tokens(one / "checkpoint-3") == _tokens(other / "checkpoint-3")
+        assert _tokens(uninterrupted / "checkpoint-3") == _tokens(stopped / "checkpoint-3")
 
 
 def test_an_image_that_cannot_be_read_ends_the_run_at_the_step_that_draws_it(

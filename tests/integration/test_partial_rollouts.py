@@ -42,16 +42,16 @@ def logged(folder: Path, name: str) -> list[float]:
 
 def test_a_budget_that_no_answer_reaches_is_the_run_without_it_to_the_bit(tmp_path):
     def known(folder: Path) -> dict[str, Any]:
-        found = facts(folder)
-        own = ("adora/staleness", "adora/unfinished", "adora/rollout_budget")
-        steps = found["steps"].items()
-        del found[
+        run_facts = facts(folder)
+        own_figures = ("adora/staleness", "adora/unfinished", "adora/rollout_budget")
+        steps = run_facts["steps"].items()
+        del run_facts[
             "rollouts"
         ]  # their ages are recorded with a budget alone; the tables have the rest
-        found["steps"] = {
-            n: {k: v for k, v in step.items() if not k.startswith(own)} for n, step in steps
+        run_facts["steps"] = {
+            n: {k: v for k, v in step.items() if not k.startswith(own_figures)} for n, step in steps
         }
-        return found
+        return run_facts
 
     without = known(train(tmp_path / "without"))
     assert without == known(train(tmp_path / "with", adora_rollouts="{budget: 32}"))

@@ -82,13 +82,13 @@ def test_every_constant_is_that_of_a_plain_model(sharded, plain, role):
     facts, tensors = sharded
     assert facts["sharded"]
     assert facts["dtype"] == "torch.bfloat16"
-    found = part(tensors, f"{role}/constants/")
-    wanted = constants(plain)
-    assert found.keys() == wanted.keys()
-    assert {name: value.dtype for name, value in found.items()} == {
-        n: v.dtype for n, v in wanted.items()
+    actual = part(tensors, f"{role}/constants/")
+    expected = constants(plain)
+    assert actual.keys() == expected.keys()
+    assert {name: value.dtype for name, value in actual.items()} == {
+        n: v.dtype for n, v in expected.items()
     }
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -97,9 +97,9 @@ def test_log_probabilities_far_from_the_start_are_those_of_float32_angles(sharde
     """To the bit: three passes of one process over the same tokens, between which the angles alone
     may change.
     """
-    built, right, rounded = (
-        sharded[1][f"{role}/{which}/{position}"] for which in ("built", "float32", "rounded")
-    )
+    built = sharded[1][f"{role}/built/{position}"]
+    right = sharded[1][f"{role}/float32/{position}"]
+    rounded = sharded[1][f"{role}/rounded/{position}"]
     assert not torch.equal(rounded, right)
     assert torch.equal(built, right)
 

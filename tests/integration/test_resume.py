@@ -134,7 +134,13 @@ def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_o
         if server:  # it holds the dead run's adapter too, under another name
             with urllib.request.urlopen(f"{server.url}/v1/models") as reply:  # noqa: S310  # loopback
                 assert (
-                    len([one for one in json.load(reply)["data"] if "adora-weights" in one["id"]])
+                    len(
+                        [
+                            model
+                            for model in json.load(reply)["data"]
+                            if "adora-weights" in model["id"]
+                        ]
+                    )
                     == 3
                 )
     assert "checkpoint-3" in done.stdout
@@ -198,18 +204,17 @@ def test_a_sigterm_saves_and_has_an_exit_code_of_its_own(stopped):
     step = json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
     assert "SIGTERM: saving after this optimizer step" in errors
     assert f"Stopped after step {step}; the same command goes on from checkpoint-{step}" in errors
-    said = json.loads((out / "stopped.json").read_text())
-    assert said == {"exit_code": EXIT_STOPPED, "step": step, "checkpoint": checkpoint.name}
+    note = json.loads((out / "stopped.json").read_text())
+    assert note == {"exit_code": EXIT_STOPPED, "step": step, "checkpoint": checkpoint.name}
 
 
 def test_the_export_holds_the_checkpoints_weights_and_loads_offline(stopped, tmp_path):
     out, _, _ = stopped
     assert export([str(out), str(tmp_path / "model")]) == 0
     (checkpoint,) = checkpoints(out)
-    exported, saved, shipped = (
-        AutoModelForImageTextToText.from_pretrained(folder).state_dict()
-        for folder in (tmp_path / "model", checkpoint, PRETRAINED)
-    )
+    exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "model").state_dict()
+    saved = AutoModelForImageTextToText.from_pretrained(checkpoint).state_dict()
+    shipped = AutoModelForImageTextToText.from_pretrained(PRETRAINED).state_dict()
     assert all(torch.equal(exported[name], saved[name]) for name in saved)
     assert any(not torch.equal(exported[name], shipped[name]) for name in saved)
     assert {p.name for p in PRETRAINED.iterdir()} - {"build.json"} <= {

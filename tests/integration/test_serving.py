@@ -7,7 +7,6 @@ import json
 import sys
 import uuid
 from pathlib import Path
-from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -28,6 +27,7 @@ from eval.command import main
 from eval.geometry3k import BENCHMARK
 from tests.support.launch import launch, processes_with, run
 from tests.support.parity import Draws
+from tests.support.stand_ins import config_of
 from tests.support.tiny_run import arguments, train
 from tests.support.vllm_server import vllm_server
 
@@ -84,8 +84,8 @@ def test_a_served_model_answers_as_the_loaded_one(tmp_path, served):
     for name, words in (("served", openai), ("loaded", loaded)):
         assert main(BENCHMARK, [*common, *words, "--output", str(tmp_path / name)]) == 0
         lines = (tmp_path / name / "predictions.jsonl").read_text().splitlines()
-        kept = ("pid", "response", "n_tokens", "n_prompt_tokens", "finish_reason")
-        answers.append([{key: row[key] for key in kept} for row in map(json.loads, lines)])
+        columns = ("pid", "response", "n_tokens", "n_prompt_tokens", "finish_reason")
+        answers.append([{key: row[key] for key in columns} for row in map(json.loads, lines)])
     assert answers[0] == answers[1]
 
 
@@ -99,7 +99,7 @@ def test_a_server_learns_with_the_trainer_from_images_of_several_sizes(tmp_path,
             json.dumps({"q": row["problem"], "a": row["answer"], "i": f"pics/{number}.png"})
         )
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    address = SimpleNamespace(vllm_server_base_url=f"http://127.0.0.1:9,{served.url}")
+    address = config_of(vllm_server_base_url=f"http://127.0.0.1:9,{served.url}")
     assert served_length(address) == 512, "what the prompts of the training are held against"
     columns = json.dumps({"problem": "q", "answer": "a", "images": "i"})
     out = train(tmp_path / "out", **by_file(served, dataset_name=tmp_path, adora_columns=columns))

@@ -95,7 +95,7 @@ class Stopped:
     """What a start of the command and a way to stop it came to."""
 
     began_with: str
-    said: str
+    output: str
     code: int
     saved: list[Path]
     problems: list[str | None]
@@ -107,13 +107,13 @@ def stop(config: str, output_dir: Path, way: Callable[[Running], None]) -> Stopp
     begun = int(before[0].name.partition("-")[2]) if before else 0
     with Running(config, output_dir, [*RUN, *ENDLESS]) as run:
         run.wait_for_step(begun + 1)
-        began_with = run.said
+        began_with = run.output
         way(run)
         code = run.wait_for_the_end()
-        said = run.said
+        output = run.output
     saved = [folder for folder in checkpoints(output_dir) if folder not in before]
     note = json.loads((output_dir / STOPPED_FILE).read_text())
-    return Stopped(began_with, said, code, saved, [problem_of(folder) for folder in saved], note)
+    return Stopped(began_with, output, code, saved, [problem_of(folder) for folder in saved], note)
 
 
 def holds_one_whole_checkpoint(stopped: Stopped) -> None:
@@ -140,7 +140,7 @@ class OnTwoMachines:
     """
 
     ended_after: float
-    said: list[str]
+    outputs: list[str]
     codes: list[int]
     saved: list[Path]
 
@@ -156,7 +156,7 @@ def two_machines(tmp_path_factory, two_processes):
     out = folder / "out"
     config = "configs/accelerate/cpu_zero3.yaml"
     words = [*RUN, *ENDLESS, "--save_strategy", "steps", "--save_steps", "1"]
-    said = []
+    outputs = []
     codes = []
     with TwoMachines(folder / "lab") as machines:
         with machines.running(config, out, words) as script:
@@ -165,16 +165,16 @@ def two_machines(tmp_path_factory, two_processes):
             at = time.monotonic()
             codes.append(script.wait(_BOUND_S))
             ended_after = time.monotonic() - at
-            said.append(machines.said)
-        whole = newest_valid(out)[0]
+            outputs.append(machines.output)
+        checkpoint = newest_valid(out)[0]
         logged = read_metrics(out / METRICS)[-1]["step"]
         with machines.running(config, out, words) as script:
             # the new run cuts the log back to its checkpoint
             machines.wait_for_step(script, out, max(logged + 1, first))
             script.terminate()
             codes.append(script.wait(_BOUND_S))
-            said.append(machines.said)
-    return OnTwoMachines(ended_after, said, codes, [whole, *checkpoints(out)])
+            outputs.append(machines.output)
+    return OnTwoMachines(ended_after, outputs, codes, [checkpoint, *checkpoints(out)])
 
 
 # a machine that is left alone has to notice it long before its collective calls give up (1,800 s)
@@ -184,7 +184,9 @@ _BOUND_S = 300
 def test_a_machine_without_power_ends_the_other_one_with_a_line(two_machines):
     assert two_machines.codes[0] == 128 + signal.SIGKILL
     assert two_machines.ended_after < _BOUND_S
-    line = next(line for line in two_machines.said[0].splitlines() if "error (rank 0 of 2)" in line)
+    line = next(
+        line for line in two_machines.outputs[0].splitlines() if "error (rank 0 of 2)" in line
+    )
     assert "another process has ended, or its machine cannot be reached" in line
     assert (
         "the same command goes on from checkpoint-" in line
@@ -193,10 +195,10 @@ def test_a_machine_without_power_ends_the_other_one_with_a_line(two_machines):
 
 
 def test_two_machines_go_on_and_stop_with_one_whole_checkpoint(two_machines):
-    whole, newest, *_ = two_machines.saved
-    assert f"going on from {whole}" in two_machines.said[1]
+    checkpoint, newest, *_ = two_machines.saved
+    assert f"going on from {checkpoint}" in two_machines.outputs[1]
     assert two_machines.codes[1] == EXIT_STOPPED
-    assert two_machines.said[1].count("Stopped after step") == 1
+    assert two_machines.outputs[1].count("Stopped after step") == 1
     assert json.loads((newest.parent / STOPPED_FILE).read_text())["checkpoint"] == newest.name
     assert [problem_of(folder) for folder in two_machines.saved] == [None] * len(two_machines.saved)
 
@@ -211,9 +213,8 @@ def test_two_machines_learn_what_two_processes_do(two_machines, two_processes):
     assert common, (sorted(alone), sorted(together))
     shipped = load_file(PRETRAINED / "model.safetensors")
     for name in common:
-        ours, theirs = (
-            load_file(folder / "model.safetensors") for folder in (together[name], alone[name])
-        )
+        ours = load_file(together[name] / "model.safetensors")
+        theirs = load_file(alone[name] / "model.safetensors")
         moved = mean_difference(theirs, shipped)
         assert moved > 1e-4 and mean_difference(ours, theirs) < 1e-4 * moved, name
 

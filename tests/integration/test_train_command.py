@@ -117,9 +117,9 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
     assert "Trained 2 steps" in done.stdout
     assert "python -m eval.problems run" in done.stdout
     rollouts = recorded(out, 2, 8)
-    known = rollouts["drift"].dropna()  # of the groups that are learned from
-    assert len(known)
-    assert known.between(0, 1e-3).all()
+    drifts = rollouts["drift"].dropna()  # of the groups that are learned from
+    assert len(drifts)
+    assert drifts.between(0, 1e-3).all()
     assert len(list((out / "rollouts" / "_images").iterdir())) == 4
     lines = re.findall(
         r"^step [12]/2  reward .* drift .* \| .* s: rollout .* sync [\d.]+ other .* left$",
@@ -193,10 +193,8 @@ def test_lora_reaches_the_engine(tmp_path):
     assert max(step["kl"] for step in steps) > 1e-3, "the adapter did not move the policy"
     assert (out / "merged" / "model.safetensors").is_file()  # what the evaluators load
     assert export([str(out), str(tmp_path / "exported")]) == 0
-    merged, exported = (
-        load_file(folder / "model.safetensors")
-        for folder in (out / "merged", tmp_path / "exported")
-    )
+    merged = load_file(out / "merged" / "model.safetensors")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert merged.keys() == exported.keys()
     assert all(torch.equal(merged[name], exported[name]) for name in merged)
     for card in (out / "README.md", out / "merged" / "README.md"):
@@ -305,7 +303,8 @@ def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch)
         "engine and trainer agree, also after two updates"
     )
     assert steps[0]["grading/unparseable"] == 1.0
-    before, after = (load_file(folder / "model.safetensors") for folder in (model, out))
+    before = load_file(model / "model.safetensors")
+    after = load_file(out / "model.safetensors")
     assert max((after[name] - before[name]).abs().max().item() for name in before) > 5e-3
     table = pd.read_parquet(sorted((out / "completions").glob("*.parquet"))[-1])
     assert len(table) == 8
@@ -315,8 +314,8 @@ def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch)
     (code,) = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.S)
     (tmp_path / "card.py").write_text(code)
     monkeypatch.chdir(out)
-    said = runpy.run_path(str(tmp_path / "card.py"))
-    assert said["tokens"].shape[1] > said["inputs"]["input_ids"].shape[1], (
+    namespace = runpy.run_path(str(tmp_path / "card.py"))
+    assert namespace["tokens"].shape[1] > namespace["inputs"]["input_ids"].shape[1], (
         "the code of the card answers"
     )
 

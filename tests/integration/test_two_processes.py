@@ -82,20 +82,21 @@ def stopped(tmp_path_factory):
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(stopped):
     out, _, _ = stopped
     assert [entry["adora/skipped_steps"] for entry in training_log(out / "checkpoint-2")] == [0, 1]
-    first, second = (load_file(out / f"checkpoint-{step}" / "model.safetensors") for step in (1, 2))
+    first = load_file(out / "checkpoint-1" / "model.safetensors")
+    second = load_file(out / "checkpoint-2" / "model.safetensors")
     assert all(torch.equal(first[name], second[name]) for name in first)
     shipped = load_file(PRETRAINED / "model.safetensors")
     assert any(not torch.equal(first[name], shipped[name]) for name in first)
 
 
 def test_all_ranks_stop_together_over_drift_with_a_whole_checkpoint(stopped):
-    out, done, left = stopped
+    out, done, processes = stopped
     assert done.stderr.count("error: step 3: the engine's log-probabilities are") == 1
     assert f"go on with --resume_from_checkpoint {out / 'checkpoint-2'}" in done.stderr
     assert "Traceback (most recent call last)" not in done.stderr.split("error: step 3")[0]
     assert [path.name for path in checkpoints(out)] == ["checkpoint-2", "checkpoint-1"]
     assert [problem_of(path) for path in checkpoints(out)] == [None, None]
-    assert left == []
+    assert processes == []
 
 
 @pytest.fixture(scope="module")
@@ -123,12 +124,12 @@ def test_a_second_start_goes_on_where_the_first_one_ended(resumed):
     ):
         shapes = {name: saved.get_slice(name).get_shape() for name in saved.keys()}  # noqa: SIM118
         assert shapes == {name: shipped.get_slice(name).get_shape() for name in shipped.keys()}  # noqa: SIM118
-        before, now = (
-            load_file(resumed / f"checkpoint-{step}" / REFERENCE / "model-00001.safetensors")[
-                "lm_head.weight"
-            ]
-            for step in (2, 3)
-        )
+        before = load_file(resumed / "checkpoint-2" / REFERENCE / "model-00001.safetensors")[
+            "lm_head.weight"
+        ]
+        now = load_file(resumed / "checkpoint-3" / REFERENCE / "model-00001.safetensors")[
+            "lm_head.weight"
+        ]
         moved = 0.4 * before + 0.6 * saved.get_tensor("lm_head.weight")  # TRL's default mixup
         assert not torch.equal(before, shipped.get_tensor("lm_head.weight")), (
             "the reference has not moved before"
@@ -151,10 +152,12 @@ def test_one_process_goes_on_with_the_steps_of_two(resumed, tmp_path):
     for name in ("reward", "completions/mean_length", "adora/weight_mean"):
         assert ours[name] == pytest.approx(theirs[name])
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
-    one, two, before = (
-        load_file(folder / "model.safetensors") for folder in (tmp_path / "out", resumed, second)
+    of_one_process = load_file(tmp_path / "out" / "model.safetensors")
+    of_two_processes = load_file(resumed / "model.safetensors")
+    before = load_file(second / "model.safetensors")
+    assert mean_difference(of_one_process, of_two_processes) < 1e-4 * mean_difference(
+        of_two_processes, before
     )
-    assert mean_difference(one, two) < 1e-4 * mean_difference(two, before)
 
 
 @pytest.mark.core
@@ -165,9 +168,8 @@ def test_shards_alone_are_gathered_into_the_same_weights(resumed, tmp_path):
     shutil.copytree(resumed / "checkpoint-3", bare, ignore=ignored)
     publish(bare, tmp_path / "checkpoint-3", {"step": 3})
     assert export([str(tmp_path / "checkpoint-3"), str(tmp_path / "model")]) == 0
-    gathered, saved = (
-        load_file(at / "model.safetensors") for at in (tmp_path / "model", resumed / "checkpoint-3")
-    )
+    gathered = load_file(tmp_path / "model" / "model.safetensors")
+    saved = load_file(resumed / "checkpoint-3" / "model.safetensors")
     assert gathered.keys() == saved.keys()
     assert all(torch.equal(gathered[name], saved[name]) for name in saved)
     assert (tmp_path / "model" / "processor_config.json").is_file()
@@ -203,7 +205,7 @@ def trained(folder: Path) -> dict:
 
 
 def test_each_rank_goes_on_with_its_own_rollouts(tmp_path):
-    whole = trained(tmp_path / "run")
+    uninterrupted = trained(tmp_path / "run")
     assert {path.name for path in (tmp_path / "run" / "checkpoint-2").glob("generation-*")} == {
         "generation-00000.pt",
         "generation-00001.pt",
@@ -211,10 +213,10 @@ def test_each_rank_goes_on_with_its_own_rollouts(tmp_path):
     shutil.rmtree(tmp_path / "run" / "checkpoint-3")
     again = trained(tmp_path / "run")
     # One generation serves all three steps: its record stands once, TRL's table once a step.
-    assert list(whole["steps"]) == [1, 2, 3]
-    assert list(whole["rollouts"]) == ["step 1"]
-    assert len(whole["tables"]) == 3
-    assert again == whole
+    assert list(uninterrupted["steps"]) == [1, 2, 3]
+    assert list(uninterrupted["rollouts"]) == ["step 1"]
+    assert len(uninterrupted["tables"]) == 3
+    assert again == uninterrupted
 
 
 # One call of each process before the run, 16 in the first step where no two replies are alike, and
@@ -331,7 +333,7 @@ def test_zero_2_of_the_shipped_config_trains_in_bfloat16(tmp_path: Path) -> None
 
 
 def test_a_divided_engine_samples_what_a_whole_one_samples(four_heads, tmp_path):
-    seen = []
+    samples = []
     shared = [set(Path("/dev/shm").glob("*cpushm*"))]
     for config, parts in (("cpu", 1), ("cpu_zero3", 2)):
         out = tmp_path / config
@@ -359,16 +361,16 @@ def test_a_divided_engine_samples_what_a_whole_one_samples(four_heads, tmp_path)
             str(parts),
         )
         rows = pq.read_table(out / "rollouts").to_pylist()
-        seen.append(
+        samples.append(
             {(row["group"], row["rollout"]): (row["id"], row["completion"]) for row in rows}
         )
         first = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
         # 2e-7 was measured; processors round differently by small factors, not by 50
         assert first["step"] == 1
         assert first["adora/drift"] < 1e-5
-    assert seen[0] == seen[1]
-    assert len(seen[0]) == 32
-    assert len(set(seen[0].values())) > 16, "the rollouts of a problem differ"
+    assert samples[0] == samples[1]
+    assert len(samples[0]) == 32
+    assert len(set(samples[0].values())) > 16, "the rollouts of a problem differ"
     shared.append(set(Path("/dev/shm").glob("*cpushm*")))
     assert shared[0] == shared[1], "what a run leaves there keeps the next from starting"
 

@@ -56,9 +56,11 @@ def test_the_commands_of_the_page(tmp_path, monkeypatch, capsys):
             if words[1] != "-m":
                 runpy.run_path(words[1])
                 continue
-            more = ["--max_steps", "2"] if words[2] == "adora_vl.train" else []
+            options = ["--max_steps", "2"] if words[2] == "adora_vl.train" else []
             ran.append(words[2])
-            assert not COMMANDS[words[2]]([*words[3:], *more]), f"{line}\n{capsys.readouterr().err}"
+            assert not COMMANDS[words[2]]([*words[3:], *options]), (
+                f"{line}\n{capsys.readouterr().err}"
+            )
     assert ran == [
         *["data_prep"] * 2,
         "adora_vl.rewards.explain",

@@ -126,8 +126,8 @@ class SameAgain(AdoraGRPOTrainer):
         super()._build_collaborators(*args)
         graded = self.pool.builder.watcher.graded
 
-        def noted(generation: Generation, *given: Any) -> None:
-            graded(generation, *given)
+        def noted(generation: Generation, *args: Any) -> None:
+            graded(generation, *args)
             if not generation.key.attempt:
                 processed, seen = self.before
                 self.work.append(
@@ -180,7 +180,7 @@ def reward_without_signal(ids: set[str]) -> Any:
 
     def reward(completions: list[Any], id: list[str], **columns: Any) -> list[float]:
         graded = preset(completions=completions, id=id, **columns)
-        return [0.1 if own in ids else value for own, value in zip(id, graded, strict=True)]
+        return [0.1 if row_id in ids else value for row_id, value in zip(id, graded, strict=True)]
 
     return reward
 
@@ -211,7 +211,7 @@ def main() -> None:
     steps = options.only.split(",")
     if options.tools:
         SameAgain.toolbox = Draws.of_process()
-    own = {
+    changed = {
         key: yaml.safe_load(value)
         for key, value in (word.split("=", 1) for word in options.settings)
     }
@@ -229,7 +229,7 @@ def main() -> None:
         "shuffle_dataset": False,
         "adora_self_check": False,  # its images would be in the cache before the first step
         **(TURNS if options.tools else {}),
-        **own,
+        **changed,
     }
     args = AdoraGRPOConfig(output_dir=str(options.output.parent / "run"), **settings)
     groups = args.generation_batch_size // args.num_generations

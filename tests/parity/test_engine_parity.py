@@ -64,9 +64,9 @@ def test_turns_between_which_tools_show_pictures_of_any_size(tmp_path, words):
 
     Two processes may have other numbers of turns.
     """
-    config, rows, *further = words
+    config, rows, *options = words
     result = run_parity(
-        tmp_path, config, "--tools", *further, f"per_device_train_batch_size={rows}", "max_steps=2"
+        tmp_path, config, "--tools", *options, f"per_device_train_batch_size={rows}", "max_steps=2"
     )
     assert max(result["gaps"]) <= BOUND
     assert max(result["means"]) <= 1e-6
@@ -129,20 +129,20 @@ def test_the_doctor_on_another_family(qwen3_vl):
 
 
 def test_both_engines_of_the_evaluators_answer_alike_for_another_family(qwen3_vl):
-    found = qwen3_vl["looks"]["answers"]
-    assert found["vllm"] == found["transformers"]
-    assert len(found["vllm"]) == 4
-    assert any(answer["calls"] for answer in found["vllm"])
-    assert len({answer["text"] for answer in found["vllm"]}) > 1, (
+    answers = qwen3_vl["looks"]["answers"]
+    assert answers["vllm"] == answers["transformers"]
+    assert len(answers["vllm"]) == 4
+    assert any(answer["calls"] for answer in answers["vllm"])
+    assert len({answer["text"] for answer in answers["vllm"]}) > 1, (
         "the same answer whatever is asked"
     )
 
 
 def test_lora_of_another_family_reaches_the_engine(qwen3_vl):
     """An adapter in its language model, vision tower, merger and deepstack mergers."""
-    found = qwen3_vl["looks"]["lora"]
-    assert found["moved"] > 0.1
-    assert found["gap"] <= BOUND
+    distances = qwen3_vl["looks"]["lora"]
+    assert distances["moved"] > 0.1
+    assert distances["gap"] <= BOUND
 
 
 LONG = ["--prompt-repeats", "9", "per_device_train_batch_size=16"]
@@ -167,7 +167,8 @@ def test_two_zero3_processes_with_groups_that_span_them(tmp_path):
     everything = sum(result["tensors"].values())
     assert result["sent"] == [everything] + [everything - result["tensors"]["projector"]] * 5
     table = result["table"]  # of the last step, all ranks
-    rewards, lengths = (torch.tensor(table[key]).view(-1, 4) for key in ("reward", "length"))
+    rewards = torch.tensor(table["reward"]).view(-1, 4)
+    lengths = torch.tensor(table["length"]).view(-1, 4)
     expected = weigh_groups(Groups(rewards, lengths, lengths >= 22)).weights_P
     constant = rewards.amax(dim=1) == rewards.amin(dim=1)
     assert torch.equal(torch.tensor(table["adora_weight"]).view(-1, 4)[:, 0], expected)

@@ -43,7 +43,7 @@ def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, 
     decided by the seed.
     """
     processor = load_processor(str(PRETRAINED))
-    own: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "output_dir": str(tmp_path / "run"),
         "use_cpu": True,
         "bf16": False,
@@ -63,7 +63,7 @@ def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, 
         "generation_kwargs": {"suppress_tokens": never_sampled_ids(processor.tokenizer)},
         "adora_stock_step": [part for part in get_args(StepPart) if part != "seeded_rollouts"],
     }
-    args = AdoraGRPOConfig(**{**own, **settings})
+    args = AdoraGRPOConfig(**{**defaults, **settings})
     batches: list[dict[str, Any]] = []
 
     class Recorded(trainer_class):
@@ -147,7 +147,8 @@ def test_attenuation_changes_the_advantages_of_the_marked_groups_only(tmp_path, 
     weighted = ours["batches"][0]["advantages"].view(-1, 8)
     assert torch.equal(ours["batches"][0]["completion_ids"], stock["batches"][0]["completion_ids"])
     assert not torch.equal(raw, weighted)
-    ratios = {round(r, 4) for r in (weighted / raw)[raw != 0].tolist()}
+    has_advantage = raw != 0
+    ratios = {round(ratio, 4) for ratio in (weighted / raw)[has_advantage].tolist()}
     assert 0.1 in ratios
     assert ratios <= {
         0.0,
@@ -164,18 +165,18 @@ def test_the_trainer_hands_whole_groups_to_the_method_and_its_state_to_the_check
 ):
     """On stock TRL's rollouts, the advantages are those of the pure functions, step after step."""
     graded = MetricsLogger.graded
-    seen = list[Any]()
+    scores_of_steps = list[Any]()
 
-    def noted(log: MetricsLogger, generation: Any, *given: Any) -> None:
-        seen.append(generation.scores)
-        graded(log, generation, *given)
+    def noted(log: MetricsLogger, generation: Any, *args: Any) -> None:
+        scores_of_steps.append(generation.scores)
+        graded(log, generation, *args)
 
     monkeypatch.setattr(MetricsLogger, "graded", noted)
     chosen = {"daro": {}, "adora": {"criteria": ["difficulty"], "tau": 0.2}}
     ours = two_steps(AdoraGRPOTrainer, tmp_path, adora_method=chosen)
     options = Adora(criteria=("difficulty",), tau=Schedule(0.2))
     method = AdvantagePipeline({"daro": Daro(), "adora": options})
-    for step, (batch, scores) in enumerate(zip(ours["batches"], seen, strict=True)):
+    for step, (batch, scores) in enumerate(zip(ours["batches"], scores_of_steps, strict=True)):
         rewards = scores.rewards.all_BF[:, 0].view(-1, 8)
         lengths = scores.lengths_B.view(-1, 8)
         groups = Groups(rewards, lengths, lengths >= 26, step=step)

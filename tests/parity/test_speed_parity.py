@@ -48,8 +48,8 @@ def one_process(tmp_path_factory):
 
 def each(result: dict[str, Any], figure: str) -> dict[str, Any]:
     """The figure of each step that learns from the same rollouts."""
-    found = dict(zip(result["steps"], result[figure], strict=True))
-    return {name: value for name, value in found.items() if name != "refill"}
+    figures = dict(zip(result["steps"], result[figure], strict=True))
+    return {name: value for name, value in figures.items() if name != "refill"}
 
 
 def assert_equal_steps(result: dict[str, Any], loss_bound: float = 1e-12) -> None:
@@ -95,14 +95,14 @@ def test_the_work_is_really_saved(one_process):
     # 4 problems, 8 rollouts each; the image of each went through the processor once in the whole
     # run
     assert sum(step["processed"] for step in one_process["work"]) == 4
-    seen = each(one_process, "seen_in_step")
-    assert seen["off"] == 2 * 32, (
+    rows_seen = each(one_process, "seen_in_step")
+    assert rows_seen["off"] == 2 * 32, (
         "a pass for the old log-probabilities and the policy's own, over every copy"
     )
-    assert seen["old pass"] == 32
-    assert seen["vision"] == 2 * 4
-    assert seen["zero signal"] == 32 + 16, "two of four problems have no signal"
-    assert seen["all"] == 2
+    assert rows_seen["old pass"] == 32
+    assert rows_seen["vision"] == 2 * 4
+    assert rows_seen["zero signal"] == 32 + 16, "two of four problems have no signal"
+    assert rows_seen["all"] == 2
     skipped = each(one_process, "skipped")
     assert skipped["all"] == skipped["zero signal"] == 0.5
     assert skipped["no padding"] == 0

@@ -87,16 +87,13 @@ class Compare(TrainerCallback):
         rows = [row for micro in update for row in micro["rollout_number"].tolist()]
         expected = trainer.stock_gradients(rows)
         scale = max(float(g.norm()) for g in expected.values())
-        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        apart = max(float((found[name] - g).norm()) for name, g in expected.items())
-        old = max(
-            float(
-                (micro["old_per_token_logps"] - self._sampled(micro))
-                .abs()[micro["completion_mask"].bool()]
-                .max()
-            )
-            for micro in update
-        )
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        apart = max(float((gradients[name] - g).norm()) for name, g in expected.items())
+        old = 0.0
+        for micro in update:
+            gaps_BC = (micro["old_per_token_logps"] - self._sampled(micro)).abs()
+            answered_BC = micro["completion_mask"].bool()
+            old = max(old, float(gaps_BC[answered_BC].max()))
         trainer.updates.append({"rows": rows, "apart": apart / scale, "scale": scale, "old": old})
         trainer.update = []
 
@@ -160,8 +157,8 @@ def test_groups_stay_whole_and_none_with_signal_is_lost_or_seen_twice(updates):
         assert sorted(update["rows"]) == [
             group * GROUP + row for group in sorted(groups) for row in range(GROUP)
         ]
-    seen = [row // GROUP for update in updates for row in update["rows"][::GROUP]]
-    assert sorted(seen) == [group for group in range(16) if group not in SILENT]
+    learned_groups = [row // GROUP for update in updates for row in update["rows"][::GROUP]]
+    assert sorted(learned_groups) == [group for group in range(16) if group not in SILENT]
 
 
 def test_the_old_log_probabilities_are_those_of_the_policy_that_sampled(updates):

@@ -21,15 +21,15 @@ def asks_of(
     `first`: the number of the first row. `grouped`: those of a group may be one request.
     """
     asks = []
-    for number, (own, shown) in enumerate(
+    for number, (prompt_ids, prompt_images) in enumerate(
         zip(ids, images or [None] * len(ids), strict=True), first
     ):
         group, member = divmod(number, generations)
         seed = rollout_seed(3, "train/0", group, member)
         asks.append(
             SamplingRequest(
-                prompt_ids=own,
-                images=list(shown or ()),
+                prompt_ids=prompt_ids,
+                images=list(prompt_images or ()),
                 group=group if grouped else number,
                 seed=seed,
                 max_tokens=limit,

@@ -36,10 +36,10 @@ def step_metrics(folder: Any) -> list[dict[str, Any]]:
 
 
 def goes_on_after_a_kill(
-    whole: Path, killed: Path, server: StandIn, *, after: int, **keys: Any
+    uninterrupted: Path, killed: Path, server: StandIn, *, after: int, **keys: Any
 ) -> None:
     """What the checkpoint has was sampled by weights that are gone."""
-    shutil.copytree(whole, killed)
+    shutil.copytree(uninterrupted, killed)
     for folder in killed.glob("checkpoint-*"):
         if int(folder.name.split("-")[1]) > after:
             shutil.rmtree(folder)
@@ -47,8 +47,11 @@ def goes_on_after_a_kill(
     server.start_again()
     server.asked.clear()
     assert main(server_arguments(killed, server, **keys)) == 0
-    assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert (killed / "model.safetensors").read_bytes() == (
+        uninterrupted / "model.safetensors"
+    ).read_bytes()
     ages = [
-        [step.get("adora/staleness") for step in step_metrics(folder)] for folder in (whole, killed)
+        [step.get("adora/staleness") for step in step_metrics(folder)]
+        for folder in (uninterrupted, killed)
     ]
     assert ages[0] == ages[1]

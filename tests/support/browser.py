@@ -88,10 +88,10 @@ class Browser:
         return self.page.evaluate(expression)
 
     def texts(self, selector: str) -> list[str]:
-        found: list[str] = self.page.locator(selector).evaluate_all(
+        contents: list[str] = self.page.locator(selector).evaluate_all(
             "found => found.map(node => node.textContent)"
         )
-        return found
+        return contents
 
     def text(self, selector: str) -> str:
         return self.texts(selector)[0]
@@ -116,8 +116,8 @@ class Browser:
         self.page.set_viewport_size({"width": width, "height": height})
         self.page.emulate_media(color_scheme="dark" if dark else "light")
 
-    def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        self.page.screenshot(path=path, full_page=whole)
+    def screenshot(self, path: Path, *, full_page: bool = False) -> None:
+        self.page.screenshot(path=path, full_page=full_page)
 
 
 @contextmanager

@@ -33,13 +33,13 @@ def form(
     circles: Sequence[str] = (),
 ) -> Form:
     """A form of a figure with y upwards; its picture has y downwards."""
-    asked = (question,) if isinstance(question, str) else tuple(question)
+    questions = (question,) if isinstance(question, str) else tuple(question)
     return Form(
         lines=tuple((line[0], line[1]) for line in lines),
         circles=tuple(circles),
-        points={name: (place.real, -place.imag) for name, place in at.items()},
+        points={name: (point.real, -point.imag) for name, point in at.items()},
         facts=tuple(facts),
-        question=asked,
+        question=questions,
     )
 
 

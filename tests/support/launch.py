@@ -112,22 +112,22 @@ def launch(config: str, *arguments: str, **options: Any) -> subprocess.Completed
 
 def pids_with(mark: str) -> list[int]:
     """The processes that inherited `mark` in their environment; none that have ended."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if mark.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids
 
 
 def processes_with(mark: str) -> list[str]:
     """The command lines of the processes that inherited `mark`; they may take a moment to end."""
     for _ in range(50):
-        found = []
+        command_lines = []
         for pid in pids_with(mark):
             with contextlib.suppress(OSError):
-                found.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
-        if not found:
+                command_lines.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
+        if not command_lines:
             break
         time.sleep(0.2)
-    return found
+    return command_lines

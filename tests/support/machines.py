@@ -53,8 +53,8 @@ def namespaces() -> set[str]:
 def _remove_orphans() -> None:
     """Delete what killed test runs have left: a name has the id of the process that made it."""
     for name in namespaces():
-        made = re.fullmatch(r"(?:one|two)-(\d+)-[0-9a-f]{6}", name)
-        if made and not Path("/proc", made[1]).exists():
+        name_parts = re.fullmatch(r"(?:one|two)-(\d+)-[0-9a-f]{6}", name)
+        if name_parts and not Path("/proc", name_parts[1]).exists():
             _ip("netns", "del", name)
 
 
@@ -73,7 +73,7 @@ class TwoMachines:
         self.apart = os.geteuid() == 0 and shutil.which("ip") is not None and self._connected()
 
     def _connected(self) -> bool:
-        one, two = self.hosts
+        first, second = self.hosts
         _remove_orphans()
         done = all(_ip("netns", "add", host) for host in self.hosts)
         cable = [
@@ -81,14 +81,14 @@ class TwoMachines:
             "add",
             _CABLE,
             "netns",
-            one,
+            first,
             "type",
             "veth",
             "peer",
             "name",
             _CABLE,
             "netns",
-            two,
+            second,
         ]
         done = done and _ip(*cable)
         for number, host in enumerate(self.hosts, 1):
@@ -133,12 +133,12 @@ class TwoMachines:
             "TEST_DISKS": str(self.disks),
             "TEST_OUTPUT": str(output_dir),
         }
-        with (self.folder / "said").open("w") as said:
+        with (self.folder / "said").open("w") as log:
             script = subprocess.Popen(
                 ["bash", "setup/ssh/train.sh", *words, "--output_dir", str(output_dir)],
                 cwd=REPOSITORY,
                 env={**os.environ, **environment},
-                stdout=said,
+                stdout=log,
                 stderr=subprocess.STDOUT,
                 text=True,
                 start_new_session=True,
@@ -153,14 +153,14 @@ class TwoMachines:
         """Until the run has logged it. A run that ends or hangs before fails the test."""
         end = time.monotonic() + _DEADLINE_S
         while not any(line["step"] >= step for line in read_metrics(output_dir / METRICS)):
-            assert script.poll() is None, f"ended with {script.returncode}:\n{self.said[-5000:]}"
+            assert script.poll() is None, f"ended with {script.returncode}:\n{self.output[-5000:]}"
             assert time.monotonic() < end, (
-                f"no step {step} within {_DEADLINE_S} s:\n{self.said[-3000:]}"
+                f"no step {step} within {_DEADLINE_S} s:\n{self.output[-3000:]}"
             )
             time.sleep(0.2)
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         """What both machines have said since the last start."""
         return (self.folder / "said").read_text(errors="replace")
 

@@ -90,7 +90,7 @@ class Indexes:
     hosts: dict[str, list[Wheel]]
     down: set[str] = field(default_factory=set)  # the proxy answers that it cannot reach them
     silent: set[str] = field(default_factory=set)  # they take the request and never answer
-    asked: list[tuple[str, str]] = field(default_factory=list)  # host and path of every request
+    requests: list[tuple[str, str]] = field(default_factory=list)  # host and path of every request
 
     def __enter__(self) -> Indexes:
         self._ended = threading.Event()
@@ -117,14 +117,14 @@ class Indexes:
         url = urlsplit(request.path)
         host = url.hostname or ""
         path = unquote(url.path)
-        self.asked.append((host, path))
+        self.requests.append((host, path))
         if host in self.silent:
             self._ended.wait()
             return
         wheels = self.hosts.get(host, [])
-        place, _, last = path.strip("/").rpartition("/")
-        if place == "files":
-            found = [wheel.content for wheel in wheels if wheel.name == last]
+        folder, _, last = path.strip("/").rpartition("/")
+        if folder == "files":
+            contents = [wheel.content for wheel in wheels if wheel.name == last]
             kind = "application/octet-stream"
         else:
             links = [
@@ -132,23 +132,29 @@ class Indexes:
                 for wheel in wheels
                 if wheel.project == last
             ]
-            found = ["".join(links).encode()] if links else []
+            contents = ["".join(links).encode()] if links else []
             kind = "text/html"
-        request.send_response(502 if host in self.down else 200 if found else 404)
+        if host in self.down:
+            status = 502
+        elif contents:
+            status = 200
+        else:
+            status = 404
+        request.send_response(status)
         request.send_header("Content-Type", kind)
         request.end_headers()
-        if found and host not in self.down:
-            request.wfile.write(found[0])
+        if contents and host not in self.down:
+            request.wfile.write(contents[0])
 
     def wheels_taken(self, host: str) -> set[str]:
         """The projects of which a wheel was downloaded from `host`."""
-        files = [path for at, path in self.asked if at == host and "/files/" in path]
+        files = [path for at, path in self.requests if at == host and "/files/" in path]
         return {Wheel(path.rpartition("/")[2], b"").project for path in files}
 
     def projects_asked(self, host: str) -> set[str]:
         """The projects whose list of files was read at `host`."""
         return {
             path.strip("/").rpartition("/")[2]
-            for at, path in self.asked
+            for at, path in self.requests
             if at == host and "/files/" not in path
         }

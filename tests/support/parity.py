@@ -93,12 +93,14 @@ def answers(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
         for row in rows
     ]
     longest = trainer.args.max_completion_length
-    other = TransformersEngine(AnswerEngineSettings(folder, "transformers", max_tokens=longest))
+    transformers = TransformersEngine(
+        AnswerEngineSettings(folder, "transformers", max_tokens=longest)
+    )
     engine = SamplerEngine(trainer, ChatProcessor(folder))
-    other.turns = engine.turns
+    transformers.turns = engine.turns
     return {
-        name: list(map(vars, one.generate(requests)))
-        for name, one in (("vllm", engine), ("transformers", other))
+        name: list(map(vars, evaluator.generate(requests)))
+        for name, evaluator in (("vllm", engine), ("transformers", transformers))
     }
 
 

@@ -14,19 +14,19 @@ def noise_picture(seed: int, size: tuple[int, int] = (70, 45), mode: str = "RGB"
 
 def half_black_picture(size: tuple[int, int] = (30, 20)) -> Image.Image:
     """Transparent, with a black left half: on white paper its right half is white."""
-    made = Image.new("RGBA", size, (0, 0, 0, 0))
-    made.paste((0, 0, 0, 255), (0, 0, size[0] // 2, size[1]))
-    return made
+    image = Image.new("RGBA", size, (0, 0, 0, 0))
+    image.paste((0, 0, 0, 255), (0, 0, size[0] // 2, size[1]))
+    return image
 
 
 def drawing(seed: int, size: int = 200) -> Image.Image:
     """A figure of straight lines, another one for each seed."""
-    made = Image.new("RGB", (size, size), "white")
+    image = Image.new("RGB", (size, size), "white")
     points = np.random.default_rng(seed).uniform(0.05 * size, 0.95 * size, (6, 2))
-    ImageDraw.Draw(made).line(
+    ImageDraw.Draw(image).line(
         [tuple(point) for point in points], fill="black", width=max(1, size // 60)
     )
-    return made
+    return image
 
 
 def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:

@@ -30,13 +30,13 @@ PAIRS = {
 
 def key_defaults() -> dict[str, object]:
     """Of every key; a later dataclass does not overrule an earlier one."""
-    found: dict[str, object] = {}
+    defaults: dict[str, object] = {}
     for dataclass in DATACLASSES:
         for field in fields(dataclass):
-            made = (
+            default = (
                 field.default_factory() if field.default_factory is not MISSING else field.default
             )
-            found.setdefault(field.name, made)
+            defaults.setdefault(field.name, default)
     for block in ("adora_rollouts", "adora_extensions", "adora_tool_options"):
-        found |= {block: {}, **dotted(block, plain(found[block]))}
-    return found
+        defaults |= {block: {}, **dotted(block, plain(defaults[block]))}
+    return defaults

@@ -10,8 +10,8 @@ def ids_of_epochs(rows: Dataset, epochs: range) -> list[str]:
     sampler = EpochRepeatSampler(
         rows, mini_repeat_count=2, batch_size=4, repeat_count=1, shuffle=True, seed=3
     )
-    seen = []
+    ids = []
     for epoch in epochs:
         sampler.set_epoch(epoch)
-        seen += [rows[index]["id"] for index in sampler]
-    return seen
+        ids += [rows[index]["id"] for index in sampler]
+    return ids

@@ -38,11 +38,11 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2
 class Rotary(nn.Module):
     """The model's own rotary embedding without its rounding to float32."""
 
-    def __init__(self, own: Any) -> None:
+    def __init__(self, rotary: Any) -> None:
         super().__init__()
-        self.inv_freq = own.inv_freq.double()
+        self.inv_freq = rotary.inv_freq.double()
         self.both_halves = getattr(
-            own, "recomposition_frequencies", lambda angles: torch.cat([angles, angles], dim=-1)
+            rotary, "recomposition_frequencies", lambda angles: torch.cat([angles, angles], dim=-1)
         )
 
     def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ def small_model(kind: str, attention: str = "sdpa") -> Any:
     if kind == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**TEXT))
     else:
-        known: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        families: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "qwen2_vl": (
                 Qwen2VLConfig,
                 Qwen2VLForConditionalGeneration,
@@ -99,7 +99,7 @@ def small_model(kind: str, attention: str = "sdpa") -> Any:
                 },
             ),
         }
-        config_class, model_class, vision = known[kind]
+        config_class, model_class, vision = families[kind]
         config = config_class(
             text_config={**TEXT, "rope_parameters": ROPE},
             vision_config={**VISION, **vision},

@@ -32,7 +32,7 @@ class Running:
     def __init__(self, config: str, output_dir: Path, words: list[str]) -> None:
         self.output_dir = output_dir
         self._mark = uuid.uuid4().hex
-        self._said = b""
+        self._read = b""
         self._ours: int | None
         self._ours, theirs = pty.openpty()
         file = str(REPOSITORY / "configs" / "accelerate" / f"{config}.yaml")
@@ -61,27 +61,27 @@ class Running:
         self.close_terminal()
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         """Everything so far, of all processes."""
         while self._ours is not None and select.select([self._ours], [], [], 0)[0]:
             try:
-                self._said += os.read(self._ours, 1 << 16)
+                self._read += os.read(self._ours, 1 << 16)
             except OSError:  # the last process has let go of the terminal
                 break
-        return self._said.decode(errors="replace")
+        return self._read.decode(errors="replace")
 
-    def wait_until(self, happened: Callable[[], bool], what: str) -> None:
+    def wait_until(self, happened: Callable[[], bool], event: str) -> None:
         """Wait for something that can be seen, reading what is said meanwhile."""
         end = time.monotonic() + _DEADLINE_S
         while not happened():
             assert time.monotonic() < end, (
-                f"not within {_DEADLINE_S} s: {what}\n{self.said[-3000:]}"
+                f"not within {_DEADLINE_S} s: {event}\n{self.output[-3000:]}"
             )
-            assert self.launcher.poll() is None or what == "end", (
-                f"ended before: {what}\n{self.said[-3000:]}"
+            assert self.launcher.poll() is None or event == "end", (
+                f"ended before: {event}\n{self.output[-3000:]}"
             )
             select.select([self._ours] if self._ours is not None else [], [], [], 0.1)
-            _ = self.said
+            _ = self.output
 
     def wait_for_step(self, step: int) -> None:
         file = self.output_dir / METRICS
@@ -90,7 +90,7 @@ class Running:
         )
 
     def wait_for_words(self, words: str, times: int) -> None:
-        self.wait_until(lambda: self.said.count(words) >= times, words)
+        self.wait_until(lambda: self.output.count(words) >= times, words)
 
     def wait_for_the_end(self) -> int:
         """Of all processes, not of the launcher alone. Its exit code."""

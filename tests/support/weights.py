@@ -3,8 +3,8 @@
 import torch
 
 
-def mean_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+def mean_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
     """The mean difference of two models' weights."""
-    return sum((one[name] - other[name]).abs().sum().item() for name in one) / sum(
-        t.numel() for t in one.values()
+    return sum((first[name] - second[name]).abs().sum().item() for name in first) / sum(
+        t.numel() for t in first.values()
     )

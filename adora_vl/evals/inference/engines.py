@@ -60,6 +60,7 @@ def settings_of(options: EngineOptions) -> AnswerEngineSettings:
         )
     endpoint = endpoint_of(options)
     model = check_model(options.model) if endpoint is None else options.model
+    # A model that was trained with options of the chat template is asked with the same ones.
     template = trained_with(model).get("chat_template_kwargs") or {}
     if template:
         print(f"chat_template_kwargs: those of the model's training, {template}", file=sys.stderr)
@@ -123,6 +124,7 @@ def _toolbox_of(options: EngineOptions, settings: AnswerEngineSettings) -> Toolb
     toolbox = Toolbox(
         chosen=chosen, options=limits, view=view, control_tokens=control_tokens(chat.processor)
     )
+    # The answers of tools have to fit into what may be sampled; the rest is not known here.
     room = Room(
         key="max_tokens", completion=settings.max_tokens, context=None, prompt=None, pictures=None
     )

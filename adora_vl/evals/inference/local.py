@@ -177,6 +177,7 @@ class _Local(Conversations):
         batch_size: int,
         sample: Callable[[Sequence[SamplingRequest]], list[SamplingResult]],
     ) -> None:
+        """Begin with the tools of the settings, if they name any."""
         super().__init__(chat, sample, settings.max_tokens, settings.batch_size or batch_size)
         self.resolved = chat.resolved(settings.dtype)
         if toolbox := settings.toolbox:
@@ -252,6 +253,7 @@ class TransformersEngine(_Local):
     """
 
     def __init__(self, settings: AnswerEngineSettings) -> None:
+        """Load the model onto the GPU, or onto the CPU where there is none."""
         from transformers import GenerationConfig
 
         chat = ChatProcessor.of(settings)

@@ -277,6 +277,7 @@ class PredictionLog:
         self.done: set[tuple[str, int]] = set()
 
     def __enter__(self) -> Self:
+        """Open and lock the file, cut off a half line at its end, and read which rows are done."""
         # Unbuffered, or what a full disk refused would be written again when the file is closed.
         with written_to("output", self.path):
             self._file = self.path.open("a+b", buffering=0)

@@ -122,6 +122,7 @@ class _Reader:
     """The choices of one item in the forms in which a response may name them."""
 
     def __init__(self, choices: Sequence[str]) -> None:
+        """Build the patterns for these choices, whose letters go from A on."""
         self.choices = choices = without_letters(choices)
         self.letters = "".join(chr(ord("A") + i) for i in range(len(choices)))
         # A choice that is itself a letter of the options has no text to go by: a lone `B` is option

@@ -244,6 +244,7 @@ def reports(
     with tqdm(total=len(conversations), unit="row", desc="judge", disable=None) as bar:
 
         def asked_or_cached(messages: Messages) -> Extraction:
+            """Return what the judge says to a conversation, now or in an earlier run."""
             stored = judge.cached(messages)
             if stored is not None:
                 return Extraction(stored, "judge_cached")
@@ -254,6 +255,7 @@ def reports(
                 return Extraction(None, JUDGE_FAILED)
 
         def report_on(messages: Messages | None) -> Extraction | None:
+            """Return the judge's word on one row, None where it has nothing to judge."""
             report = None
             if messages is not None:
                 report = asked_or_cached(messages)

@@ -354,9 +354,11 @@ def _evaluated(text: str) -> str:
     r"""Return the text with `\frac{3}{4}` as 0.75 and `2 \times 10^{3}` as 2e3."""
 
     def quotient(match: re.Match[str]) -> str:
+        r"""Return a `\frac` as a decimal; of one with the denominator 0 only the sign stays."""
         return f" {match[1]}{float(match[2]) / float(match[3]) if float(match[3]) else ''} "
 
     def slashed(match: re.Match[str]) -> str:
+        """Return a `3/4` as a decimal, and as it stands where its denominator is 0."""
         return str(int(match[1]) / int(match[2])) if int(match[2]) else match[0]
 
     text = _SLASH.sub(slashed, _FRACTION.sub(quotient, text))

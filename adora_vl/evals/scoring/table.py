@@ -53,6 +53,7 @@ def _says_nothing(group: Mapping[str, Cell], everything: Cell) -> bool:
 def made_with(score: Score, summary: OwnFigures) -> str:
     """Return the first line: benchmark, model, engine, sampling, and the rules of the grades."""
     rules = score["rules"]
+    # A benchmark may say its rules in words of its own.
     by = summary.by
     if not by:
         by = f"rules {rules['rules']}"

@@ -4,6 +4,7 @@
 const HOW = {
   reward: "The mean over the answers of a step. It should rise; a flat line says that nothing is learned.",
   "grading/worked": "Answers that show steps before the result. Near 0 % the model guesses.",
+  "steps/new": "Answers with a claim on their figure that is true and new, and right answers that err or say nothing: right by luck.",
   "adora/pass_rate": "Answers whose reward counts as right. At 0 % and at 100 % there is nothing to compare, so nothing to learn.",
   "grading/correct": "Answers that the grader calls right. If the reward rises and this does not, the reward is being gamed.",
   "adora/length_correct": "If right answers are the longer ones, working a problem out pays; if wrong ones are, guessing does.",

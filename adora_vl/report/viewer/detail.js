@@ -80,6 +80,9 @@ function criteriaOf(group) {
     ["longest right", isNumber(group.longest_right) ? `${figure(group.longest_right)} tokens` : "–"],
     ["mean finished wrong", isNumber(group.mean_wrong) ? `${figure(group.mean_wrong)} tokens` : "–"],
   ];
+  if (isNumber(group.work_right) || isNumber(group.work_wrong)) {
+    entries.push(["most work of a right one", figure(group.work_right)], ["mean work of finished wrong ones", figure(group.work_wrong)]);
+  }
   return entries.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)));
 }
 
@@ -112,15 +115,16 @@ function rolloutOf(rollout, index, largest, formulas, images) {
     ...Object.entries(rollout.parts || {}).map(([name, value]) => [name, scored(value)]),
     ["advantage", [figure(rollout.advantage_raw), " → ", el("strong", {}, figure(rollout.advantage)), bars(rollout, largest)]],
     ["length", `${figure(rollout.length)} tokens${rollout.truncated ? ", cut off" : ""}`],
+    ...stepsOf(rollout),
     ...(isNumber(rollout.drift) ? [["drift", `${figure(rollout.drift)} nats`]] : []),
     ...(isNumber(rollout.segments) ? [["parts", rollout.segments], ["age", `${rollout.age} generation${rollout.age === 1 ? "" : "s"}`]] : []),
     ...(rollout.reason ? [["graded by", rollout.reason.replaceAll("_", " ")]] : []),
     ...(rollout.compared ? [["part by part", comparedOf(rollout.compared, formulas)]] : []),
   ];
   return el("li", { class: `rollout ${rollout.verdict || ""}` },
-    el("div", { class: "head" }, el("span", { class: "number" }, `#${index + 1}`), el("span", { class: `verdict ${rollout.verdict || ""}` }, el("span", { "aria-hidden": "true" }, `${sign} `), word)),
+    el("div", { class: "head" }, el("span", { class: "number" }, `#${index + 1}`), el("span", { class: `verdict ${rollout.verdict || ""}` }, el("span", { "aria-hidden": "true" }, `${sign} `), word), luckOf(rollout)),
     el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", { class: ["advantage", "no reward", "part by part"].includes(name) ? "wide" : null }, el("dt", {}, name), el("dd", {}, value)))),
-    rollout.turns ? conversationOf(rollout.turns, formulas, images || {}) : rollout.completion === undefined ? el("p", { class: "hint" }, "Unpacking…") : textOf(rollout.completion || "", formulas));
+    rollout.turns ? conversationOf(rollout.turns, formulas, images || {}) : rollout.completion === undefined ? el("p", { class: "hint" }, "Unpacking…") : textOf(rollout.completion || "", formulas, rollout.steps));
 }
 
 /** What the model said, and what tools showed it; that is not learned from, and grey. */
@@ -145,13 +149,14 @@ function comparedOf(compared, formulas) {
     el("li", {}, code(answer), " against ", code(reference), `: ${reason.replaceAll("_", " ")}`)));
 }
 
-function textOf(text, formulas) {
-  if (text.length <= LONG) return el("p", { class: "text" }, formulas.partsOf(text));
-  const start = () => [...formulas.partsOf(text.slice(0, LONG)), "…"];
+function textOf(text, formulas, claims = null) {
+  const partsOf = (part) => claims ? claimedParts(part, claims, formulas) : formulas.partsOf(part);
+  if (text.length <= LONG) return el("p", { class: "text" }, partsOf(text));
+  const start = () => [...partsOf(text.slice(0, LONG)), "…"];
   const shown = el("p", { class: "text" }, start());
   const toggle = () => {
     const open = more.getAttribute("aria-expanded") === "true";
-    shown.replaceChildren(...(open ? start() : formulas.partsOf(text)));
+    shown.replaceChildren(...(open ? start() : partsOf(text)));
     more.setAttribute("aria-expanded", String(!open));
     more.textContent = open ? `Show all ${text.length.toLocaleString("en")} characters` : "Show less";
   };

@@ -4,6 +4,7 @@ weigh other groups or scale the learning rate.
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -92,21 +93,23 @@ def test_difficulty_is_a_pass_rate_of_at_most_tau(subtests):
             rewards = torch.tensor([([1.0] * right + [0.1] * 3 + [0.0])[:4]])
             lengths = torch.tensor([[10] * 4])
             for needs_correct, weights in ((False, published), (True, needing_one)):
-                own: dict[str, Any] = {
+                options: dict[str, Any] = {
                     "criteria": ("difficulty",),
                     "tau": tau,
                     "needs_correct": needs_correct,
                 }
-                assert adora_weights(rewards, lengths, **own).tolist() == [
+                assert adora_weights(rewards, lengths, **options).tolist() == [
                     pytest.approx(weights[0])
                 ]
-                amplified = adora_weights(rewards, lengths, mode="amplification", factor=2.0, **own)
+                amplified = adora_weights(
+                    rewards, lengths, mode="amplification", factor=2.0, **options
+                )
                 assert amplified.tolist() == [pytest.approx(weights[1])]
     with subtests.test("nothing scored"):
         rewards = torch.full((1, 4), NAN)
         lengths = torch.full((1, 4), 10)
-        own = {"mode": "amplification", "factor": 2.0, "criteria": ("difficulty",)}
-        assert adora_weights(rewards, lengths, **own).item() == 1.0
+        options = {"mode": "amplification", "factor": 2.0, "criteria": ("difficulty",)}
+        assert adora_weights(rewards, lengths, **options).item() == 1.0
 
 
 # criteria, combine, weight of a group without a correct rollout with no_correct="keep", with
@@ -123,9 +126,9 @@ def test_a_group_without_a_correct_rollout_is_kept_or_attenuated(subtests):
     for criteria, combine, keep, attenuate in NO_CORRECT:
         with subtests.test(f"{criteria!r:.80} {combine} {keep}"):
             group = torch.tensor([[0.0, 0.1, 0.1, 0.0]]), torch.tensor([[5, 6, 70, 8]])
-            own: dict[str, Any] = {"criteria": criteria, "combine": combine}
-            assert adora_weights(*group, **own).item() == keep
-            assert adora_weights(*group, **own, no_correct="attenuate").item() == pytest.approx(
+            options: dict[str, Any] = {"criteria": criteria, "combine": combine}
+            assert adora_weights(*group, **options).item() == keep
+            assert adora_weights(*group, **options, no_correct="attenuate").item() == pytest.approx(
                 attenuate
             )
 
@@ -158,11 +161,11 @@ def test_ties_of_length_are_attenuated_as_in_the_references_or_kept(subtests):
         with subtests.test(f"{rewards} {lengths}"):
             group = torch.tensor([rewards]), torch.tensor([lengths])
             strict = adora_weights(*group, truncated_at=100)
-            kept = adora_weights(*group, truncated_at=100, ties="keep")
-            assert not torch.equal(strict, kept) if tied else torch.equal(strict, kept)
+            lenient = adora_weights(*group, truncated_at=100, ties="keep")
+            assert not torch.equal(strict, lenient) if tied else torch.equal(strict, lenient)
             if tied:
                 assert strict.item() == pytest.approx(0.1)
-                assert kept.item() == 1.0
+                assert lenient.item() == 1.0
             weighting = weigh_groups(Groups(*group, group[1] >= 100))
             assert weighting.ties_P.tolist() == [tied]
             kept_ties = weigh_groups(Groups(*group, group[1] >= 100), Adora(ties="keep")).ties_P
@@ -189,8 +192,10 @@ def test_with_both_options_the_length_criterion_is_the_llm_references():
         rewards, lengths, truncated_at=60, empty_wrong="keep", no_correct="attenuate"
     )
     for reward, length, weight in zip(rewards, lengths, weights, strict=True):
-        right = length[reward > 0.5]
-        wrong = length[(reward <= 0.5) & (length < 60)]
+        is_right = reward > 0.5
+        is_wrong = (reward <= 0.5) & (length < 60)
+        right = length[is_right]
+        wrong = length[is_wrong]
         longest = right.max().item() if len(right) else float("-inf")
         mean = wrong.float().mean().item() if len(wrong) else float("-inf")
         assert weight.item() == pytest.approx(1.0 if longest > mean else 0.1)
@@ -278,10 +283,10 @@ def test_random_attenuates_as_many_groups_with_signal_but_others(subtests):
             by_criterion = judged("criterion", batch)
             by_chance = judged("random", batch)
             signal = ~is_constant(batch.rewards_PG)
-            wanted = by_criterion.weights_P[signal]
-            given = by_chance.weights_P[signal]
-            assert torch.equal(given.sort().values, wanted.sort().values)
-            assert not torch.equal(given, wanted)
+            criterion_weights = by_criterion.weights_P[signal]
+            random_weights = by_chance.weights_P[signal]
+            assert torch.equal(random_weights.sort().values, criterion_weights.sort().values)
+            assert not torch.equal(random_weights, criterion_weights)
             assert torch.equal(by_chance.weights_P[~signal], by_criterion.weights_P[~signal])
             assert torch.equal(by_chance.tds_P, by_criterion.tds_P), (
                 "what the criteria say stays in the log"
@@ -331,9 +336,9 @@ def test_reversed_gives_the_factor_to_the_other_side(subtests):
 
 def test_a_control_gives_the_factor_of_the_step_and_is_off_outside_its_steps():
     factor = Schedule(0.1, 0.5, "linear", (0, 4))
-    for step, wanted in ((0, 0.1), (2, 0.3), (9, 0.5)):
+    for step, expected in ((0, 0.1), (2, 0.3), (9, 0.5)):
         weights_P = judged("reversed", groups(step=step), factor=factor).weights_P
-        assert sorted({round(weight, 6) for weight in weights_P.tolist()}) == [wanted, 1.0]
+        assert sorted({round(weight, 6) for weight in weights_P.tolist()}) == [expected, 1.0]
         assert bool((judged("random", groups(step=step), steps=(0, 2)).weights_P < 1).any()) is (
             step < 2
         )
@@ -424,7 +429,7 @@ RATE = ["--adora_method.adora.assign", "rate", "--gradient_accumulation_steps", 
 
 def test_a_step_has_one_rate(subtests):
     """Of two generations in one optimizer step, the step would take the rate of the second alone."""
-    for words, said in [
+    for words, message in [
         (
             ["--steps_per_generation", "2"],
             "steps_per_generation: 2 with assign: rate, .*accumulation_steps: 4",
@@ -434,7 +439,7 @@ def test_a_step_has_one_rate(subtests):
         with subtests.test(f"{words!r:.80}"):
             for fits in (["8"], ["2", "--num_iterations", "2"]):
                 check_methods(config(*RATE, "--steps_per_generation", *fits))
-            with pytest.raises(UserError, match=said):
+            with pytest.raises(UserError, match=message):
                 check_methods(config(*RATE, *words))
     with subtests.test("DeepSpeed"):
         ours = config(*RATE)
@@ -442,3 +447,97 @@ def test_a_step_has_one_rate(subtests):
         ours.deepspeed_plugin = object()
         with pytest.raises(UserError, match="assign: rate does not work with DeepSpeed"):
             check_methods(ours)
+
+
+# Work in place of length
+
+
+def with_work(groups: Groups, work: torch.Tensor | list[list[float]]) -> Groups:
+    """The groups with this measure of work."""
+    return replace(groups, work_PG=torch.as_tensor(work, dtype=torch.float64))
+
+
+def test_working_is_the_papers_inequality_where_the_measure_is_length(subtests):
+    """Weights, reasons and ties are those of the length criterion, whatever the options are."""
+    options = {
+        "mode": ("attenuation", "amplification"),
+        "combine": ("any", "all"),
+        "empty_wrong": ("attenuate", "keep"),
+        "ties": ("attenuate", "keep"),
+        "no_correct": ("attenuate", "keep"),
+        "others": ((), ("difficulty",)),
+    }
+    for values in product(*options.values()):
+        chosen: dict[str, Any] = dict(zip(options, values, strict=True))
+        others = chosen.pop("others")
+        chosen["factor"] = 0.1 if chosen["mode"] == "attenuation" else 4.0
+        with subtests.test(str(values)):
+            groups = random_groups(prompts=200, seed=7)
+            groups = with_work(groups, groups.lengths_PG)
+            by_length = weigh_groups(groups, Adora(criteria=("length", *others), **chosen))
+            by_work = weigh_groups(groups, Adora(criteria=("working", *others), **chosen))
+            for name in ("weights_P", "tds_P", "tas_P", "ties_P"):
+                assert torch.equal(getattr(by_length, name), getattr(by_work, name)), name
+            assert 0 < by_length.tas_P.sum() < len(by_length.tas_P)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "work", "weight"),
+    [
+        ([1.0, 1.0, 0.1, 0.0], [0, 3, 2, 1], 1.0),  # a right one has worked more than wrong ones do
+        ([1.0, 1.0, 0.1, 0.0], [0, 1, 2, 1], 0.1),  # right ones are luck
+        ([1.0, 1.0, 0.1, 0.0], [0, 2, 3, 1], 0.1),  # a tie counts as in the references
+        ([1.0, 1.0, 1.0, 1.0], [0, 2, 3, 1], 0.1),  # no wrong one
+        ([0.1, 0.0, 0.1, 0.1], [0, 2, 3, 1], 1.0),  # no right one
+        ([1.0, NAN, 0.1, 0.0], [2, 9, 1, 1], 1.0),  # one that has left its group is not compared
+    ],
+)
+def test_groups_are_weighed_by_work(rewards, work, weight):
+    groups = with_work(groups_of_rewards([rewards], [[5, 5, 90, 5]]), [work])
+    weighting = weigh_groups(groups, Adora(criteria=("working",)))
+    assert weighting.weights_P.tolist() == [pytest.approx(weight)]
+
+
+def test_ties_of_work_are_kept_if_asked_for():
+    groups = with_work(groups_of_rewards([[1.0, 1.0, 0.1, 0.0]]), [[0, 2, 3, 1]])
+    assert weigh_groups(groups, Adora(criteria=("working",))).ties_P.tolist() == [True]
+    kept_ties = weigh_groups(groups, Adora(criteria=("working",), ties="keep"))
+    assert kept_ties.weights_P.tolist() == [1.0]
+
+
+def test_a_problem_without_a_figure_goes_by_length_or_keeps_its_weight():
+    rewards = [[1.0, 1.0, 0.1, 0.0]] * 2
+    lengths = [[3, 5, 6, 8], [3, 9, 4, 8]]  # disadvantageous and advantageous by length
+    nothing = [[NAN] * 4] * 2
+    groups = with_work(groups_of_rewards(rewards, lengths), nothing)
+    by_length = weigh_groups(groups, Adora(criteria=("working",)))
+    assert by_length.weights_P.tolist() == [pytest.approx(0.1), 1.0]
+    mode: Any
+    for mode, factor in (("attenuation", 0.1), ("amplification", 4.0)):
+        options = Adora(criteria=("working",), no_figure="keep", mode=mode, factor=factor)
+        kept_groups = weigh_groups(groups, options)
+        assert kept_groups.weights_P.tolist() == [1.0, 1.0]
+        assert not (kept_groups.tds_P | kept_groups.tas_P).any()
+    both = Adora(criteria=("working", "length"), no_figure="keep", combine="all")
+    assert weigh_groups(groups, both).weights_P.tolist() == [pytest.approx(0.1), 1.0]
+
+
+def test_work_that_was_not_measured_is_refused():
+    groups = groups_of_rewards([[1.0, 0.1]])
+    with pytest.raises(ValueError, match="working needs the work of each rollout"):
+        weigh_groups(groups, Adora(criteria=("working",)))
+
+
+def test_controls_act_on_weights_by_work_as_on_those_by_length():
+    groups = random_groups(prompts=60, seed=3)
+    groups = with_work(groups, torch.randint(0, 4, groups.rewards_PG.shape))
+    options = Adora(criteria=("working",))
+    weighting = weigh_groups(groups, options)
+    signal_P = groups.differs_P
+    shuffled = replace(options, assign="random").assigned(weighting, signal_P, seed=1, step=2)
+    assert shuffled.weights_P.sum() == pytest.approx(weighting.weights_P.sum())
+    assert not torch.equal(shuffled.weights_P, weighting.weights_P)
+    rate = replace(options, assign="rate").assigned(weighting, signal_P, seed=1, step=2)
+    assert rate.rate == pytest.approx(weighting.weights_P[signal_P].mean().item())
+    backwards = replace(options, assign="reversed").assigned(weighting, signal_P, seed=1, step=2)
+    assert torch.equal(backwards.weights_P < 1, weighting.tas_P)

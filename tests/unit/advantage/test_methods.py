@@ -85,8 +85,8 @@ def test_dapo_by_hand():
         -1.0,
     ]
     advantages = torch.tensor([[1.0, -1.0], [0.0, 0.0]])
-    kept = made(Dapo(), advantages, advantages, torch.tensor([[5, 5], [20, 10]]))
-    assert kept.tolist() == [[4.0, -4.0], [0.0, 0.0]]  # 40 tokens, of which 10 are left
+    weighted = made(Dapo(), advantages, advantages, torch.tensor([[5, 5], [20, 10]]))
+    assert weighted.tolist() == [[4.0, -4.0], [0.0, 0.0]]  # 40 tokens, of which 10 are left
     groups = groups_of_rewards([[1.0, 1.0, 0.0]], [[10, 95, 10]])
     method = AdvantagePipeline({"dapo": Dapo(overlong_cache=10)}, max_length=100)
     advantages = method(groups, group_advantages(groups.rewards_PG))
@@ -195,7 +195,8 @@ def test_trls_token_mean_with_these_advantages_is_the_weighted_sum_of_bin_losses
                 + weight * surrogate(advantages.flatten()[:, None])[rows].sum() / mask[rows].sum()
             )
     torch.testing.assert_close(trl, papers)
-    ours, expected = (torch.autograd.grad(loss, logps)[0] for loss in (trl, papers))
+    ours = torch.autograd.grad(trl, logps)[0]
+    expected = torch.autograd.grad(papers, logps)[0]
     torch.testing.assert_close(ours, expected)
     assert expected.abs().sum() > 0
 
@@ -215,8 +216,8 @@ def _steps(method, count, first=0):
 
 def test_daro_resumes_to_the_bit_and_refuses_the_state_of_another_group_size():
     """The state goes through JSON, as in a checkpoint's manifest."""
-    whole = AdvantagePipeline({"daro": Daro()})
-    expected = _steps(whole, 8)[5:]
+    uninterrupted = AdvantagePipeline({"daro": Daro()})
+    expected = _steps(uninterrupted, 8)[5:]
     first = AdvantagePipeline({"daro": Daro()})
     _steps(first, 5)
     resumed = AdvantagePipeline({"daro": Daro()})
@@ -225,7 +226,7 @@ def test_daro_resumes_to_the_bit_and_refuses_the_state_of_another_group_size():
     assert all(
         torch.equal(a, b) for a, b in zip(_steps(resumed, 3, first=5), expected, strict=True)
     )
-    assert resumed.state() == whole.state()
+    assert resumed.state() == uninterrupted.state()
     fresh = AdvantagePipeline({"daro": Daro()})
     assert not torch.equal(_steps(fresh, 1, first=5)[0], expected[0])
     with pytest.raises(ValueError, match="3 saved weights, but 7 bins"):
@@ -277,12 +278,12 @@ WRONG_OPTIONS: list[
 
 
 def test_a_wrong_option_of_a_method_is_named(subtests):
-    for made, wrong, named in WRONG_OPTIONS:
+    for method_class, wrong, named in WRONG_OPTIONS:
         with (
-            subtests.test(f"{made.__name__} {named}"),
+            subtests.test(f"{method_class.__name__} {named}"),
             pytest.raises(ValueError, match=f"^{named}|\\b{named}: "),
         ):
-            made(**wrong)
+            method_class(**wrong)
 
 
 BY_SETTINGS = {"grpo", "dr_grpo"}  # TRL's own keys are all there is to them
@@ -343,15 +344,15 @@ def test_signal_is_what_a_group_has_to_teach_by_itself(subtests):
         ("dapo",): ([True] * 4, {"dapo": Dapo(overlong_cache=30)}),
         ("daro",): ([True, False, False, False], {}),
     }
-    for names, (wanted, given) in cases.items():
+    for names, (expected, options) in cases.items():
         with subtests.test("+".join(names)):
             method = AdvantagePipeline(
-                {name: given.get(name) or METHODS[name]() for name in names}, max_length=40
+                {name: options.get(name) or METHODS[name]() for name in names}, max_length=40
             )
-            assert method.signal(groups).tolist() == wanted
+            assert method.signal(groups).tolist() == expected
             assert method.state() == {}
             advantages = method(groups, group_advantages(groups.rewards_PG))
-            assert advantages.any(dim=1).tolist() == wanted, "so no method takes one for silent"
+            assert advantages.any(dim=1).tolist() == expected, "so no method takes one for silent"
 
 
 def test_a_group_to_which_another_method_gives_a_signal_counts_in_dapos_mean():

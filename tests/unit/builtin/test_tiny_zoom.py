@@ -48,9 +48,10 @@ def test_a_call_shows_the_corner_that_is_asked_for():
     toolbox = Toolbox(choose_tools(["zoom"]), ToolOptions(), View(SEEN**2, SEEN**2, 28))
     image = drawn(random.Random(0), 448)[0]
     for corner in CORNERS:
-        shown: Any = toolbox.answer(call_for(corner), [image], seed="0", last=False).parts[2]
-        x, y = (0 if word in corner else 392 for word in ("left", "top"))
-        assert shown.tobytes() == image.crop((x, y, x + SEEN, y + SEEN)).tobytes()
+        view: Any = toolbox.answer(call_for(corner), [image], seed="0", last=False).parts[2]
+        x = 0 if "left" in corner else 392
+        y = 0 if "top" in corner else 392
+        assert view.tobytes() == image.crop((x, y, x + SEEN, y + SEEN)).tobytes()
     rows = list(generate(8, size=448, families=("corners",)))
     assert {row["meta"]["kind"] for row in rows} <= {*CORNERS}
     assert all(10 <= int(row["answer"]) < 100 for row in rows)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import DeepSpeedPlugin
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
@@ -32,6 +33,7 @@ from adora_vl.data.dataloader import EpochRepeatSampler
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.seeding import rollout_seed
 from tests.support.checkpoints import FINGERPRINT, write_checkpoint
+from tests.support.stand_ins import Processes, config_of
 
 
 def flip_a_byte(path: Path) -> None:
@@ -121,23 +123,23 @@ SHARDED = {**FINGERPRINT, "processes": "2", "sharding": "zero3"}
 
 def test_shards_of_another_world_are_refused_with_the_command_that_would_work(tmp_path):
     checkpoint = write_checkpoint(tmp_path, 10, SHARDED)
-    for wanted in (None, str(checkpoint)):
+    for resume_from in (None, str(checkpoint)):
         with pytest.raises(
             UserError, match=rf"by 2 processes and this run has 1; .* {checkpoint} OUT --universal"
         ):
-            choose_start(tmp_path, wanted, False, {**SHARDED, "processes": "1"})
+            choose_start(tmp_path, resume_from, False, {**SHARDED, "processes": "1"})
         with pytest.raises(
             UserError,
             match=r"with sharding zero3 and this run has none; .* --model_name_or_path OUT",
         ):
-            choose_start(tmp_path, wanted, False, {**SHARDED, "sharding": "none"})
-    whole = write_checkpoint(tmp_path / "universal", 10, SHARDED)
-    (whole / "latest_universal").write_text("global_step")
-    assert choose_start(tmp_path, str(whole), False, {**SHARDED, "processes": "1"}).notes[1:] == [
-        "changed since then: processes: 2 -> 1"
-    ]
-    assert sharding_of(SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3))) == "zero3"
-    assert sharding_of(SimpleNamespace(deepspeed_plugin=None)) == "none"
+            choose_start(tmp_path, resume_from, False, {**SHARDED, "sharding": "none"})
+    universal = write_checkpoint(tmp_path / "universal", 10, SHARDED)
+    (universal / "latest_universal").write_text("global_step")
+    assert choose_start(tmp_path, str(universal), False, {**SHARDED, "processes": "1"}).notes[
+        1:
+    ] == ["changed since then: processes: 2 -> 1"]
+    assert sharding_of(config_of(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))) == "zero3"
+    assert sharding_of(config_of()) == "none"
 
 
 def test_only_shards_are_converted_and_only_deepspeed_reads_the_result(tmp_path):
@@ -212,20 +214,18 @@ def test_after_a_universal_checkpoint_every_group_has_its_own_step_and_decay():
     step per group.
     """
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer = torch.optim.AdamW([{"params": [each], "weight_decay": 0.1} for each in weights])
+    optimizer = torch.optim.AdamW([{"params": [weight], "weight_decay": 0.1} for weight in weights])
     shared = torch.tensor(4.0)
-    for each in weights:
-        optimizer.state[each] = {
+    for weight in weights:
+        optimizer.state[weight] = {
             "step": shared,
             "exp_avg": torch.zeros(2),
             "exp_avg_sq": torch.zeros(2),
         }
-        each.grad = torch.ones(2)
-    _GroupsAsBefore().on_train_begin(
-        SimpleNamespace(weight_decay=0.1), None, None, optimizer=optimizer
-    )
+        weight.grad = torch.ones(2)
+    _GroupsAsBefore().on_train_begin(config_of(weight_decay=0.1), None, None, optimizer=optimizer)
     optimizer.step()
-    assert [optimizer.state[each]["step"].item() for each in weights] == [5, 5]
+    assert [optimizer.state[weight]["step"].item() for weight in weights] == [5, 5]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
@@ -288,9 +288,9 @@ def test_model_and_data_are_known_by_what_is_in_them_and_not_by_their_path(tmp_p
 
 def test_a_reward_function_that_was_edited_is_another_run():
     def of(digest: str) -> dict[str, str]:
-        own = {"reward my_rewards.py": digest}
+        code_hashes = {"reward my_rewards.py": digest}
         return fingerprint(
-            AdoraKeys(), data=["d"], model="m", revision="r", processes=1, code_hashes=own
+            AdoraKeys(), data=["d"], model="m", revision="r", processes=1, code_hashes=code_hashes
         )
 
     assert differences(of("1a"), of("1a")) == []
@@ -305,8 +305,8 @@ def test_a_judge_that_has_moved_is_the_same_run():
 
     before = of()
     assert differences(before, of(base_url="http://b:8124/v1", concurrency=4)) == []
-    for other in ({"model": "k"}, {"instruction": "Judge."}, {"max_tokens": 9}, {"budget": 9}):
-        (line,) = differences(before, of(**other))
+    for changed in ({"model": "k"}, {"instruction": "Judge."}, {"max_tokens": 9}, {"budget": 9}):
+        (line,) = differences(before, of(**changed))
         assert line.startswith("adora_reward: ")
 
 
@@ -327,8 +327,8 @@ def test_rotation_keeps_the_newest_whole_ones_and_touches_nothing_unfinished(tmp
 def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
     write_checkpoint(tmp_path / ASIDE, 3)  # of the run that this one replaces
     older = write_checkpoint(tmp_path, 10)
-    alone = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None)
-    writer = CheckpointWriter(tmp_path, 1, alone)
+    accelerator: Any = Processes()
+    writer = CheckpointWriter(tmp_path, 1, accelerator)
 
     def save(folder: Path) -> dict[str, object]:
         assert store.problem_of(older) is None
@@ -368,10 +368,10 @@ def test_a_crash_while_saving_leaves_the_older_checkpoint_valid(tmp_path, monkey
     older = write_checkpoint(tmp_path, 10)
     for call, survived in product(("replace_file", "hashes", "flush"), range(6)):
         real = getattr(store, call)
-        left = iter(range(survived))
+        calls_left = iter(range(survived))
 
-        def crash(*arguments, left=left, real=real):
-            if next(left, None) is None:
+        def crash(*arguments, calls_left=calls_left, real=real):
+            if next(calls_left, None) is None:
                 raise KeyboardInterrupt
             return real(*arguments)
 
@@ -379,11 +379,11 @@ def test_a_crash_while_saving_leaves_the_older_checkpoint_valid(tmp_path, monkey
         with contextlib.suppress(KeyboardInterrupt):
             write_checkpoint(tmp_path, 20)
         monkeypatch.setattr(store, call, real)
-        found = store.newest_valid(tmp_path)
-        assert found[0] == (
+        newest = store.newest_valid(tmp_path)
+        assert newest[0] == (
             tmp_path / "checkpoint-20" if (tmp_path / "checkpoint-20").exists() else older
         )
-        assert found[1] == []
+        assert newest[1] == []
         store.clear_staging(tmp_path)
 
 
@@ -397,7 +397,7 @@ def test_an_epoch_has_its_own_order_however_the_run_came_there():
         return orders
 
     assert order(0, 1, 2)[1:] == order(1, 2)
-    assert len({tuple(each) for each in order(0, 1, 2)}) == 3
+    assert len({tuple(rows) for rows in order(0, 1, 2)}) == 3
     assert sorted(set(order(1)[0])) == list(range(40))
 
 
@@ -416,14 +416,14 @@ def test_rows_that_are_not_shuffled_all_have_their_turn():
 
 
 def test_every_rollout_has_its_own_seed_and_the_same_one_again():
-    where = [
+    all_coordinates = [
         (run, f"train/{step}/{micro}", group, member)
         for run, step, micro, group, member in product((0, 1), (0, 1), (0, 1), (0, 9), (0, 7))
     ]
-    seeds = [rollout_seed(*each) for each in where]
-    assert len(set(seeds)) == len(where)
+    seeds = [rollout_seed(*coordinates) for coordinates in all_coordinates]
+    assert len(set(seeds)) == len(all_coordinates)
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert seeds == [rollout_seed(*each) for each in where]
+    assert seeds == [rollout_seed(*coordinates) for coordinates in all_coordinates]
 
 
 def test_a_key_of_partial_rollouts_differs_only_where_there_is_a_budget():

@@ -18,6 +18,7 @@ from adora_vl.checkpoint.writer import of_a_run
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.errors import RunError, UserError
 from tests.support.adapters import LORA, adapted, float64_model
+from tests.support.stand_ins import Processes
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +93,8 @@ def test_a_reference_that_was_moved_comes_back_and_stays_after_its_syncs_end(tmp
     again = nn.Linear(3, 2)
     reference(again).load(tmp_path / "second")
     assert all(
-        torch.equal(one, other)
-        for one, other in zip(moved.parameters(), again.parameters(), strict=True)
+        torch.equal(saved, restored)
+        for saved, restored in zip(moved.parameters(), again.parameters(), strict=True)
     )
     reference(nn.Linear(3, 2), moves=False).save(tmp_path / "third")
     assert not (tmp_path / "third").exists(), "one that never moves is the base model"
@@ -115,13 +116,17 @@ def test_each_rank_gets_its_own_sum_of_losses_and_another_number_of_ranks_their_
     tmp_path, monkeypatch
 ):
     """Between two lines of the log a rank has a sum that the others have not."""
-    monkeypatch.setattr("adora_vl.checkpoint.trl_state.gather_object", lambda own: [*own, 0.5])
+    monkeypatch.setattr(
+        "adora_vl.checkpoint.trl_state.gather_object", lambda values: [*values, 0.5]
+    )
 
     def trainer(rank: int, ranks: int, **sums: Any) -> Any:
-        at = {"_tr_loss": torch.zeros(()), "_total_loss_scalar": 0.0, "_globalstep_last_logged": 5}
-        return SimpleNamespace(
-            accelerator=SimpleNamespace(process_index=rank, num_processes=ranks), **{**at, **sums}
-        )
+        start = {
+            "_tr_loss": torch.zeros(()),
+            "_total_loss_scalar": 0.0,
+            "_globalstep_last_logged": 5,
+        }
+        return SimpleNamespace(accelerator=Processes(rank, ranks), **{**start, **sums})
 
     saved = Losses(
         trainer(

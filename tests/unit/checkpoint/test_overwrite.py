@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas as pd
 import pyarrow as pa
@@ -37,10 +36,12 @@ from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.errors import UserError
 from tests.support.checkpoints import FINGERPRINT, write_checkpoint
 from tests.support.disk import folder_contents
+from tests.support.stand_ins import Processes, config_of
 from tests.support.tiny_run import STEPS, arguments, train
 
 BEGUN = '{"made_by": "adora_vl.train"}'
-OLD, CRASHED = (f'{{"step": {step}, "kind": "train", "time": null}}\n' for step in (8, 1))
+OLD = '{"step": 8, "kind": "train", "time": null}\n'
+CRASHED = '{"step": 1, "kind": "train", "time": null}\n'
 
 
 def a_run(folder: Path, *steps: int) -> Path:
@@ -77,8 +78,8 @@ def files(folder: Path) -> set[str]:
 
 def test_choosing_the_start_deletes_nothing(tmp_path):
     before = files(a_run(tmp_path, 4, 8))
-    for wanted in (None, "auto", "false"):
-        start = choose_start(tmp_path, wanted, True, FINGERPRINT)
+    for resume_from in (None, "auto", "false"):
+        start = choose_start(tmp_path, resume_from, True, FINGERPRINT)
         assert start.checkpoint is None
         assert start.replaces
         assert str(tmp_path / ASIDE) in start.notes[-1]
@@ -87,16 +88,16 @@ def test_choosing_the_start_deletes_nothing(tmp_path):
 
 def test_a_named_checkpoint_of_the_folder_is_refused_and_one_from_elsewhere_is_used(tmp_path):
     run = a_run(tmp_path / "run", 4, 8)
-    other = write_checkpoint(tmp_path / "other", 6)
+    elsewhere = write_checkpoint(tmp_path / "other", 6)
     before = files(run)
-    for wanted in (str(run / "checkpoint-4"), f"{run}/../run/checkpoint-4/", "true"):
+    for resume_from in (str(run / "checkpoint-4"), f"{run}/../run/checkpoint-4/", "true"):
         with pytest.raises(UserError, match="^resume_from_checkpoint: .* leave out one of the two"):
-            choose_start(run, wanted, True, FINGERPRINT)
-    start = choose_start(run, str(other), True, FINGERPRINT)
-    assert start.checkpoint == str(other)
+            choose_start(run, resume_from, True, FINGERPRINT)
+    start = choose_start(run, str(elsewhere), True, FINGERPRINT)
+    assert start.checkpoint == str(elsewhere)
     assert start.replaces
     set_aside(run)
-    assert other.is_dir()
+    assert elsewhere.is_dir()
     assert {name.removeprefix(f"{ASIDE}/") for name in files(run)} == before
 
 
@@ -114,11 +115,11 @@ def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp
         f"{ASIDE}/../{ASIDE}/checkpoint-8",
         STAGING + "/checkpoint-2",
     )
-    for place, overwrite in product(places, (False, True)):
+    for name, overwrite in product(places, (False, True)):
         with pytest.raises(
             UserError, match="^resume_from_checkpoint: .*, which a run clears; move it out of there"
         ):
-            choose_start(run, str(run / place), overwrite, FINGERPRINT)
+            choose_start(run, str(run / name), overwrite, FINGERPRINT)
     assert files(run) == before
     moved = (run / ASIDE / "checkpoint-4").rename(tmp_path / "checkpoint-4")
     assert choose_start(run, str(moved), True, FINGERPRINT).checkpoint == str(moved)
@@ -360,9 +361,9 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
         )
         assert main(arguments(run, overwrite_output_dir="true", learning_rate=2e-3)) == 2
     assert folder_contents(run) == before
-    own = "'checkpoint-7', 'config.json', 'README.md', 'rollouts/own.parquet'"
+    names = "'checkpoint-7', 'config.json', 'README.md', 'rollouts/own.parquet'"
     assert (
-        f" holds {own}, which no run is known to have written "
+        f" holds {names}, which no run is known to have written "
         in capsys.readouterr().err.splitlines()[-1]
     )
 
@@ -385,13 +386,13 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
     # sealed too, but no run gives that name
     shutil.copytree(run / "checkpoint-2", run / "checkpoint-best")
     put(run / "eval" / "predictions.jsonl")
-    kept = folder_contents(run / "checkpoint-best")
+    contents = folder_contents(run / "checkpoint-best")
     assert main(arguments(run, overwrite_output_dir="true", learning_rate=2e-3, max_steps=2)) == 0
     assert (
         "'checkpoint-2', 'checkpoint-4', 'model.safetensors', 'generation_config.json'"
         in capsys.readouterr().out
     )
-    assert folder_contents(run / "checkpoint-best") == kept
+    assert folder_contents(run / "checkpoint-best") == contents
     assert (run / "eval" / "predictions.jsonl").is_file()
     assert not (run / "checkpoint-4").exists()
     assert not (run / ASIDE).exists()
@@ -457,14 +458,14 @@ def test_a_folder_is_not_judged_while_another_process_writes_into_it(run, capsys
     command = [sys.executable, "-c", f"{code}; print('held', flush=True); input()", str(run)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout.readline() == "held\n"
+    ) as writer:
+        assert writer.stdout.readline() == "held\n"
         before = folder_contents(run)
         assert main(arguments(run, overwrite_output_dir="true")) == 2
         with pytest.raises(UserError, match="another run is writing to"):
             lock_output_dir(run)
-        other.kill()
-        other.wait()
+        writer.kill()
+        writer.wait()
         lock_output_dir(run).release()  # the lock dies with its process, however that ended
     assert "another run is writing to" in capsys.readouterr().err.splitlines()[-1]
     assert folder_contents(run) == before
@@ -574,8 +575,8 @@ def test_a_model_that_is_pushed_to_the_hub_on_the_way_is_noted(tmp_path, monkeyp
     stock = "trl.GRPOTrainer._push_from_checkpoint"
     monkeypatch.setattr(stock, lambda self, folder: put(tmp_path / "config.json", folder))
     trainer = object.__new__(AdoraGRPOTrainer)
-    trainer.args = SimpleNamespace(output_dir=str(tmp_path))
-    trainer.accelerator = SimpleNamespace(is_main_process=True)
+    trainer.args = config_of(output_dir=str(tmp_path))
+    trainer.accelerator = Processes()
     trainer._push_from_checkpoint("checkpoint-2")
     assert (tmp_path / "config.json").read_text() == "checkpoint-2"
     assert own_files(tmp_path) == []

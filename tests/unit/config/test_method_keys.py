@@ -276,6 +276,7 @@ def test_python_passes_a_function_or_a_class_in_place_of_a_name():
     keys: dict[str, Any] = {"use_cpu": True, "bf16": False}
     rewards_PG = torch.tensor([[0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
     expected_PG = group_advantages(rewards_PG)
+    method: Any
     for method, factor in ((halved, 0.5), (Doubled, 2.0), ({"grpo": {}, halved: {}}, 0.5)):
         ours = AdoraGRPOConfig("x", adora_method=method, **keys)
         check_methods(ours)
@@ -286,13 +287,16 @@ def test_python_passes_a_function_or_a_class_in_place_of_a_name():
         assert name in json.dumps(ours.to_dict()["adora_method"])
         assert copy.copy(ours).methods.chosen.keys() == ours.methods.chosen.keys()
         assert name in pickle.loads(pickle.dumps(ours)).adora_method  # noqa: S301
+    no_method: Any = int
     with pytest.raises(UserError, match="no subclass of adora_vl.Method"):
-        AdoraGRPOConfig("x", adora_method=int, **keys)
+        AdoraGRPOConfig("x", adora_method=no_method, **keys)
 
-    def adora(groups, advantages_PG):
+    def adora(groups: Any, advantages_PG: Any) -> Any:
         return advantages_PG
 
+    same_name: Any = adora
+
     with pytest.raises(UserError, match="has the name of a method that is here; rename it"):
-        AdoraGRPOConfig("x", adora_method=adora, **keys)
+        AdoraGRPOConfig("x", adora_method=same_name, **keys)
     with pytest.raises(UserError, match="unknown method 'haved'"):
         AdoraGRPOConfig("x", adora_method="haved", **keys)

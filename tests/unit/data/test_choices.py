@@ -102,8 +102,8 @@ def trained_on(folder: Path, *words: str) -> list[str]:
 
 
 def options_of(folder: Path, *words: str) -> Any:
-    given = ["infer", "--model", "tiny", "--data", str(folder), "--output", "o", *words]
-    return parse_evaluation(given, BENCHMARK).ask.data
+    arguments = ["infer", "--model", "tiny", "--data", str(folder), "--output", "o", *words]
+    return parse_evaluation(arguments, BENCHMARK).ask.data
 
 
 def evaluated_on(folder: Path, *words: str) -> list[str]:
@@ -113,8 +113,8 @@ def evaluated_on(folder: Path, *words: str) -> list[str]:
 
 def fingerprint_of(folder: Path, *words: str) -> Fingerprint:
     script = script_of("--dataset_name", folder, *words)
-    asked = as_asked(script, load_rows(script, [str(folder)], seed=0).data.table)
-    return fingerprint(asked, data=[folder], model="m", revision="r", processes=1)
+    settings = as_asked(script, load_rows(script, [str(folder)], seed=0).data.table)
+    return fingerprint(settings, data=[folder], model="m", revision="r", processes=1)
 
 
 def test_training_and_evaluations_ask_in_the_same_words(
@@ -210,9 +210,9 @@ def test_one_whole_prompt_is_shown_where_a_person_looks(
     data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert data_prep(["inspect", str(data)]) == 0
-    said = capsys.readouterr().out
-    assert "\n".join(f"  {line}" for line in WHOLE) in said
-    assert "of mine/train/1, as a training" in said
+    output = capsys.readouterr().out
+    assert "\n".join(f"  {line}" for line in WHOLE) in output
+    assert "of mine/train/1, as a training" in output
     page = data.with_name("data.html").read_text()
     assert (
         page.count("\n".join(f"  {line.replace('<image>', '&lt;image&gt;')}" for line in WHOLE))
@@ -225,9 +225,9 @@ def test_convert_shows_it_too_without_letting_the_row_command_the_terminal(tmp_p
         tmp_path / "in", [{"q": "Which\x1b]0;owned\x07?", "a": "A", "c": ["1\u202e", "2"]}]
     )
     assert convert(source, tmp_path / "out", columns=("problem=q", "answer=a", "choices=c")) == 0
-    said = capsys.readouterr().out
-    assert "  [user]\n  Which ]0;owned ?\n  Choices:\n  (A) 1 \n  (B) 2\n" in said
-    assert "\x1b" not in said
+    output = capsys.readouterr().out
+    assert "  [user]\n  Which ]0;owned ?\n  Choices:\n  (A) 1 \n  (B) 2\n" in output
+    assert "\x1b" not in output
 
 
 def test_a_prompt_that_cannot_be_made_is_one_line() -> None:
@@ -251,9 +251,9 @@ def test_the_dry_run_shows_it_in_the_words_of_the_models_template(data, tmp_path
     ]
     file = tmp_path / "written.yaml"
     assert train([*CPU, *words]) in (0, 1)
-    said = capsys.readouterr().out.split("One whole prompt, of mine/train/1\n")[1]
+    output = capsys.readouterr().out.split("One whole prompt, of mine/train/1\n")[1]
     start = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
-    assert f"{WHOLE[1]}<|im_end|>\n{start}{ASKED[1]}<|im_end|>\n<|im_start|>assistant\n" in said
+    assert f"{WHOLE[1]}<|im_end|>\n{start}{ASKED[1]}<|im_end|>\n<|im_start|>assistant\n" in output
     alone = ["--adora_prompt", "null", "--adora_system_prompt", "null", "--write-config", str(file)]
     assert train([*CPU, *words, *alone]) in (0, 1)
     assert "Choices:" not in capsys.readouterr().out

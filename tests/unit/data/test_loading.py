@@ -52,9 +52,11 @@ COLUMNS = ("problem=q", "answer=a")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two prepared folders: 30 rows with a column of their own, and 6; both with a test split."""
     root = tmp_path_factory.mktemp("sets")
-    for name, count, more in (("large", 30, {"tip": "think"}), ("small", 6, {})):
-        rows = [{"q": f"{name} {number}?", "a": number, **more} for number in range(count)]
-        columns = (*COLUMNS, *(["tip=tip"] if more else []))
+    for name, count, further_columns in (("large", 30, {"tip": "think"}), ("small", 6, {})):
+        rows = [
+            {"q": f"{name} {number}?", "a": number, **further_columns} for number in range(count)
+        ]
+        columns = (*COLUMNS, *(["tip=tip"] if further_columns else []))
         options = ("--name", name, "--test-share", "0.2")
         assert (
             convert(write_jsonl(root / f"in-{name}", rows), root / name, *options, columns=columns)
@@ -91,12 +93,12 @@ def test_a_mixture_goes_on_where_it_was_interrupted(sets: list[Path]) -> None:
         rows = load_rows(script, data_folders(script), seed=3)
         return ids_of_epochs(rows, epochs)
 
-    whole = order(range(3))
-    again = order(range(1, 3))
-    assert whole[-len(again) :] == again
-    assert len(again) == 2 * len(whole) // 3
-    names = Counter(name.split("/")[0] for name in whole)
-    assert names["small"] > 0.2 * len(whole), "5 rows of 29 would be less"
+    uninterrupted = order(range(3))
+    resumed = order(range(1, 3))
+    assert uninterrupted[-len(resumed) :] == resumed
+    assert len(resumed) == 2 * len(uninterrupted) // 3
+    names = Counter(name.split("/")[0] for name in uninterrupted)
+    assert names["small"] > 0.2 * len(uninterrupted), "5 rows of 29 would be less"
 
 
 def test_several_data_sets_are_one_with_the_columns_of_all(sets: list[Path]) -> None:
@@ -155,24 +157,24 @@ def test_a_table_is_named_with_its_columns_and_converted_once(
         UserError, match=r"has its columns already; leave adora_columns out, or name the table$"
     ):
         data_folders(script_of("--dataset_name", folder, "--adora_columns", json.dumps(columns)))
-    made = Path(folder, "manifest.json").stat().st_mtime_ns
+    converted_at = Path(folder, "manifest.json").stat().st_mtime_ns
     assert data_folders(script) == [folder]
-    assert Path(folder, "manifest.json").stat().st_mtime_ns == made
-    seen = load_rows(script, [folder], seed=0)
-    kinds = [[part["type"] for part in row["prompt"][1]["content"]] for row in seen]
+    assert Path(folder, "manifest.json").stat().st_mtime_ns == converted_at
+    loaded = load_rows(script, [folder], seed=0)
+    kinds = [[part["type"] for part in row["prompt"][1]["content"]] for row in loaded]
     assert kinds == [
         ["image", "text"],
         ["text", "image", "text", "image", "text"],
         ["image", "text"],
     ]
-    assert [len(row["images"]) for row in seen] == [1, 2, 1]
+    assert [len(row["images"]) for row in loaded] == [1, 2, 1]
     picture = tmp_path / "in" / "pics" / "0.png"
     os.utime(picture, ns=(1, 1))  # of a picture only the time has changed
     assert data_folders(script) == [folder]
-    assert Path(folder, "manifest.json").stat().st_mtime_ns == made
+    assert Path(folder, "manifest.json").stat().st_mtime_ns == converted_at
     picture.write_bytes(picture.read_bytes() + b"\0")  # now the picture
     assert data_folders(script) == [folder]
-    assert Path(folder, "manifest.json").stat().st_mtime_ns != made
+    assert Path(folder, "manifest.json").stat().st_mtime_ns != converted_at
     write_jsonl(tmp_path / "in", rows[1:])
     data_folders(script)
     manifest = read_manifest(Path(folder))
@@ -203,10 +205,10 @@ def test_a_table_that_is_saved_again_while_it_is_converted_is_converted_at_the_n
             )
         )
 
-    def during(*given: Any, **more: Any) -> Any:
-        made = real(*given, **more)
+    def during(*args: Any, **kwargs: Any) -> Any:
+        converted = real(*args, **kwargs)
         write(7)
-        return made
+        return converted
 
     write(5)
     monkeypatch.setattr(convert_module, "convert", during)
@@ -320,10 +322,10 @@ def test_keys_that_do_not_fit_are_one_line(subtests: pytest.Subtests) -> None:
 
 def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_path, monkeypatch):
     commits = ["1" * 40]
-    asked = []
+    revisions = []
 
     def opened(name: str, columns: Any, revision: str | None, **_: Any) -> Any:
-        asked.append(revision)
+        revisions.append(revision)
         local = open_local(write_jsonl(tmp_path / "in", [{"q": "?", "a": 1}]), columns)
         return replace(local, kind="hub", revision=commits[-1])
 
@@ -340,15 +342,15 @@ def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_pat
             "someone/theirs", {"problem": "q", "answer": "a"}, tmp_path / "home"
         )
 
-    assert folder() == folder() and len(asked) == 1, "every process would stream it once more"
+    assert folder() == folder() and len(revisions) == 1, "every process would stream it once more"
     commits.append("2" * 40)
     manifest = read_manifest(folder())
     assert manifest is not None
     assert manifest["revision"] == "2" * 40
-    assert len(asked) == 2
+    assert len(revisions) == 2
     commits.clear()  # no network
     assert folder().is_dir()
-    assert len(asked) == 2
+    assert len(revisions) == 2
 
 
 def test_two_data_sets_with_one_id_are_told_apart_by_name(sets: list[Path], tmp_path: Path) -> None:
@@ -388,8 +390,8 @@ def test_manifest_page_and_card_name_every_data_set(sets: list[Path]) -> None:
         processes=1,
         checkpoint=None,
     )
-    assert [one["share"] for one in manifest["data"]["sets"]] == [0.7, 0.3]
-    assert facts_of_run(manifest)["data"] == "large, small, 29 rows (a+b)"
+    assert [data_set["share"] for data_set in manifest["data"]["sets"]] == [0.7, 0.3]
+    assert facts_of_run(manifest)["data"] == "large, small, 29 rows"
     card = model_card(manifest, [], 1)
     assert "| large | share 0.7, own/jsonl, " in card
     assert "| dataset | large, small |" in card
@@ -409,13 +411,13 @@ def test_a_dry_run_names_every_data_set(
     ]
     words += ["--dataset_name", *map(str, sets), "--adora_mixture", "0.6", "0.4", "--dry-run"]
     assert train([*CPU, *words]) in (0, 1)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     rows = len(mixed_rows([24, 5], [0.6, 0.4], seed=42))
     assert (
         f"2 data sets are mixed into {rows} rows per epoch: large 24 rows at 60%, small 5 rows at "
-        "40%" in said
+        "40%" in output
     )
-    assert f"{rows} rows make" in said
+    assert f"{rows} rows make" in output
 
 
 def test_each_held_out_split_is_evaluated_under_its_own_name(sets: list[Path]) -> None:
@@ -439,8 +441,8 @@ def test_a_model_is_asked_in_the_words_of_its_training(
     )
 
     def prompts(model: object, *words: str) -> tuple[Any, Any]:
-        given = ["infer", "--model", str(model), "--data", "d", "--output", "o", *words]
-        options: Any = parse_evaluation(given, BENCHMARK).ask
+        arguments = ["infer", "--model", str(model), "--data", "d", "--output", "o", *words]
+        options: Any = parse_evaluation(arguments, BENCHMARK).ask
         return options.system_prompt, options.data.prompt
 
     for model in (tmp_path / "run", tmp_path / "run" / "checkpoint-2"):
@@ -465,11 +467,11 @@ def test_the_chat_template_gets_the_arguments_that_it_had_in_the_training(tmp_pa
     run = shutil.copytree(PRETRAINED, tmp_path / "run")
     (run / "chat_template.jinja").write_text("{{ 'brief' if brief else 'long' }}")
     config = {"chat_template_kwargs": {"brief": True}}
-    for made_by, said in (("adora_vl.train", "brief"), ("another", "long")):
+    for made_by, rendered in (("adora_vl.train", "brief"), ("another", "long")):
         (run / "manifest.json").write_text(json.dumps({"made_by": made_by, "config": config}))
-        given = ["infer", "--model", str(run), "--data", "d", "--output", "o"]
-        settings = settings_of(parse_evaluation(given, BENCHMARK).ask)
-        assert ChatProcessor.of(settings).render([{"role": "user", "content": "x"}]) == said
-        assert settings.described == (config if said == "brief" else {}), (
+        arguments = ["infer", "--model", str(run), "--data", "d", "--output", "o"]
+        settings = settings_of(parse_evaluation(arguments, BENCHMARK).ask)
+        assert ChatProcessor.of(settings).render([{"role": "user", "content": "x"}]) == rendered
+        assert settings.described == (config if rendered == "brief" else {}), (
             "answers of both do not mix"
         )

@@ -97,18 +97,20 @@ def test_a_picture_that_code_hands_over_is_shown_as_one_of_a_file(
         cases[f"on its side as {form}"] = (Image.open(io.BytesIO(lies)), lies)
     for name, (picture, encoded) in cases.items():
         with subtests.test(name):
-            shown = as_shown(picture)
+            as_model_sees = as_shown(picture)
             expected = decoded_image(encoded)
-            assert (shown.mode, shown.size) == ("RGB", expected.size)
-            assert shown.tobytes() == expected.tobytes()
-            assert as_shown(shown).tobytes() == shown.tobytes(), "nothing is turned twice"
+            assert (as_model_sees.mode, as_model_sees.size) == ("RGB", expected.size)
+            assert as_model_sees.tobytes() == expected.tobytes()
+            assert as_shown(as_model_sees).tobytes() == as_model_sees.tobytes(), (
+                "nothing is turned twice"
+            )
             if "side" in name:
-                assert shown.size == (30, 40)
+                assert as_model_sees.size == (30, 40)
             if "transparent" in name:
-                assert shown.getpixel((39, 0)) == (255, 255, 255)
+                assert as_model_sees.getpixel((39, 0)) == (255, 255, 255)
     plain = Image.new("RGB", (40, 30), "red")
-    shown = as_shown(plain)
-    shown.putpixel((0, 0), 0)
+    as_model_sees = as_shown(plain)
+    as_model_sees.putpixel((0, 0), 0)
     assert plain.getpixel((0, 0)) == (255, 0, 0), "it shares no pixel"
     premultiplied = Image.new("La", (40, 30), (0, 0))
     assert as_shown(premultiplied).getpixel((0, 0)) == (255, 255, 255)
@@ -158,9 +160,9 @@ def test_a_picture_of_any_depth_is_as_bright_as_it_was_meant() -> None:
         shades = np.repeat(np.array([values], kind), 4, axis=0).repeat(4, axis=1)
         form = "PNG" if kind is np.uint16 else "TIFF"
         cleaned = clean_image(encoded_as(Image.fromarray(shades), form))
-        found: list[Any] = [cleaned.getpixel((at, 0)) for at in (0, 5, 11)]
-        assert found[0] == (0, 0, 0) and found[2] == (255, 255, 255), (kind, largest)
-        assert found[1] in [(127,) * 3, (128,) * 3], (kind, largest)
+        pixels: list[Any] = [cleaned.getpixel((at, 0)) for at in (0, 5, 11)]
+        assert pixels[0] == (0, 0, 0) and pixels[2] == (255, 255, 255), (kind, largest)
+        assert pixels[1] in [(127,) * 3, (128,) * 3], (kind, largest)
 
 
 def test_a_picture_whose_white_nobody_can_tell_is_refused_with_the_remedy() -> None:
@@ -215,8 +217,8 @@ def test_no_program_is_started_for_a_picture(
     assert list(sizes_in(stored)) == [[None]]
     (tmp_path / "a.png").write_bytes(EPS)
     stored = [{"bytes": EPS, "path": None}, {"bytes": None, "path": str(tmp_path / "a.png")}]
-    found = decoded_rows({"images": [stored]})["images"][0]
-    assert all(isinstance(image, UnreadableImage) for image in found)
+    images = decoded_rows({"images": [stored]})["images"][0]
+    assert all(isinstance(image, UnreadableImage) for image in images)
     assert not started.exists()
 
 
@@ -299,13 +301,13 @@ def test_a_file_is_stored_as_it_is_only_where_it_shows_the_same_and_tells_nothin
             stored = stored_bytes(stream.getvalue(), cleaned)
             assert (stored == stream.getvalue()) == same
             assert stored.startswith(b"\xff\xd8" if form == "JPEG" else b"\x89PNG")
-            shown = ImageOps.exif_transpose(Image.open(io.BytesIO(stored)))
-            assert (shown.mode, shown.size, shown.tobytes()) == (
+            upright = ImageOps.exif_transpose(Image.open(io.BytesIO(stored)))
+            assert (upright.mode, upright.size, upright.tobytes()) == (
                 "RGB",
                 cleaned.size,
                 cleaned.tobytes(),
             )
-            assert not shown.getexif()
+            assert not upright.getexif()
             assert b"somebody" not in stored
     drawing = png_bytes(picture)
     assert b"more" not in stored_bytes(drawing + b"more", picture), (

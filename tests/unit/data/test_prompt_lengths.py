@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, Features
+from transformers import Qwen2Config
 from trl.data_utils import prepare_multimodal_messages
 
 from adora_vl.checkpoint.fingerprint import differences, fingerprint
@@ -54,6 +55,7 @@ from tests.support.benchmark_data import (
 )
 from tests.support.pictures import drawing, encoded
 from tests.support.row_order import ids_of_epochs
+from tests.support.stand_ins import config_of
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny"]
 BATCH = [
@@ -161,19 +163,19 @@ def test_the_remedy_is_one_that_helps() -> None:
     beyond = check_of([2020], [0]).refusal()
     assert "set it to" not in beyond
     assert "2060 would hold every prompt with its answer, but the model takes 2048" in beyond
-    own = check_of(
+    refusal = check_of(
         [2050], [0], ContextLimit(2048, 40, "the model's max_position_embeddings: 2048", "", 2048)
     ).refusal()
-    assert own.startswith(
+    assert refusal.startswith(
         "the model's max_position_embeddings: 2048 is too short for 1 of 1 prompt: row r0"
     )
-    assert own.endswith(
+    assert refusal.endswith(
         "; shorten the rows, or leave such rows out with adora_overlong_prompts: drop"
     )
 
 
 def test_which_limit_counts() -> None:
-    model = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=2048))
+    model = Qwen2Config(max_position_embeddings=2048)
 
     def name(served: int | None = None, **keys: Any) -> str:
         config = {
@@ -182,19 +184,18 @@ def test_which_limit_counts() -> None:
             "max_completion_length": 40,
             **keys,
         }
-        limit = context_limit(SimpleNamespace(**config), model, served)
+        limit = context_limit(config_of(**config), model, served)
         assert limit is not None
         return limit.name
 
     assert name() == "vllm_max_model_length: 256"
     assert name(vllm_max_model_length=None) == "the model's max_position_embeddings: 2048"
     config = {"vllm_max_model_length": None, "max_completion_length": 40}
-    sampled, generated = (
-        context_limit(SimpleNamespace(**config, use_vllm=vllm), model) for vllm in (True, False)
-    )
+    sampled = context_limit(config_of(**config, use_vllm=True), model)
+    generated = context_limit(config_of(**config, use_vllm=False), model)
     assert "and longer answers are cut off there" in check_of([2040], [0], sampled).notes()[0]
-    (said,) = check_of([2040], [0], generated).notes()
-    assert said.endswith(
+    (note,) = check_of([2040], [0], generated).notes()
+    assert note.endswith(
         "8 at the least, and longer answers reach positions that the model was not made for"
     )
     assert name(use_vllm=False) == "the model's max_position_embeddings: 2048", (
@@ -202,14 +203,11 @@ def test_which_limit_counts() -> None:
     )
     assert name(served=512) == "the vLLM server's --max-model-len: 512"
     unlimited = SimpleNamespace(get_text_config=lambda: SimpleNamespace())
-    assert context_limit(SimpleNamespace(**config, use_vllm=True), unlimited) is None
+    assert context_limit(config_of(**config, use_vllm=True), unlimited) is None
 
 
 def test_a_server_that_does_not_answer_has_no_limit() -> None:
-    config = SimpleNamespace(
-        vllm_server_base_url="http://127.0.0.1:9", vllm_server_host="", vllm_server_port=0
-    )
-    assert served_length(config) is None
+    assert served_length(config_of(vllm_server_base_url="http://127.0.0.1:9")) is None
 
 
 def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor: Any) -> None:
@@ -221,13 +219,13 @@ def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor
     ]
     folder = write(tmp_path / "mine", problems, images)
     script = parse([*CPU, "--dataset_name", str(folder), "--output_dir", "nowhere"])[0]
-    found: list[Measured] = []
+    measurements: list[Measured] = []
     limits = limits_of(processor, load_config(str(PRETRAINED)), None, None)
 
     def fitting(rows: Dataset, texts: Sequence[str]) -> Sequence[int]:
         count = tokenizer_counter(processor, script.adora_system_prompt)
         ids = rows.data.table["id"].to_pylist()
-        found.append(
+        measurements.append(
             measured(
                 zip(ids, texts, sizes_in(rows.data.table), strict=True), count, limits, len(ids)
             )
@@ -235,15 +233,15 @@ def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor
         return range(len(rows))
 
     rows = load_rows(script, [str(folder)], 0, fitting)
-    for row, length, image in zip(rows, found[0].prompt, found[0].image, strict=True):
+    for row, length, image in zip(rows, measurements[0].prompt, measurements[0].image, strict=True):
         messages = prepare_multimodal_messages(row["prompt"], images=row["images"])
-        made = processor.apply_chat_template(
+        inputs = processor.apply_chat_template(
             [messages], add_generation_prompt=True, tokenize=True, return_dict=True
         )
-        assert length == len(made["input_ids"][0])
-        assert image == list(made["input_ids"][0]).count(processor.image_token_id)
-    assert found[0].ids == [row["id"] for row in rows]
-    assert found[0].image[0] == 0 < found[0].image[1]
+        assert length == len(inputs["input_ids"][0])
+        assert image == list(inputs["input_ids"][0]).count(processor.image_token_id)
+    assert measurements[0].ids == [row["id"] for row in rows]
+    assert measurements[0].image[0] == 0 < measurements[0].image[1]
 
 
 def test_a_language_model_is_asked_in_plain_texts(processor: Any) -> None:
@@ -329,8 +327,8 @@ def test_an_image_that_the_processor_refuses_is_named(
     folder = write(tmp_path / "mine", [SHORT] * 3, [[PICTURE], [thin], [PICTURE]])
     for words in ((), ("--dry-run",)):
         assert main(words_of(folder, tmp_path / "out", *words)) == 2
-        said = capsys.readouterr().err.splitlines()[-1]
-        assert said.startswith(
+        message = capsys.readouterr().err.splitlines()[-1]
+        assert message.startswith(
             "error: dataset: row mine/train/1 has an image of 900 x 4 pixels, which the model's"
         )
 
@@ -367,9 +365,9 @@ def test_the_length_that_is_named_holds_all(
     assert (
         main(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed, "--dry-run")) == 0
     )
-    said = capsys.readouterr().out
-    assert f"{needed} leaves all of 12 prompts room for max_completion_length: 40." in said
-    assert "It fits" in said
+    output = capsys.readouterr().out
+    assert f"{needed} leaves all of 12 prompts room for max_completion_length: 40." in output
+    assert "It fits" in output
 
 
 def test_rows_are_left_out_and_recorded(
@@ -385,8 +383,8 @@ def test_rows_are_left_out_and_recorded(
         "drop",
     )
     run = prepare(read(words), "look")
-    (said,) = capsys.readouterr().out.splitlines()
-    assert said.startswith(
+    (note,) = capsys.readouterr().out.splitlines()
+    assert note.startswith(
         "adora_overlong_prompts: drop leaves out 3 of 12 rows, for whose prompts vllm_max_model_len"
     )
     assert run.data.left_out == ("mine/train/7", "mine/train/9", "mine/train/11")
@@ -406,10 +404,10 @@ def test_rows_are_left_out_and_recorded(
     assert plan.rows == 9
     assert plan.lengths.longest[0] == counted(processor, SHORT)
     assert main([*words, "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert "drop leaves out 3 of 12 rows" in said
-    assert "9 rows make" in said
-    assert "It fits" in said
+    output = capsys.readouterr().out
+    assert "drop leaves out 3 of 12 rows" in output
+    assert "9 rows make" in output
+    assert "It fits" in output
 
 
 def test_a_resume_sees_the_same_rows(data: Path) -> None:
@@ -421,8 +419,8 @@ def test_a_resume_sees_the_same_rows(data: Path) -> None:
 
     assert of([]) == of([], "error"), "where nothing is left out, the key changes no run"
     assert differences(of(["a", "b"]), of(["a", "b"])) == []
-    for other in ([], ["a"], ["a", "c"]):
-        (changed,) = differences(of(["a", "b"]), of(other))
+    for another_selection in ([], ["a"], ["a", "c"]):
+        (changed,) = differences(of(["a", "b"]), of(another_selection))
         assert changed.startswith("rows left out: 2 (")
 
 
@@ -450,16 +448,14 @@ def test_a_mixture_keeps_its_shares_among_the_rows_that_are_left(tmp_path: Path)
         rows = load_rows(script, [str(folder) for folder in sets], 3, short)
         return ids_of_epochs(rows, epochs)
 
-    whole = order(range(2))
-    assert whole[len(whole) // 2 :] == order(range(1, 2))
-    assert {name for name in whole if name.startswith("small")} == {
+    ids = order(range(2))
+    assert ids[len(ids) // 2 :] == order(range(1, 2))
+    assert {name for name in ids if name.startswith("small")} == {
         "small/train/2",
         "small/train/3",
     }
-    assert {int(name.rsplit("/", 1)[1]) % 2 for name in whole if name.startswith("large")} == {0}
-    assert sum(name.startswith("small") for name in whole) / len(whole) == pytest.approx(
-        0.4, abs=0.1
-    )
+    assert {int(name.rsplit("/", 1)[1]) % 2 for name in ids if name.startswith("large")} == {0}
+    assert sum(name.startswith("small") for name in ids) / len(ids) == pytest.approx(0.4, abs=0.1)
     with pytest.raises(
         UserError,
         match=r"^adora_mixture: small has a share, but adora_overlong_prompts: drop leaves",

@@ -79,10 +79,10 @@ def test_files_named_after_splits_are_these_splits_and_a_leak_between_them_is_dr
 def test_a_test_share_is_one_row_of_each_block(subtests: pytest.Subtests) -> None:
     for share in [0.1, 0.2, 0.33, 0.5]:
         with subtests.test(f"{share}"):
-            held = [index for index in range(1000) if held_out(index, share, 3)]
-            assert len(held) == pytest.approx(1000 * share, abs=1)
-            assert max(after - before for before, after in pairwise(held)) <= 2 / share
-            assert held != [index for index in range(1000) if held_out(index, share, 4)]
+            test_rows = [index for index in range(1000) if held_out(index, share, 3)]
+            assert len(test_rows) == pytest.approx(1000 * share, abs=1)
+            assert max(after - before for before, after in pairwise(test_rows)) <= 2 / share
+            assert test_rows != [index for index in range(1000) if held_out(index, share, 4)]
 
 
 def test_texts_numbers_and_options_are_golds(case: Case) -> None:
@@ -137,8 +137,8 @@ def test_options_and_images_may_have_a_column_each(tmp_path: Path) -> None:
         )
         == 0
     )
-    kept = list(stored_rows(tmp_path / "out", "train"))
-    assert [(row["choices"], len(row["images"])) for row in kept] == [
+    stored = list(stored_rows(tmp_path / "out", "train"))
+    assert [(row["choices"], len(row["images"])) for row in stored] == [
         (["x y", "z"], 2),
         (["u", "v", "w"], 1),
     ]
@@ -308,8 +308,8 @@ def test_a_bad_row_is_refused_by_its_reason_and_the_others_are_kept(case: Case) 
         with case(form) as folder:
             bad = {**BAD_ROWS, **(TYPED_ROWS if form in ("jsonl", "json") else {})}
             rows: list[dict[str, Any]] = [GOOD]
-            for place, (changed, _) in enumerate(bad.values()):
-                row = {**GOOD, "k": f"bad{place}", **changed}
+            for number, (changed, _) in enumerate(bad.values()):
+                row = {**GOOD, "k": f"bad{number}", **changed}
                 row["i"] = row["i"].replace("FORM", form) if isinstance(row["i"], str) else row["i"]
                 if form != "csv" and isinstance(row["c"], str):
                     row["c"] = json.loads(row["c"])
@@ -319,11 +319,11 @@ def test_a_bad_row_is_refused_by_its_reason_and_the_others_are_kept(case: Case) 
             assert [row["id"] for row in stored_rows(folder / "out", "train")] == [
                 "mine/train/good"
             ]
-            said = {
+            reasons = {
                 name: line["reason"]
                 for name, line in zip(bad, quarantined(folder / "out"), strict=True)
             }
-            assert said == {name: reason for name, (_, reason) in bad.items()}
+            assert reasons == {name: reason for name, (_, reason) in bad.items()}
             details = [line["detail"] for line in quarantined(folder / "out")]
             assert all("\n" not in line and len(line) < 600 and "; " in line for line in details)
 
@@ -393,7 +393,7 @@ def test_a_file_that_cannot_be_used_is_one_line(
 def test_a_file_of_another_form_says_which_form_it_needs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, content, said in [
+    for name, content, message in [
         (
             "other.csv",
             b"q,a\nFind \x81.,5\n",
@@ -421,7 +421,7 @@ def test_a_file_of_another_form_says_which_form_it_needs(
     ]:
         (tmp_path / name).write_bytes(content)
         code = convert(tmp_path / name, tmp_path / "out", columns=("problem=q", "answer=a"))
-        assert said in refused(code, tmp_path / "out", capsys), name
+        assert message in refused(code, tmp_path / "out", capsys), name
 
 
 def test_a_column_that_is_not_there_is_named_with_the_nearest(
@@ -483,9 +483,9 @@ def test_a_folder_whose_tables_are_not_clear_is_one_line(
             assert message in refused(
                 convert(folder / "in", folder / "out", columns=SHORT[:2]), folder / "out", capsys
             )
-            for place in (folder / "none", folder / "in.txt"):
+            for path in (folder / "none", folder / "in.txt"):
                 (folder / "in.txt").write_text("x")
-                refused(convert(place, folder / "out", columns=SHORT[:2]), folder / "out", capsys)
+                refused(convert(path, folder / "out", columns=SHORT[:2]), folder / "out", capsys)
 
 
 def test_a_table_that_is_a_link_out_of_the_folder_is_not_read(tmp_path, capsys):
@@ -527,8 +527,8 @@ def test_whatever_a_record_holds_it_is_sound_or_refused(record, texts_only, tmp_
     if not (tmp_path / "in").exists():
         write(tmp_path, "jsonl", [GOOD])
     columns = Columns("q", "a", ("i",), ("c",), "k", (("own", "x"),))
-    place = FileRoot((tmp_path / "in").resolve(), (tmp_path / "in").resolve())
-    context = Context("mine", "train", "mine.jsonl", columns, place, texts_only)
+    files = FileRoot((tmp_path / "in").resolve(), (tmp_path / "in").resolve())
+    context = Context("mine", "train", "mine.jsonl", columns, files, texts_only)
     outcome = clean_one(
         lambda: read_record({**GOOD, **record}, "line 1", 0, context), PixelLimits()
     )

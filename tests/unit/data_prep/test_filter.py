@@ -71,15 +71,15 @@ class Model:
 
 @pytest.fixture
 def model(data, monkeypatch):
-    made = Model(data)
+    solver = Model(data)
     sample = filtering.sample
-    monkeypatch.setattr(filtering, "sample", lambda *a, **k: sample(*a, **k, build=made.build))
-    return made
+    monkeypatch.setattr(filtering, "sample", lambda *a, **k: sample(*a, **k, build=solver.build))
+    return solver
 
 
 def run(data, output, *words):
-    given = ["--model", "tiny", "--samples", "4"] if "--predictions" not in words else []
-    return main(["filter", "--input", str(data), "--output", str(output), *given, *words])
+    sampling = ["--model", "tiny", "--samples", "4"] if "--predictions" not in words else []
+    return main(["filter", "--input", str(data), "--output", str(output), *sampling, *words])
 
 
 def rows_of(folder, split="train"):
@@ -91,8 +91,10 @@ def test_it_keeps_what_is_solved_sometimes_and_copies_the_other_splits(
 ):
     output = tmp_path / "hard"
     assert run(data, output, "--keep", "0.25:0.75") == 0
-    kept = [row for row, rate in zip(rows_of(data), RATES, strict=True) if 0.25 <= rate <= 0.75]
-    assert rows_of(output) == kept and len(kept) == 4, (
+    solved_sometimes = [
+        row for row, rate in zip(rows_of(data), RATES, strict=True) if 0.25 <= rate <= 0.75
+    ]
+    assert rows_of(output) == solved_sometimes and len(solved_sometimes) == 4, (
         "whole rows, in their order, images byte by byte"
     )
     assert rows_of(output, "test") == rows_of(data, "test")
@@ -150,10 +152,10 @@ def test_questions_are_asked_and_answers_read_as_in_the_training(
     from.
     """
     generate = model.generate
-    asked: list[list] = []
+    prompts: list[list] = []
 
     def tagged(requests):
-        asked.extend(
+        prompts.extend(
             [message["role"], message["content"]]
             for request in requests
             for message in request.messages
@@ -163,17 +165,17 @@ def test_questions_are_asked_and_answers_read_as_in_the_training(
             part["text"] = part["text"].removeprefix("Look: ")
         answers = generate(requests)
         return [
-            replace(one, text=re.sub(r"\\boxed\{(.*)\}", r"<answer>\1</answer>", one.text))
-            for one in answers
+            replace(answer, text=re.sub(r"\\boxed\{(.*)\}", r"<answer>\1</answer>", answer.text))
+            for answer in answers
         ]
 
     monkeypatch.setattr(model, "generate", tagged)
     words = ["--prompt", "Look: {problem}", "--system-prompt", "Put it in <answer> </answer>."]
     assert run(data, tmp_path / "given", *words) == 0
-    assert ["system", [{"type": "text", "text": "Put it in <answer> </answer>."}]] in asked or [
+    assert ["system", [{"type": "text", "text": "Put it in <answer> </answer>."}]] in prompts or [
         "system",
         "Put it in <answer> </answer>.",
-    ] in asked
+    ] in prompts
     assert model.asked.total() == 24 and len(rows_of(tmp_path / "given")) == 4, (
         "0.1:0.9, as with boxes"
     )
@@ -217,9 +219,9 @@ def test_answers_that_are_not_those_of_the_split_are_refused(data, model, tmp_pa
         "has 3 answers to some problems and 4 to others": lines[1:],
         "is not in the split 'train'": [*lines, lines[0].replace('"pid": "', '"pid": "another/')],
     }
-    for number, (message, kept) in enumerate(broken.items()):
+    for number, (message, predictions) in enumerate(broken.items()):
         file = tmp_path / f"{number}.jsonl"
-        file.write_text("\n".join(kept) + "\n")
+        file.write_text("\n".join(predictions) + "\n")
         with pytest.raises(UserError) as caught:
             filter_dataset(data, tmp_path / "other", file, Keep(0.1, 0.9))
         assert re.search(message, str(caught.value)), str(caught.value)

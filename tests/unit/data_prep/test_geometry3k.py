@@ -41,9 +41,9 @@ def test_the_real_problems(geometry3k_raw: Path, tmp_path: Path) -> None:
     assert prepare("intergps", geometry3k_raw, tmp_path / "out") == 0
     dataset = load_split(tmp_path / "out", "train")
     assert dataset.features == {**schema(), "facts": Value("string")}
-    said = dataset["facts"]
-    assert said[3].endswith("BI is perpendicular to BD.")
-    assert "Drawn segments: EB, DC." in said[5]
+    facts = dataset["facts"]
+    assert facts[3].endswith("BI is perpendicular to BD.")
+    assert "Drawn segments: EB, DC." in facts[5]
     assert dataset["id"] == [f"geometry3k/train/{number}" for number in range(11, 17)]
     assert dataset["answer"] == ["80", "13", "9", "48", "5\\sqrt{3}", "10"]
     assert dataset["answer_raw"] == ["D", "B", "A", "B", "C", "B"]
@@ -96,16 +96,16 @@ FORM: dict[str, Any] = {
 
 def test_every_fact_has_words_and_a_mark_in_the_redrawn_picture() -> None:
     words = facts_in_words(form_of(FORM), "Find x.")
-    whole = drawn(form_of(FORM))
+    full_drawing = drawn(form_of(FORM))
     assert words is not None
     assert "A, D and B lie on one line" in words.replace("B, D and A", "A, D and B")
     assert "Angle BAC = 2x+1 degrees. Angle ACB = angle 1. " in words
     assert words.endswith("AC is parallel to EB.")
     for fact in FACTS:
-        less = form_of({**FORM, "facts": [one for one in FACTS if one != fact]})
-        assert drawn(less).tobytes() != whole.tobytes() or fact.startswith("PointLies"), fact
+        less = form_of({**FORM, "facts": [kept_fact for kept_fact in FACTS if kept_fact != fact]})
+        assert drawn(less).tobytes() != full_drawing.tobytes() or fact.startswith("PointLies"), fact
         assert facts_in_words(less, "Find x.") != words, fact
-    asked = (
+    questions = (
         "Find(AreaOf(Shaded(Shape($))))",
         "Find(z)",
         "Find(LengthOf(Line(A, Q)))",
@@ -114,7 +114,7 @@ def test_every_fact_has_words_and_a_mark_in_the_redrawn_picture() -> None:
     )
     for question, text in [
         (["Find(x)"], "Find the shaded area."),
-        *(([one], "Find it.") for one in asked),
+        *(([question_form], "Find it.") for question_form in questions),
     ]:
         assert facts_in_words(form_of({**FORM, "question": question}), text) is None
     assert (
@@ -150,14 +150,14 @@ def test_problems_are_redrawn_from_logic_forms(
         assert "AB = 5\\sqrt{2}." in row["facts"]
         assert 300 < max(stored_image(row).size) <= 480
     output = tmp_path / "no"
-    given = ("--texts", str(texts))
-    for location, words, said in (
+    with_texts = ("--texts", str(texts))
+    for location, words, message in (
         (forms, (), "texts: missing"),
         (forms, ("--texts", str(forms)), "has no column 'messages'"),
-        (forms, (*given, "--diagram", "plain"), "diagram: "),
-        (texts, given, "has no logic forms"),
+        (forms, (*with_texts, "--diagram", "plain"), "diagram: "),
+        (texts, with_texts, "has no logic forms"),
     ):
-        assert said in refused(prepare("logic-forms", location, output, *words), output, capsys)
+        assert message in refused(prepare("logic-forms", location, output, *words), output, capsys)
 
 
 def test_the_gold_is_the_value_of_the_letter_and_transparency_is_white(tmp_path: Path) -> None:
@@ -355,8 +355,8 @@ def test_the_authors_zip_files(tmp_path: Path) -> None:
 
     damaged = bytearray((tmp_path / "zips" / "train.zip").read_bytes())
     with zipfile.ZipFile(tmp_path / "zips" / "train.zip") as archive:
-        place = archive.getinfo("train/5/img_diagram.png").header_offset
-    damaged[place + 200] ^= 0xFF
+        offset = archive.getinfo("train/5/img_diagram.png").header_offset
+    damaged[offset + 200] ^= 0xFF
     (tmp_path / "train.zip").write_bytes(damaged)
     assert prepare("intergps", tmp_path / "train.zip", tmp_path / "out") == 0
     (line,) = quarantined(tmp_path / "out")
@@ -381,7 +381,7 @@ def test_the_diagram_with_lettered_points(geometry3k_raw: Path, tmp_path: Path) 
 def test_limit_takes_the_first_rows_and_with_a_seed_a_sample(tmp_path: Path) -> None:
     for number in range(30):
         problem_folder(tmp_path / "raw", number=number)
-    taken = {}
+    ids = {}
     for name, options in {
         "first": (),
         "a": ("--seed", "1"),
@@ -389,7 +389,7 @@ def test_limit_takes_the_first_rows_and_with_a_seed_a_sample(tmp_path: Path) -> 
         "b": ("--seed", "2"),
     }.items():
         assert prepare("intergps", tmp_path / "raw", tmp_path / name, "--limit", "5", *options) == 0
-        taken[name] = [
+        ids[name] = [
             int(row["id"].rsplit("/")[-1]) for row in stored_rows(tmp_path / name, "train")
         ]
     assert prepare("intergps", tmp_path / "raw", tmp_path / "all") == 0
@@ -397,11 +397,11 @@ def test_limit_takes_the_first_rows_and_with_a_seed_a_sample(tmp_path: Path) -> 
         prepare("parquet", tmp_path / "all", tmp_path / "table", "--limit", "5", "--seed", "1") == 0
     )
     sample = [int(row["id"].rsplit("/")[-1]) for row in stored_rows(tmp_path / "table", "train")]
-    assert sample == taken["a"], "of a table as of folders"
-    assert taken["first"] == [0, 1, 2, 3, 4]
-    assert taken["a"] == taken["again"] == sorted(taken["a"])
-    assert len({tuple(numbers) for numbers in taken.values()}) == 3
-    assert len(set(taken["a"])) == 5
+    assert sample == ids["a"], "of a table as of folders"
+    assert ids["first"] == [0, 1, 2, 3, 4]
+    assert ids["a"] == ids["again"] == sorted(ids["a"])
+    assert len({tuple(numbers) for numbers in ids.values()}) == 3
+    assert len(set(ids["a"])) == 5
 
 
 def test_wrong_options_are_one_line(capsys: pytest.CaptureFixture[str], case: Case) -> None:
@@ -458,12 +458,12 @@ def sizes(root: Path) -> dict[str, int | None]:
 
 
 def test_the_splits_of_a_zip_are_those_of_its_folders(case: Case) -> None:
-    for name, above, whole in product(
+    for name, above, has_all_splits in product(
         ["geometry3k.zip", "train.zip", "val.zip", "anything at all.zip"],
         ["", "geometry3k/", "data/geometry3k/"],
         [True, False],
     ):
-        with case(f"{name} {above!r:.80} {whole}") as folder:
+        with case(f"{name} {above!r:.80} {has_all_splits}") as folder:
             root = folder / "raw"
             root.mkdir()
             _zip(
@@ -471,7 +471,11 @@ def test_the_splits_of_a_zip_are_those_of_its_folders(case: Case) -> None:
                 [f"{above}train/1", f"{above}train/2", f"{above}val/3", f"{above}test/4"],
                 folder,
             )
-            assert sizes(root if whole else root / name) == {"train": 2, "validation": 1, "test": 1}
+            assert sizes(root if has_all_splits else root / name) == {
+                "train": 2,
+                "validation": 1,
+                "test": 1,
+            }
 
 
 def test_a_zip_is_named_after_its_split_only_where_nothing_inside_says_one(tmp_path, capsys):

@@ -38,7 +38,7 @@ DATASET = "someone/geometry3k"
 
 
 @contextmanager
-def _hub(commits: dict[str, dict[str, bytes]], asked: list[str]) -> Iterator[str]:
+def _hub(commits: dict[str, dict[str, bytes]], requests: list[str]) -> Iterator[str]:
     """The address of a hub whose one dataset has these commits, the last one being `main`."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -54,7 +54,7 @@ def _hub(commits: dict[str, dict[str, bytes]], asked: list[str]) -> Iterator[str
 
         def do_GET(self) -> None:
             path = urlsplit(self.path).path
-            asked.append(path)
+            requests.append(path)
             api = f"/api/datasets/{DATASET}/"
             files = f"/datasets/{DATASET}/resolve/"
             if path.startswith(api):
@@ -169,8 +169,8 @@ def commits(tmp_path: Path) -> dict[str, dict[str, bytes]]:
 def test_the_manifest_has_the_full_commit_of_what_was_read(
     tmp_path: Path, commits: dict[str, Any]
 ) -> None:
-    asked: list[str] = []
-    with _hub(commits, asked) as endpoint:
+    requests: list[str] = []
+    with _hub(commits, requests) as endpoint:
         client = _Client(endpoint, tmp_path)
         for output, options, commit, problem in (
             ("newest", (), NEW, "Find y."),
@@ -189,7 +189,7 @@ def test_the_manifest_has_the_full_commit_of_what_was_read(
         assert error.count("error: ") == 1
         assert f"'{DATASET}' at revision 'v9' cannot be loaded" in error.splitlines()[-1]
         assert not (tmp_path / "wrong").exists()
-    assert not [path for path in asked if path.endswith("README.md")], (
+    assert not [path for path in requests if path.endswith("README.md")], (
         "more than the data was downloaded"
     )
 
@@ -205,12 +205,12 @@ def test_a_hub_id_is_streamed_at_one_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = str(parquet_hub(tmp_path) / "data" / "*.parquet")
-    asked: list[tuple[Any, ...]] = []
+    requests: list[tuple[Any, ...]] = []
 
     def load(
         name: str, subset: str | None, *, revision: str, streaming: bool
     ) -> IterableDatasetDict:
-        asked.append((name, subset, revision, streaming))
+        requests.append((name, subset, revision, streaming))
         stream = load_dataset(
             "parquet", data_files={"train": files, "testmini": files}, streaming=True
         )
@@ -225,14 +225,14 @@ def test_a_hub_id_is_streamed_at_one_commit(
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
     options = ("--name", "mine", "--subset", "all", "--revision", "v1", "--splits", "train=train")
     assert convert("someone/theirs", tmp_path / "out", *options) == 0
-    assert asked == [("someone/theirs", "all", "1" * 40, True)]
+    assert requests == [("someone/theirs", "all", "1" * 40, True)]
     manifest = read_manifest(tmp_path / "out")
     assert manifest is not None
     assert manifest["revision"] == "1" * 40
     assert fields_by_id(tmp_path / "out") == EXPECTED
     assert convert("someone/theirs@v1", tmp_path / "few", "--limit", "2", "--name", "mine") == 0
     assert len(fields_by_id(tmp_path / "few")) == 2
-    assert asked[-1][2] == "1" * 40
+    assert requests[-1][2] == "1" * 40
     assert convert("someone/theirs", tmp_path / "no", "--splits", "test=test") == 2
 
 

@@ -51,13 +51,15 @@ def test_a_puzzle_read_as_english_has_exactly_the_golds_solution(subtests):
     for people in range(2, 9):
         with subtests.test(f"{people}"):
             for row in generate(12, people=(people, people), seed=people):
-                names, said = _reading(row["problem"])
-                assert len(names) == len(said) == people
+                names, statements = _reading(row["problem"])
+                assert len(names) == len(statements) == people
                 assert set(names) <= set(NAMES)
                 fitting = []
                 for kinds in product((True, False), repeat=people):
                     knight = dict(zip(names, kinds, strict=True))
-                    if all(_holds(words, knight) == knight[speaker] for speaker, words in said):
+                    if all(
+                        _holds(words, knight) == knight[speaker] for speaker, words in statements
+                    ):
                         fitting.append(
                             ", ".join(
                                 f"{n} is a {'knight' if knight[n] else 'knave'}" for n in names
@@ -70,10 +72,8 @@ def test_a_puzzle_read_as_english_has_exactly_the_golds_solution(subtests):
 
 def test_equal_arguments_give_equal_rows_and_splits_share_no_puzzle():
     assert list(generate(30, seed=4)) == list(generate(30, seed=4))
-    train, test = (
-        {row["problem"] for row in generate(200, split=split, people=(3, 4))}
-        for split in ("train", "test")
-    )
+    train = {row["problem"] for row in generate(200, split="train", people=(3, 4))}
+    test = {row["problem"] for row in generate(200, split="test", people=(3, 4))}
     assert len(train) == len(test) == 200
     assert not train & test
     in_test = {
@@ -105,9 +105,10 @@ def test_the_benchmark_scores_by_number_of_people(tmp_path):
     assert len(problems) == 4
     assert not any(problem.n_images for problem in problems)
     gold = [problem.fields["answer"] for problem in problems]
-    said = [rf"\boxed{{{gold[0]}}}", "?", rf"\boxed{{{gold[2]}}}", rf"\boxed{{{gold[3]}}}"]
+    responses = [rf"\boxed{{{gold[0]}}}", "?", rf"\boxed{{{gold[2]}}}", rf"\boxed{{{gold[3]}}}"]
     rows = [
-        {**problem.fields, "response": text} for problem, text in zip(problems, said, strict=True)
+        {**problem.fields, "response": text}
+        for problem, text in zip(problems, responses, strict=True)
     ]
     score = score_of(BENCHMARK, rows, ScoreOptions()).score
     assert (score["correct"], score["total"]) == (3, 4)
@@ -202,17 +203,17 @@ def test_a_row_that_does_not_hold_is_named_and_nothing_is_written(capsys, case):
         with case(kind) as folder:
             changed, words = BROKEN[kind]
             assert prepare(folder, record(), record(quiz="Another?", **changed)) == 2
-            said = capsys.readouterr().err
-            assert said.strip().count("\n") == 0
-            assert "row 1 of" in said
-            assert words in said
+            stderr = capsys.readouterr().err
+            assert stderr.strip().count("\n") == 0
+            assert "row 1 of" in stderr
+            assert words in stderr
             assert not (folder / "out").exists()
 
 
 def test_the_same_puzzle_twice_and_other_files_are_refused(tmp_path, capsys):
     assert prepare(tmp_path, record(), record()) == 2
-    assert "row 1 of" in (said := capsys.readouterr().err)
-    assert "the same puzzle as row 0" in said
+    assert "row 1 of" in (stderr := capsys.readouterr().err)
+    assert "the same puzzle as row 0" in stderr
     assert prepare(tmp_path, {"problem": "1 + 1", "answer": "2"}) == 2
     assert "has no column 'quiz'" in capsys.readouterr().err
     (tmp_path / "kk.parquet").write_bytes(b"no Parquet")
@@ -242,10 +243,10 @@ def test_options_of_the_other_source_are_refused(capsys, case):
         (["--rows", "5", "--people", "5-3"], "'5-3' has the larger number first; write 3-5"),
         (["--rows", "5", "--question", "plain"], "question: plain does not go with --source drawn"),
     ]
-    for words, said in cases:
+    for words, message in cases:
         with case(f"{words!r:.80}") as folder:
             assert main(["knights", "--output", str(folder / "out"), *words]) == 2
-            assert said in capsys.readouterr().err
+            assert message in capsys.readouterr().err
 
 
 @pytest.mark.skipif(

@@ -34,9 +34,9 @@ from tests.support.disk import file_contents
 from tests.support.geometry3k import prepare, problem_folder
 
 
-def _prepare(output: Path, rows: int = 3, *more: str) -> int:
+def _prepare(output: Path, rows: int = 3, *options: str) -> int:
     return main(
-        ["synthetic", "--output", str(output), "--rows", str(rows), "--test-rows", "2", *more]
+        ["synthetic", "--output", str(output), "--rows", str(rows), "--test-rows", "2", *options]
     )
 
 
@@ -79,7 +79,7 @@ def test_an_empty_folder_is_filled_and_the_same_dataset_made_again(tmp_path: Pat
 def test_another_dataset_is_replaced_only_where_that_is_said(tmp_path, capsys):
     assert _prepare(tmp_path / "out") == 0
     before = file_contents(tmp_path / "out")
-    others = {
+    commands = {
         "rows 3, this one 5": ["synthetic", "--rows", "5", "--test-rows", "2"],
         "seed 0, this one 1": ["synthetic", "--rows", "3", "--test-rows", "2", "--seed", "1"],
         "size 56, this one 112": [
@@ -95,7 +95,7 @@ def test_another_dataset_is_replaced_only_where_that_is_said(tmp_path, capsys):
         ],
         "source 'synthetic', this one 'knights'": ["knights", "--rows", "3", "--test-rows", "2"],
     }
-    for difference, words in others.items():
+    for difference, words in commands.items():
         capsys.readouterr()
         assert main([*words, "--output", str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err
@@ -277,12 +277,12 @@ def test_kill_9_of_a_preparation_ends_its_workers(tmp_path: Path) -> None:
 
 def _members(session: int) -> list[int]:
     """The living processes of a session."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             fields = (path / "stat").read_text().rsplit(")", 1)[1].split()
         except OSError:
             continue
         if int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(path.name))
-    return found
+            pids.append(int(path.name))
+    return pids

@@ -29,7 +29,7 @@ ONE = {"q": "Find x.", "a": "5", "i": "pics/0.png"}
 def noted(output: Path) -> dict[str, int]:
     manifest = read_manifest(output)
     assert manifest is not None
-    return {name: found["rows"] for name, found in manifest.get("noted", {}).items()}
+    return {name: note["rows"] for name, note in manifest.get("noted", {}).items()}
 
 
 def test_each_mark_of_an_image_is_the_place_of_one(subtests: pytest.Subtests) -> None:
@@ -60,14 +60,14 @@ def test_each_mark_of_an_image_is_the_place_of_one(subtests: pytest.Subtests) ->
     for text, images, placed, order, parts in cases:
         with subtests.test(text):
             assert place_images(text, images) == Placed(placed, order, parts)
-    for text, images, said in [
+    for text, images, message in [
         ("See <image1>.", 0, "has <image1> and the row no image; put the picture in"),
         ("See [image].", 0, "has [image] and the row no image; put the picture in"),
         ("<image> <image>", 1, "has 2 <image> and the row 1 image; give as many"),
         ("<image> <image2>", 2, "with and without numbers; number all of them"),
     ]:
         with subtests.test(text):
-            assert said in str(place_images(text, images))
+            assert message in str(place_images(text, images))
 
 
 def test_numbered_images_reach_the_row_in_the_order_of_their_places(tmp_path, capsys):
@@ -91,9 +91,9 @@ def test_numbered_images_reach_the_row_in_the_order_of_their_places(tmp_path, ca
     assert "<image1> and the row no image" in line["detail"]
     assert "line 7 of mine.jsonl" in line["detail"], "its lines have an empty one between them"
     assert noted(tmp_path / "out") == {"parts": 1, "options": 1}
-    said = capsys.readouterr().out
-    assert "noted: 1 of the rows number more images" in said
-    assert line["detail"] in said
+    output = capsys.readouterr().out
+    assert "noted: 1 of the rows number more images" in output
+    assert line["detail"] in output
     assert convert(source, tmp_path / "without", columns=("problem=q", "answer=a")) == 2
     assert "name the column with the pictures, images=COLUMN" in capsys.readouterr().err
 
@@ -115,9 +115,9 @@ def test_nothing_in_a_cell_is_no_image_and_no_choices(case: Case) -> None:
                 else write_cells(folder / "in", "csv", rows)
             )
             assert convert(source, folder / "out", columns=COLUMNS) == 0
-            found = rows_of(folder / "out")
-            assert [len(row["images"]) for row in found] == [0, 0, 0, 0, 1, 0][: len(rows)]
-            assert not any(row["choices"] for row in found)
+            stored = rows_of(folder / "out")
+            assert [len(row["images"]) for row in stored] == [0, 0, 0, 0, 1, 0][: len(rows)]
+            assert not any(row["choices"] for row in stored)
             assert noted(folder / "out") == {"without_image": len(rows) - 1}
 
 
@@ -134,15 +134,15 @@ def test_an_answer_that_nobody_can_meet_is_refused_with_what_to_write(tmp_path, 
     rows = [{"q": f"Find x{n}.", "a": answer} for n, answer in enumerate(["5", "$5", "3,5", "5'"])]
     source = write_cells(tmp_path / "in", "csv", rows)
     assert convert(source, tmp_path / "out", "--allow-quarantined", "1", columns=COLUMNS[:2]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for line, answer, remedy in (
         (3, "$5", "5 for $5"),
         (4, "3,5", "write 3.5"),
         (5, "5'", "number alone"),
     ):
-        (told,) = [text for text in said.splitlines() if f"line {line} of mine.csv" in text]
-        assert repr(answer) in told
-        assert remedy in told
+        (message,) = [text for text in output.splitlines() if f"line {line} of mine.csv" in text]
+        assert repr(answer) in message
+        assert remedy in message
 
 
 def test_a_line_is_counted_as_the_file_does(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_line_is_counted_as_the_file_does(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text(
         json.dumps([{"q": "1?", "a": "1"}, {"q": "2?", "a": "nan"}])
     )
-    for name, place in (("parquet", "row 2"), ("json", "item 2")):
+    for name, position in (("parquet", "row 2"), ("json", "item 2")):
         output = tmp_path / f"out.{name}"
         assert (
             convert(
@@ -169,7 +169,7 @@ def test_a_line_is_counted_as_the_file_does(tmp_path: Path) -> None:
             )
             == 0
         )
-        assert f"{place} of mine.{name}" in quarantined(output)[0]["detail"]
+        assert f"{position} of mine.{name}" in quarantined(output)[0]["detail"]
 
 
 SAID = "Reason first, in <think> </think> tags. Put the final answer in \\boxed{}."
@@ -197,13 +197,13 @@ def test_rows_of_other_trainers_are_read_as_they_are(
         "extra_info": {"split": "train", "index": 0, "answer": "3", "question": "<image>Find x."},
     }
     brief = [{"role": "system", "content": "Be brief."}, *geo3k["prompt"]]
-    asked = {
+    conversation = {
         "messages": [{"role": "user", "content": f"How many? {count}"}],
         "images": ["pics/0.png"],
     }
     system = {"role": "system", "content": "You are a useful and harmless math calculator"}
     plain = {"images": ["pics/0.png"], "answer": "3"}
-    said = f"<image>Find x. {SAID}"
+    question = f"<image>Find x. {SAID}"
     rows: list[
         tuple[str, dict[str, Any], str, str, int]
     ] = [  # the problem, the instruction behind it, its images
@@ -216,8 +216,8 @@ def test_rows_of_other_trainers_are_read_as_they_are(
             1,
         ),
         ("easyr1", {**plain, "problem": "<image>Find x."}, "Find x.", "", 1),
-        ("easyr1", {**plain, "prompt": said}, "Find x.", SAID, 1),
-        ("swift", {**asked, "solution": "<answer> 3 </answer>"}, "How many?", count, 1),
+        ("easyr1", {**plain, "prompt": question}, "Find x.", SAID, 1),
+        ("swift", {**conversation, "solution": "<answer> 3 </answer>"}, "How many?", count, 1),
         (
             "swift",
             {"messages": [system, {"role": "user", "content": "1 + 2?"}], "solution": "3"},
@@ -257,7 +257,7 @@ def test_rows_of_other_trainers_are_read_as_they_are(
     for form, row, problem, instruction, images in rows:
         with case(f"{form} {row}") as folder:
             words = ["convert", "--preset", form, "--input", str(write_jsonl(folder / "in", [row]))]
-            for option, whole, noted_as in (
+            for option, expected_problem, noted_as in (
                 ([], f"{problem} {instruction}".strip(), "--drop-instruction takes it off"),
                 (["--drop-instruction"], problem, "it was taken off"),
             ):
@@ -266,9 +266,9 @@ def test_rows_of_other_trainers_are_read_as_they_are(
                     main([*words, *option, "--output", str(folder / "".join(["out", *option]))])
                     == 0
                 )
-                (found,) = rows_of(folder / "".join(["out", *option]))
-                assert (found["problem"], found["answer"], len(found["images"])) == (
-                    whole,
+                (stored,) = rows_of(folder / "".join(["out", *option]))
+                assert (stored["problem"], stored["answer"], len(stored["images"])) == (
+                    expected_problem,
                     "3",
                     images,
                 )
@@ -355,12 +355,12 @@ def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else
                 str(folder / "out"),
             ]
             assert main(["convert", *words]) == 0
-            (found,) = rows_of(folder / "out")
-            assert found["problem"] == "Is <image> or <image>"
-            assert [image["bytes"] for image in found["images"]] == [
+            (stored,) = rows_of(folder / "out")
+            assert stored["problem"] == "Is <image> or <image>"
+            assert [image["bytes"] for image in stored["images"]] == [
                 PICTURES[number] for number in pictures
             ]
-    for address, reason, said in [
+    for address, reason, message in [
         (
             "https://example.org/a.png",
             "not_a_file",
@@ -389,7 +389,7 @@ def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else
             words = ["--preset", "swift", "--input", str(source), "--allow-quarantined", "0.5"]
             assert main(["convert", *words, "--output", str(folder / "out")]) == 0
             (line,) = quarantined(folder / "out")
-            assert line["reason"] == reason and said in line["detail"], line
+            assert line["reason"] == reason and message in line["detail"], line
 
 
 def test_a_picture_in_a_conversation_that_changes_makes_the_data_set_of_a_config_anew(
@@ -472,7 +472,7 @@ COUNTED: dict[
 def test_an_answer_graded_otherwise_than_meant_is_counted(
     case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, (said, rows) in COUNTED.items():
+    for name, (message, rows) in COUNTED.items():
         for problem, answer, counted in rows:
             with case(f"{problem} {answer}") as folder:
                 source = write_jsonl(
@@ -481,7 +481,7 @@ def test_an_answer_graded_otherwise_than_meant_is_counted(
                 capsys.readouterr()
                 convert(source, folder / "out", "--allow-quarantined", "1", columns=COLUMNS[:3])
                 assert noted(folder / "out").get(name, 0) == counted
-                assert (said in capsys.readouterr().out) == bool(counted)
+                assert (message in capsys.readouterr().out) == bool(counted)
     with case("choices") as folder:
         row = {"q": "How long?", "a": "A", "i": "pics/0.png", "c": ["3 hours", "4 hours"]}
         assert convert(write_jsonl(folder / "in", [row]), folder / "out", columns=COLUMNS) == 0
@@ -597,10 +597,10 @@ def test_a_test_share_is_of_questions_so_that_no_row_is_lost(tmp_path: Path) -> 
         )
     source = write_jsonl(tmp_path / "in", rows)
     assert convert(source, tmp_path / "out", "--test-share", "0.2", columns=COLUMNS[:3]) == 0
-    held = rows_of(tmp_path / "out", "test")
-    left = rows_of(tmp_path / "out")
-    assert (len(held), len(left)) == (4, 16)
-    assert not {row["answer"] for row in held} & {row["answer"] for row in left}
+    test_rows = rows_of(tmp_path / "out", "test")
+    train_rows = rows_of(tmp_path / "out")
+    assert (len(test_rows), len(train_rows)) == (4, 16)
+    assert not {row["answer"] for row in test_rows} & {row["answer"] for row in train_rows}
 
 
 def test_a_file_called_test_may_be_named_another_split(
@@ -608,13 +608,13 @@ def test_a_file_called_test_may_be_named_another_split(
 ) -> None:
     rows = [{"q": f"What is {n}?", "a": n} for n in range(10)]
     source = write_jsonl(tmp_path / "in", rows).rename(tmp_path / "in" / "test.jsonl")
-    said = refused(
+    message = refused(
         convert(source, tmp_path / "out", "--test-share", "0.2", columns=COLUMNS[:2]),
         tmp_path / "out",
         capsys,
     )
-    assert "test.jsonl is the split test by its name" in said
-    assert "--split-name train" in said
+    assert "test.jsonl is the split test by its name" in message
+    assert "--split-name train" in message
     options = ("--test-share", "0.2", "--split-name", "train")
     assert convert(source, tmp_path / "out", *options, columns=COLUMNS[:2]) == 0
     assert (len(rows_of(tmp_path / "out")), len(rows_of(tmp_path / "out", "test"))) == (8, 2)

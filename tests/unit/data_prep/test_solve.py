@@ -47,9 +47,9 @@ FORMS = {
 
 
 def _written(folder: Path, forms: Mapping[str, Any] = FORMS) -> Path:
-    place = folder / "forms.json"
-    place.write_text(json.dumps(forms))
-    return place
+    path = folder / "forms.json"
+    path.write_text(json.dumps(forms))
+    return path
 
 
 def test_labels_that_the_facts_contradict_are_listed_first(
@@ -93,9 +93,9 @@ def test_labels_that_the_facts_contradict_are_listed_first(
 def test_what_the_picture_shows_counts_where_it_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen = {"1": _form(RIGHT[:2], "Find(LengthOf(Line(B, C)))")}
-    for more, answered in (([], 0), (["--looks"], 1)):
-        assert main(["solve", str(_written(tmp_path, seen)), *more]) == 0
+    forms = {"1": _form(RIGHT[:2], "Find(LengthOf(Line(B, C)))")}
+    for options, answered in (([], 0), (["--looks"], 1)):
+        assert main(["solve", str(_written(tmp_path, forms)), *options]) == 0
         assert f"answered: {answered} of 1" in capsys.readouterr().out
 
 
@@ -111,7 +111,7 @@ def test_a_text_is_answered_with_a_picture(
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("facts.txt", "AB paralel CD, find AB", "did you mean 'parallel'?"),
         ("forms.json", "{", "is not JSON"),
@@ -122,12 +122,12 @@ def test_a_text_is_answered_with_a_picture(
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, message: str
 ) -> None:
     (tmp_path / name).write_text(content)
     assert main(["solve", str(tmp_path / name), "--output", str(tmp_path / "out.jsonl")]) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [name]
 
@@ -161,14 +161,14 @@ def test_solved_problems_become_rows_with_their_figures(
 
 
 def test_a_stored_figure_that_misses_its_facts_is_refused() -> None:
-    found = verdict(
+    solved = verdict(
         form({"A": 0j, "B": 300 + 0j, "C": 190j}, SIDES, RIGHT, "Find(LengthOf(Line(B, C)))")
     )
-    assert found.figure is not None
+    assert solved.figure is not None
     from adora_vl.geometry.figure import written
 
-    assert figure_from(written(found.figure)) == found.figure
-    moved = replace(found.figure, at={**found.figure.at, "C": (9.0, 9.0)})
+    assert figure_from(written(solved.figure)) == solved.figure
+    moved = replace(solved.figure, at={**solved.figure.at, "C": (9.0, 9.0)})
     with pytest.raises(ValueError, match="does not fulfil its facts"):
         figure_from(written(moved))
 
@@ -187,16 +187,16 @@ def test_variants_are_decided_by_seed_and_number_and_solved_by_their_own_facts(
         str(folder),
     ]
     assert main([*source, "--workers", "1", "--keep-leaks"]) == 0
-    made = {}
-    for name, more in (("all", []), ("some", ["--limit", "3"]), ("two", ["--workers", "2"])):
+    rows = {}
+    for name, options in (("all", []), ("some", ["--limit", "3"]), ("two", ["--workers", "2"])):
         output = tmp_path / name
         arguments = ["variants", str(folder), "--output", str(output), "--per", "4", "--seed", "5"]
-        assert main([*arguments, *(["--workers", "1"] if name != "two" else []), *more]) == 0
-        made[name] = list(stored_rows(output, "train"))
-    assert made["all"] == made["two"]
-    assert made["all"][:3] == made["some"]
-    assert len(made["all"]) >= 6
-    for row in made["all"]:
+        assert main([*arguments, *(["--workers", "1"] if name != "two" else []), *options]) == 0
+        rows[name] = list(stored_rows(output, "train"))
+    assert rows["all"] == rows["two"]
+    assert rows["all"][:3] == rows["some"]
+    assert len(rows["all"]) >= 6
+    for row in rows["all"]:
         original, _, number = row["id"].partition("~")
         assert row["meta"]["family"] == "variant"
         assert row["meta"]["kind"] == original

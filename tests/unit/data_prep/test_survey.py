@@ -31,8 +31,10 @@ def _table(text: str) -> list[list[str]]:
 
 
 def _dataset(folder: Path, problem: str = "Find x.", rows: int = 6, **changed: Any) -> Path:
-    made = [{**row, "problem": problem, **changed} for row in generate(rows, size=112, choices=2)]
-    write_split(made, folder, "train")
+    problems = [
+        {**row, "problem": problem, **changed} for row in generate(rows, size=112, choices=2)
+    ]
+    write_split(problems, folder, "train")
     write_manifest(
         folder,
         {"source": "synthetic", "input": problem, "revision": None, "arguments": {}},
@@ -47,7 +49,7 @@ def test_the_real_rows_are_counted_and_measured(geometry3k_raw, tmp_path, capsys
     """
     assert prepare("intergps", geometry3k_raw, tmp_path / "out") == 0
     assert main(["inspect", str(tmp_path / "out")]) == 0
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     for line in (
         ["Circle", "2"],
         ["Parallelogram", "1"],
@@ -58,10 +60,10 @@ def test_the_real_rows_are_counted_and_measured(geometry3k_raw, tmp_path, capsys
         ["p95", "352"],
         ["max", "352"],
     ):
-        assert line in _table(shown), line
+        assert line in _table(output), line
     tokens = [9 * 9, 12 * 9, 10 * 5, 22 * 16, 8 * 11, 20 * 14]
     assert list(survey(tmp_path / "out").splits["train"].tokens) == tokens
-    assert "79  geometry3k/train/11: In \\odot X" in shown
+    assert "79  geometry3k/train/11: In \\odot X" in output
     assert (tmp_path / "out.html").is_file()
 
 
@@ -72,12 +74,12 @@ def test_longest_problems_in_tokens_of_a_model(
 
     _dataset(tmp_path / "data", "Find the measure of a base angle.")
     assert main(["inspect", str(tmp_path / "data"), "--text-only", "--model", str(PRETRAINED)]) == 0
-    shown = capsys.readouterr().out
-    assert f"tokens of {PRETRAINED}" in shown
+    output = capsys.readouterr().out
+    assert f"tokens of {PRETRAINED}" in output
     assert not (tmp_path / "data.html").exists()
-    found = survey(tmp_path / "data", model=str(PRETRAINED)).splits["train"].longest
-    assert len(found) == 5
-    assert 3 < found[0][0] < len("Find the measure of a base angle.")
+    longest = survey(tmp_path / "data", model=str(PRETRAINED)).splits["train"].longest
+    assert len(longest) == 5
+    assert 3 < longest[0][0] < len("Find the measure of a base angle.")
     assert main(["inspect", str(tmp_path / "data"), "--model", str(tmp_path / "none")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: model: ")
@@ -89,11 +91,11 @@ def test_a_row_cannot_command_the_terminal(
 ) -> None:
     _dataset(tmp_path / "data", "Find \x1b[31mx\x1b]0;owned\x07\u202e.")
     assert main(["inspect", str(tmp_path / "data"), "--text-only"]) == 0
-    shown = capsys.readouterr().out
-    assert "\x1b" not in shown
-    assert "\x07" not in shown
-    assert "\u202e" not in shown
-    assert "Find  [31mx" in shown
+    output = capsys.readouterr().out
+    assert "\x1b" not in output
+    assert "\x07" not in output
+    assert "\u202e" not in output
+    assert "Find  [31mx" in output
 
 
 @pytest.fixture
@@ -118,11 +120,11 @@ def attacked(tmp_path: Path) -> Path:
 
 def test_the_page_is_self_contained_and_holds_texts_as_text(attacked: Path) -> None:
     page = Tags(attacked.read_text())
-    known = (
+    allowed_tags = (
         "html head meta title style body h1 h2 h3 nav a div figure figcaption img article p ol "
         "li dl dt dd pre"
     )
-    assert {tag for tag, _ in page.tags} <= set(known.split())
+    assert {tag for tag, _ in page.tags} <= set(allowed_tags.split())
     for _, attributes in page.tags:
         assert not [name for name in attributes if name.startswith("on")]
         assert (attributes.get("src") or "data:image/").startswith("data:image/")
@@ -226,11 +228,11 @@ def test_inspect_leaves_out_what_no_row_has(
     )
     nothing = dict.fromkeys(next(iter(generate(1, size=112, choices=2)))["meta"])
     assert main(["inspect", str(_dataset(tmp_path / "text", images=[], meta=nothing))]) == 0
-    shown = capsys.readouterr().out
-    assert "answer form" in shown.splitlines()
-    assert "longest problems" in shown
+    output = capsys.readouterr().out
+    assert "answer form" in output.splitlines()
+    assert "longest problems" in output
     for title in ("unknown", "goal", "shape", "image size", "image tokens"):
-        assert title not in shown, title
+        assert title not in output, title
     drawn_page = (tmp_path / "drawn.html").read_text()
     assert "<figcaption>Goals</figcaption>" in drawn_page
     assert drawn_page.index("<article>") < drawn_page.index("<figcaption>"), "pictures come first"

@@ -160,9 +160,9 @@ def test_what_is_drawn_is_made_only_where_something_is_missing_or_another(tmp_pa
     manifest = read_manifest(folder)
     assert manifest is not None
     assert manifest["counts"] == {"train": 5, "test": 2}
-    other = ensured(rows=5)
+    older = ensured(rows=5)
     monkeypatch.setattr("adora_vl.synthetic.generated.SYNTHETIC_REVISION", "another")
-    assert ensured(rows=5) != other, "of older drawing code"
+    assert ensured(rows=5) != older, "of older drawing code"
 
 
 # What the revisions stand for. Where this test fails, equal arguments give other rows than before.
@@ -179,11 +179,11 @@ def test_a_revision_stands_for_the_same_rows() -> None:
         *generate(200, split="train", seed=1, size=56),
         *generate(50, split="test", size=112, level=2, choices=4),
     ]
-    found = {
+    digests = {
         prepare.SYNTHETIC_REVISION: _digest(drawn),
         prepare.KNIGHTS_REVISION: _digest(knights.generate(100, split="test", seed=1)),
     }
-    assert found == _ROWS_OF
+    assert digests == _ROWS_OF
 
 
 def _digest(rows: Iterable[Any]) -> str:
@@ -191,14 +191,14 @@ def _digest(rows: Iterable[Any]) -> str:
 
     Pillow draws alike on every processor; another Pillow may not, so the pins decide.
     """
-    seen = hashlib.sha256()
+    digest = hashlib.sha256()
     for row in rows:
-        seen.update(
+        digest.update(
             repr([row[key] for key in ("id", "problem", "answer", "choices", "meta")]).encode()
         )
         for image in row["images"]:
-            seen.update(image.tobytes())
-    return seen.hexdigest()
+            digest.update(image.tobytes())
+    return digest.hexdigest()
 
 
 def test_what_is_drawn_never_replaces_another_dataset(tmp_path: Path) -> None:
@@ -316,10 +316,11 @@ class _Drawn:
 
     def at_side(self, ends: str) -> str:
         """The value that stands nearest to the middle between two letters."""
-        (x, y), (u, v) = (self.points()[letter] for letter in ends)
-        return min(
-            self._others(), key=lambda label: math.dist(label[1], ((x + u) / 2, (y + v) / 2))
-        )[0]
+        points = self.points()
+        x, y = points[ends[0]]
+        u, v = points[ends[1]]
+        middle = ((x + u) / 2, (y + v) / 2)
+        return min(self._others(), key=lambda label: math.dist(label[1], middle))[0]
 
     def at_corner(self, letter: str) -> str:
         """The value that stands nearest to a letter."""
@@ -376,8 +377,8 @@ def _recomputed(family: str, question: str, drawn: _Drawn) -> float:
     if family == "right_triangle":
         return math.hypot(*numbers)
     if family == "crossing":
-        (_, here), (_, there) = drawn.labels
-        return numbers[0] if abs(here[0] - there[0]) < 0.2 else 180 - numbers[0]
+        (_, first_place), (_, second_place) = drawn.labels
+        return numbers[0] if abs(first_place[0] - second_place[0]) < 0.2 else 180 - numbers[0]
     if family == "perimeter":
         return (sum(numbers) + sum(map(int, re.findall(r"\d+", question)))) % 10
     if family == "circle":
@@ -394,28 +395,30 @@ def _recomputed(family: str, question: str, drawn: _Drawn) -> float:
     if family == "triangle_angle":
         if not asked_x:
             return 180 - sum(numbers)
-        one, other = [text for text in drawn.values() if "x" in text]
-        at_0 = [-_solved_for_x(text, 0) * _factor(text) for text in (one, other)]
-        return (180 - numbers[0] - sum(at_0)) / (_factor(one) + _factor(other))
+        first_text, second_text = [text for text in drawn.values() if "x" in text]
+        at_0 = [-_solved_for_x(text, 0) * _factor(text) for text in (first_text, second_text)]
+        return (180 - numbers[0] - sum(at_0)) / (_factor(first_text) + _factor(second_text))
     if family == "inscribed_arc":
         if asked_x:
             (text,) = [text for text in drawn.values() if "x" in text]
             return _solved_for_x(text, numbers[0] / 2)
         return numbers[0] / 2 if "angle" in question else 2 * numbers[0]
     if family == "parallel_segment":
-        if found := re.search(r"A D = (\d+), A B = (\d+), and A E = (\d+)", question):
-            ad, ab, ae = map(int, found.groups())
+        if sides := re.search(r"A D = (\d+), A B = (\d+), and A E = (\d+)", question):
+            ad, ab, ae = map(int, sides.groups())
             return ab * ad / ae - ab
-        ab, ae, ed = (int(drawn.at_side(ends)) for ends in ("AB", "AE", "ED"))
+        ab = int(drawn.at_side("AB"))
+        ae = int(drawn.at_side("AE"))
+        ed = int(drawn.at_side("ED"))
         bc = ab / ae * ed
         return _solved_for_x(drawn.at_side("BC"), bc) if asked_x else bc
     assert family == "parallelogram_side"
-    left = drawn.at_side("AB")
+    left_text = drawn.at_side("AB")
     right = drawn.at_side("CD")
     if right.isdigit():
-        return _solved_for_x(left, int(right))
-    at_0 = [-_solved_for_x(text, 0) * _factor(text) for text in (left, right)]
-    return (at_0[1] - at_0[0]) / (_factor(left) - _factor(right))
+        return _solved_for_x(left_text, int(right))
+    at_0 = [-_solved_for_x(text, 0) * _factor(text) for text in (left_text, right)]
+    return (at_0[1] - at_0[0]) / (_factor(left_text) - _factor(right))
 
 
 def _factor(text: str) -> int:
@@ -438,17 +441,17 @@ def test_the_picture_with_the_question_determines_the_answer(monkeypatch, subtes
                 )
                 written = plain(problem.answer).real
                 assert written is not None
-                found = _recomputed(family, problem.question, pictures[-1])
-                assert math.isclose(float(written.value), found, rel_tol=1e-9), (
+                recomputed = _recomputed(family, problem.question, pictures[-1])
+                assert math.isclose(float(written.value), recomputed, rel_tol=1e-9), (
                     problem.question,
                     pictures[-1].labels,
                 )
                 key = (diagram_hash(problem.image), problem.question)
                 assert answers.setdefault(key, problem.answer) == problem.answer
-                places = [place for _, place in pictures[-1].labels]
+                places = [label_place for _, label_place in pictures[-1].labels]
                 assert all(0.01 < x < 0.99 and 0.01 < y < 0.99 for x, y in places)
                 assert all(
-                    math.dist(one, other) > 0.05
-                    for n, one in enumerate(places)
-                    for other in places[:n]
+                    math.dist(label, earlier_label) > 0.05
+                    for n, label in enumerate(places)
+                    for earlier_label in places[:n]
                 )

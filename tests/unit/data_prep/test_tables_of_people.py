@@ -64,8 +64,8 @@ def test_a_table_of_german_excel_is_read_as_it_was_saved(
         "with semicolons ": lambda folder: german_csv(folder, "utf-8", first="sep=;\n"),
         "the sheet 'Aufgaben' of 2": lambda folder: workbook(folder, GERMAN),
     }
-    for said, form in forms.items():
-        with case(said) as folder:
+    for encoding_name, form in forms.items():
+        with case(encoding_name) as folder:
             source = form(folder / "in")
             assert convert(source, folder / "out", "--decimal-comma", columns=COLUMNS) == 0
             rows = rows_of(folder / "out")
@@ -73,15 +73,15 @@ def test_a_table_of_german_excel_is_read_as_it_was_saved(
                 ("Wie groß ist der Winkel?", r"48.5^\circ", 1),
                 ("Fläche in cm²?", "1234.5", 2),
             ]
-            assert said.strip() in capsys.readouterr().out
+            assert encoding_name.strip() in capsys.readouterr().out
             columns = {
                 "problem": "Frage",
                 "answer": "Lösung",
                 "images": "Bild",
                 "decimal_comma": True,
             }
-            found = rows_of(ensure_converted(str(source), columns, folder / "cache"))
-            assert [row["answer"] for row in found] == [row["answer"] for row in rows]
+            stored = rows_of(ensure_converted(str(source), columns, folder / "cache"))
+            assert [row["answer"] for row in stored] == [row["answer"] for row in rows]
 
 
 def test_a_cell_of_excel_has_the_value_that_is_shown(tmp_path: Path) -> None:
@@ -145,14 +145,14 @@ def test_a_class_is_its_name_and_an_index_is_refused_until_it_is_said_to_be_one(
                 == 0
             )
             assert [row["answer"] for row in rows_of(folder / "out")] == ["3", "1", "x"]
-    for said, golds in {
+    for meaning, golds in {
         "": [],
         "value": ["0", "1", "2"],
         "index": ["3", "1", "2"],
         "index-from-1": ["3", "1"],
     }.items():
-        with case(f"answer is {said}") as folder:
-            words = ["--answer-is", said] if said else []
+        with case(f"answer is {meaning}") as folder:
+            words = ["--answer-is", meaning] if meaning else []
             source = write_jsonl(
                 folder / "in", [*rows, {"q": "Which?", "a": "A", "c": ["A. x", "B. y"]}]
             )
@@ -162,8 +162,10 @@ def test_a_class_is_its_name_and_an_index_is_refused_until_it_is_said_to_be_one(
                 == 0
             )
             assert [row["answer"] for row in rows_of(folder / "out")] == [*golds, "x"]
-            told = quarantined(folder / "out") if len(golds) < 3 else []
-            assert said or all("--answer-is value, index" in line["detail"] for line in told)
+            refused_rows = quarantined(folder / "out") if len(golds) < 3 else []
+            assert meaning or all(
+                "--answer-is value, index" in line["detail"] for line in refused_rows
+            )
 
 
 def test_a_reference_answer_is_read_or_refused_but_never_a_text_of_signs(tmp_path: Path) -> None:
@@ -295,7 +297,7 @@ def test_all_faults_of_a_table_are_said_in_one_pass(
         {"q": "4?", "a": None, "i": "pics/0.png"}
     ]
     source = write_jsonl(tmp_path / "in", rows)
-    said = refused(
+    message = refused(
         convert(source, tmp_path / "out", columns=("problem=q", "answer=a", "images=i")),
         tmp_path / "out",
         capsys,
@@ -305,8 +307,8 @@ def test_all_faults_of_a_table_are_said_in_one_pass(
         "gold_decimal_comma: 3 rows",
         "field_type: 1 row",
     ):
-        assert f"error: {kind}" in said
-    assert "--decimal-comma" in said
+        assert f"error: {kind}" in message
+    assert "--decimal-comma" in message
     code = convert(source, tmp_path / "out", columns=("problem=p", "answer=b"))
     assert "no column 'p', and none 'b'; it has" in refused(code, tmp_path / "out", capsys)
 
@@ -383,12 +385,12 @@ def test_a_path_of_another_machine_leads_to_the_longest_end_that_is_there(
             for number in range(2):  # the shorter end is there too, and holds another picture
                 (folder / "there" / "images").mkdir(parents=True, exist_ok=True)
                 (folder / "there" / f"{number}.png").write_bytes(PICTURES[3])
-                place = folder / "there" / "images" / f"{number}.png"
-                place.write_bytes(PICTURES[number])
+                path = folder / "there" / "images" / f"{number}.png"
+                path.write_bytes(PICTURES[number])
             options = ("--image-dir", str(folder / "there"))
             assert convert(source, folder / "out", *options, columns=columns) == 0
-            found = [row["images"][0]["bytes"] for row in rows_of(folder / "out")]
-            assert found == PICTURES[:2]
+            contents = [row["images"][0]["bytes"] for row in rows_of(folder / "out")]
+            assert contents == PICTURES[:2]
 
 
 def test_a_sentence_is_no_reference_answer_unless_texts_are_meant(tmp_path: Path) -> None:
@@ -409,8 +411,8 @@ def test_options_stay_in_the_text_where_that_is_asked_for(tmp_path: Path) -> Non
     columns = ("problem=q", "answer=a")
     assert convert(source, tmp_path / "out", columns=columns) == 0
     assert convert(source, tmp_path / "left", "--keep-options-in-text", columns=columns) == 0
-    found = [rows_of(tmp_path / name)[0] for name in ("out", "left")]
-    assert [(row["problem"], row["choices"]) for row in found] == [
+    stored = [rows_of(tmp_path / name)[0] for name in ("out", "left")]
+    assert [(row["problem"], row["choices"]) for row in stored] == [
         ("Which?", ["4", "5"]),
         ("Which?\nChoices:\nA: 4\nB: 5", None),
     ]

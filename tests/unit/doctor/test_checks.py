@@ -62,20 +62,22 @@ def test_a_version_outside_of_its_range(subtests):
         (None, True, Status.FAILED, "make setup"),
         (None, False, Status.SKIPPED, ""),
     ]
-    for found, needed, status, remedy in cases:
-        with subtests.test(f"{found!r:.80} {needed} {status}"):
-            check = check_version("trl", ranges(), {"trl": found}.get, needed=needed)
+    for version, needed, status, remedy in cases:
+        with subtests.test(f"{version!r:.80} {needed} {status}"):
+            check = check_version("trl", ranges(), {"trl": version}.get, needed=needed)
             assert check.status is status
             assert remedy in check.remedy
 
 
 def test_either_build_of_vllm_is_looked_at():
     only_gpu = {"vllm": "0.22.0"}.get
-    check, *others = check_parts(use_vllm=True, use_peft=False, use_deepspeed=False, find=only_gpu)
+    check, *other_checks = check_parts(
+        use_vllm=True, use_peft=False, use_deepspeed=False, find=only_gpu
+    )
     assert check.status is Status.FAILED
     assert "vllm" in check.name
     assert "0.22.0" in check.detail
-    assert {other.status for other in others} == {Status.SKIPPED}
+    assert {other_check.status for other_check in other_checks} == {Status.SKIPPED}
 
 
 def test_builds_that_do_not_suit_the_machine(subtests):
@@ -136,9 +138,9 @@ def test_what_a_run_compiles_with(subtests, tmp_path, monkeypatch):
     every = ("ninja", "c++", "g++", "gcc", "clang", "mycc")
     for missing, deepspeed, triton, status, remedy in cases:
         with subtests.test(f"{missing} {deepspeed} {triton}"):
-            found = {name: f"/bin/{name}" for name in every if name not in missing}
+            programs = {name: f"/bin/{name}" for name in every if name not in missing}
             check = check_compilers(
-                deepspeed=deepspeed, triton=triton, find=found.get, include=str(tmp_path)
+                deepspeed=deepspeed, triton=triton, find=programs.get, include=str(tmp_path)
             )
             assert check.status is status
             assert remedy in check.remedy
@@ -294,18 +296,18 @@ def test_the_engine_is_put_to_sleep_before_it_is_compared(monkeypatch):
     """Sleep mode needs a GPU, so here only the order of what is asked for is tested."""
     monkeypatch.setattr(Examination, "bound", 0.01)
     for mean, status in ((1e-6, Status.PASSED), (2.0, Status.FAILED)):
-        asked: list[object] = []
-        llm = SimpleNamespace(sleep=lambda level, asked=asked: asked.append(level))
+        events: list[object] = []
+        llm = SimpleNamespace(sleep=lambda level, events=events: events.append(level))
         generation = object.__new__(AdoraVLLMGeneration)
         generation.__dict__.update(enable_sleep_mode=True, _llm_weights_sleeping=False, llm=llm)
 
-        def drift(self: Examination, where: str, asked: Any = asked, mean: float = mean) -> Any:
-            asked.append(where)
+        def drift(self: Examination, where: str, events: Any = events, mean: float = mean) -> Any:
+            events.append(where)
             return Drift(mean, mean), None, None
 
         monkeypatch.setattr(Examination, "drift", drift)
         check = Examination(SimpleNamespace(vllm_generation=generation), prompts([1])).after_sleep()
-        assert asked == [2, "sleep"]
+        assert events == [2, "sleep"]
         assert generation._llm_weights_sleeping
         assert check.status is status
         assert status is Status.PASSED or "vllm_enable_sleep_mode: false" in check.remedy

@@ -60,9 +60,9 @@ def test_a_run_says_that_accelerate_has_started_one_process_in_place_of_two():
 
     with mock.patch.dict(os.environ):
         for name in [
-            one
-            for one in os.environ
-            if one == "MASTER_ADDR" or one.endswith(("WORLD_SIZE", "RANK"))
+            variable
+            for variable in os.environ
+            if variable == "MASTER_ADDR" or variable.endswith(("WORLD_SIZE", "RANK"))
         ]:
             del os.environ[name]  # what a trainer of another test has left
         assert (
@@ -131,12 +131,12 @@ def test_accelerate_itself_reads_the_config_as_it_is_meant(subtests):
 
     With the options of the scripts in `setup/`, a config of one machine serves as well.
     """
-    for file, more in (("zero3_nodes", []), ("zero3_offload", ONE_MACHINE)):
+    for file, options in (("zero3_nodes", []), ("zero3_offload", ONE_MACHINE)):
         with subtests.test(file):
             words = [
                 "--config_file",
                 str(CONFIGS / "accelerate" / f"{file}.yaml"),
-                *more,
+                *options,
                 "--machine_rank",
                 "1",
             ]
@@ -168,11 +168,11 @@ def test_a_dry_run_for_four_machines(capsys):
     ]
     offload = CONFIGS / "accelerate" / "zero3_offload.yaml"
     assert main([*words, "--accelerate-config", str(offload), "--machines", "4"]) == 0
-    said = capsys.readouterr().out
-    assert "4 machines with 8 processes each, started by setup/slurm/train.sbatch" in said
-    assert "32 processes on 4 machines, DeepSpeed ZeRO-3, optimizer in host memory" in said
-    assert "GiB for the optimizer of the processes of one machine" in said
-    assert "output_dir must be on a disk that all of them share" in said
+    output = capsys.readouterr().out
+    assert "4 machines with 8 processes each, started by setup/slurm/train.sbatch" in output
+    assert "32 processes on 4 machines, DeepSpeed ZeRO-3, optimizer in host memory" in output
+    assert "GiB for the optimizer of the processes of one machine" in output
+    assert "output_dir must be on a disk that all of them share" in output
 
 
 def config_with(*words):
@@ -244,9 +244,9 @@ def test_a_machine_that_was_started_with_other_arguments_is_named(tmp_path, alon
 
 def test_the_first_rank_that_differs_is_named():
     fine = Seen("one", True, [])
-    other = Seen("two", True, ["dataset: a -> b"])
+    different = Seen("two", True, ["dataset: a -> b"])
     assert problem_among([fine, fine], Path("out")) is None
-    problem = problem_among([fine, other], Path("out"))
+    problem = problem_among([fine, different], Path("out"))
     assert "on two (rank 1) the run is not the one of rank 0: dataset: a -> b;" in problem
     problem = problem_among([fine, fine, Seen("two", False, [])], Path("out"))
     assert problem.startswith(
@@ -311,9 +311,9 @@ def test_a_small_model_of_an_older_plan_is_built_again(tmp_path, monkeypatch, su
 def test_processes_of_equal_number_do_not_write_into_each_others_file(tmp_path, monkeypatch):
     """As on two machines, or in two containers, which count their processes from 1."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    with replacing(tmp_path / "a.png") as one, replacing(tmp_path / "a.png") as other:
-        one.write(b"whole")
-        other.write(b"whole")
+    with replacing(tmp_path / "a.png") as first, replacing(tmp_path / "a.png") as second:
+        first.write(b"whole")
+        second.write(b"whole")
     assert (tmp_path / "a.png").read_bytes() == b"whole"
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -327,11 +327,11 @@ def staged(folder: Path) -> Path:
 
 def test_a_file_of_another_machine_that_shows_late_is_sealed_too(tmp_path, monkeypatch):
     """Also where the list of the folder's files stays what it was, as a client of NFS may have it."""
-    place = staged(tmp_path)
+    checkpoint = staged(tmp_path)
     monkeypatch.setattr(store, "names_in", lambda folder: ["mine"])
-    late = threading.Timer(0.3, (place / "theirs").write_text, ["2"])
+    late = threading.Timer(0.3, (checkpoint / "theirs").write_text, ["2"])
     late.start()
-    publish(place, tmp_path / "checkpoint-3", {"step": 3}, {"mine", "theirs"})
+    publish(checkpoint, tmp_path / "checkpoint-3", {"step": 3}, {"mine", "theirs"})
     late.join()
     assert facts_of(tmp_path / "checkpoint-3")["files"].keys() == {"mine", "theirs"}
 
@@ -435,8 +435,8 @@ def slurm(tmp_path):
         "scontrol",
         'case $1 in show) echo n1; echo n2 ;; requeue) echo "$2" >requeued ;; esac',
     )
-    each = 'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@" || code=$?; done'
-    stub(tmp_path, "srun", f"shift 2; {each}; exit ${{code:-0}}")
+    on_each_node = 'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@" || code=$?; done'
+    stub(tmp_path, "srun", f"shift 2; {on_each_node}; exit ${{code:-0}}")
     return tmp_path
 
 
@@ -464,21 +464,21 @@ def test_both_scripts_divide_the_cores_among_the_processes_of_a_machine(slurm):
     """An optimizer in host memory would work on the one thread that accelerate gives."""
     stub(slurm, "launch", "echo threads $OMP_NUM_THREADS")
     omp = "OMP_NUM_THREADS"
-    given = {"SLURM_SUBMIT_DIR": str(slurm), "LAUNCH": "./launch", **SLURM}
+    variables = {"SLURM_SUBMIT_DIR": str(slurm), "LAUNCH": "./launch", **SLURM}
     for name, cores, threads in (
         ("SLURM_CPUS_ON_NODE", "96", 12),
         ("SLURM_CPUS_ON_NODE", "4", 1),
         (omp, "5", 5),
     ):
         done = script(
-            "slurm/train.sbatch", "--output_dir", "out", folder=slurm, **given, **{name: cores}
+            "slurm/train.sbatch", "--output_dir", "out", folder=slurm, **variables, **{name: cores}
         )
         assert done.stdout.split() == ["threads", str(threads)] * 2, done.stderr
     stub(slurm, "ssh", 'shift 3; eval "$*"')
     stub(slurm, "nproc", "echo 64")
-    for own, threads in (({}, 16), ({"ENVIRONMENT": "OMP_NUM_THREADS=3"}, 3)):
-        known = {"HOSTS": "one", "LAUNCH": "./launch", "PROCESSES_PER_NODE": "4", **own}
-        done = script("ssh/train.sh", "--output_dir", "out", folder=slurm, **known)
+    for changed, threads in (({}, 16), ({"ENVIRONMENT": "OMP_NUM_THREADS=3"}, 3)):
+        environment = {"HOSTS": "one", "LAUNCH": "./launch", "PROCESSES_PER_NODE": "4", **changed}
+        done = script("ssh/train.sh", "--output_dir", "out", folder=slurm, **environment)
         assert done.stdout.split() == ["one:", "threads", str(threads)], done.stderr
 
 
@@ -597,14 +597,14 @@ def test_a_single_process_takes_the_first_gpu_that_the_user_shows_it(monkeypatch
         ("2,3", "2", "2,3"),
         (None, "4", None),
     ]
-    for visible, processes, taken in cases:
+    for visible, processes, device in cases:
         with subtests.test(f"{visible} {processes}"):
             monkeypatch.setenv("WORLD_SIZE", processes)
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
             if visible is not None:
                 monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
             use_one_gpu()
-            assert os.environ.get("CUDA_VISIBLE_DEVICES") == taken
+            assert os.environ.get("CUDA_VISIBLE_DEVICES") == device
 
 
 def test_no_accelerate_config_overrides_the_users_choice_of_a_gpu():
@@ -618,12 +618,12 @@ def test_a_port_is_free_and_no_connection_will_be_given_it(monkeypatch):
     low = int(ends.read_text().split()[0]) if ends.exists() else 32_768
     assert len(ports) > 10
     assert max(ports) < low
-    with socket.socket() as taken, socket.socket() as other:
-        taken.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        used = taken.getsockname()[1]
-        free = other.getsockname()[1]
-        other.close()
+    with socket.socket() as occupied, socket.socket() as connection:
+        occupied.bind(("127.0.0.1", 0))
+        connection.bind(("127.0.0.1", 0))
+        used = occupied.getsockname()[1]
+        free = connection.getsockname()[1]
+        connection.close()
         monkeypatch.setattr(random.SystemRandom, "sample", lambda self, ports, count: [used, free])
         assert free_port() == free
         monkeypatch.setattr(random.SystemRandom, "sample", lambda self, ports, count: [used])

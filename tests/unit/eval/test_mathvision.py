@@ -63,32 +63,33 @@ def test_a_sample_of_published_verdicts_is_reproduced():
 @real
 def test_every_published_verdict_is_reproduced(tmp_path, subtests):
     problems = BENCHMARK.load(HubDataOptions(data=str(DATA), split="test")).problems
-    asked = {problem.pid: problem.fields for problem in problems}
-    assert len(asked) == 3040
+    fields_by_id = {problem.pid: problem.fields for problem in problems}
+    assert len(fields_by_id) == 3040
     for name, total in TOTALS.items():
         with subtests.test(name):
             stored = lines(DATA / "outputs" / f"{name}.jsonl")
             assert sum(row["correct"] for row in stored) == total
-            made = scored(
-                tmp_path, [{**asked[row["id"]], "response": row["response"]} for row in stored]
+            result = scored(
+                tmp_path,
+                [{**fields_by_id[row["id"]], "response": row["response"]} for row in stored],
             )
-            items = list(zip(stored, made["items"], strict=True))
+            items = list(zip(stored, result["items"], strict=True))
             differ = {
                 (name, row["id"]) for row, item in items if row["correct"] is not item["correct"]
             }
-            assert differ == {one for one in DISPUTED if one[0] == name}
+            assert differ == {disputed for disputed in DISPUTED if disputed[0] == name}
             answers = {
                 (name, row["id"])
                 for row, item in items
                 if row["model_answer"] != item["extraction"]
             }
-            assert answers == {one for one in OTHER_ANSWER if one[0] == name}
-            assert made["correct"] == total + len(differ)
+            assert answers == {disputed for disputed in OTHER_ANSWER if disputed[0] == name}
+            assert result["correct"] == total + len(differ)
             for key, count in json.loads(
                 (DATA / "outputs" / f"{name}_result.json").read_text()
             ).items():
-                cell = made["groups"]["level"].get(key.removeprefix("-level"))
-                cell = cell or made["groups"]["subject"].get(key)
+                cell = result["groups"]["level"].get(key.removeprefix("-level"))
+                cell = cell or result["groups"]["subject"].get(key)
                 if cell is not None and not differ:
                     assert f"{cell['correct']}/{cell['total']}" == count.split("=")[0], key
 
@@ -134,9 +135,11 @@ def test_the_official_score_compares_as_text_as_tuples_and_as_numbers(subtests):
         ("e", "e", True),
         ("", "", False),
     ]
-    for one, other, equal in cases:
-        with subtests.test(f"{one} and {other}"):
-            assert officially_equal(one, other) is equal is officially_equal(other, one)
+    for answer, reference, equal in cases:
+        with subtests.test(f"{answer} and {reference}"):
+            assert (
+                officially_equal(answer, reference) is equal is officially_equal(reference, answer)
+            )
     assert official_hit("b", "B", ["1", "2"])
     assert official_hit("2", "B", ["1", "2"])
     assert not official_hit("1", "B", ["1", "2"])
@@ -188,8 +191,8 @@ def test_latex_has_the_value_that_the_official_score_computes(subtests):
     }
     for source, value in cases.items():
         with subtests.test(source[:40]):
-            found = latex_value(source)
-            assert (None if found is None else round(found, 2)) == value
+            number = latex_value(source)
+            assert (None if number is None else round(number, 2)) == value
 
 
 def test_the_prompt_has_the_picture_at_its_first_place():
@@ -221,13 +224,13 @@ def test_a_training_is_evaluated_on_it_and_logs_its_figures(tmp_path):
 def answered(
     response: str, answer: str, options: list[str] | None = None, **fields: Any
 ) -> dict[str, Any]:
-    known = {
+    problem_fields = {
         "question": "How long is it?\n<image1>",
         "options": options or [],
         "level": 2,
         "subject": "algebra",
     }
-    return {"pid": "1", **known, "answer": answer, "response": response, **fields}
+    return {"pid": "1", **problem_fields, "answer": answer, "response": response, **fields}
 
 
 def test_strict_is_our_grader_behind_our_extraction(tmp_path, subtests):
@@ -253,14 +256,14 @@ def test_a_score_has_levels_subjects_and_the_rows_of_several_parts(tmp_path, cap
     parts = answered(
         "12", "12", pid="2", level=5, question="<image1> and <image2>", subject="logic"
     )
-    made = scored(tmp_path, [answered("12", "12"), parts])
-    assert {key: made["groups"][key].keys() for key in ("level", "subject", "form")} == {
+    result = scored(tmp_path, [answered("12", "12"), parts])
+    assert {key: result["groups"][key].keys() for key in ("level", "subject", "form")} == {
         "level": {"2", "5"},
         "subject": {"algebra", "logic"},
         "form": {"free form"},
     }
-    assert made["several_parts"] == 1
-    assert made["rules"] == {"rules": "official"}
+    assert result["several_parts"] == 1
+    assert result["rules"] == {"rules": "official"}
     assert "1 question with several numbered images" in capsys.readouterr().out
 
 

@@ -33,9 +33,9 @@ class Says:
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     for name in COLUMNS:
-        made = WRITERS[name](tmp_path)
-        made.rename(tmp_path / "made") if made.name != name else None
-        (tmp_path / "made").rename(tmp_path / name) if made.name != name else None
+        folder = WRITERS[name](tmp_path)
+        folder.rename(tmp_path / "made") if folder.name != name else None
+        (tmp_path / "made").rename(tmp_path / name) if folder.name != name else None
     return tmp_path
 
 

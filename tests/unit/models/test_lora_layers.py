@@ -16,8 +16,8 @@ from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import language_layers, layers_pattern
 from adora_vl.train import main
 from adora_vl.trainer import AdoraGRPOTrainer
+from tests.support.families import family_config, on_meta
 from tests.support.tiny_run import arguments
-from tests.unit.models.test_families import config_of, on_meta
 
 TINY_LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 SMALL = {"use_peft": "true", "lora_r": 2, "lora_dropout": 0, "max_steps": 1, "save_steps": 1}
@@ -25,7 +25,7 @@ SMALL = {"use_peft": "true", "lora_r": 2, "lora_dropout": 0, "max_steps": 1, "sa
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_linear_layer_of_the_language_model_is_adapted_and_no_other(kind):
-    config = config_of(kind)
+    config = family_config(kind)
     keys = ModelConfig(use_peft=True, lora_r=2)
     peft_config = lora_of(keys)
     [note] = choose_layers(peft_config, keys, config)
@@ -54,7 +54,7 @@ def test_every_linear_layer_of_the_language_model_is_adapted_and_no_other(kind):
 
 
 def test_named_layers_and_parameters_stay_as_they_are():
-    config = config_of("qwen2")
+    config = family_config("qwen2")
     for named in (
         {"lora_target_modules": ["q_proj"]},
         {"lora_target_parameters": ["q_proj.weight"]},

@@ -104,11 +104,10 @@ def test_pictures_that_differ_in_their_palette_alone_are_two(processor):
     recoloured.putpalette([255 - value for value in drawing.getpalette()])
     cache = ImageCache(2**20)
     settings = effective_settings(processor.image_processor, {})
-    one, other = (
-        cache.get(processor.image_processor, image, settings) for image in (drawing, recoloured)
-    )
+    drawing_entry = cache.get(processor.image_processor, drawing, settings)
+    recoloured_entry = cache.get(processor.image_processor, recoloured, settings)
     assert cache.processed == 2
-    assert not torch.equal(one.patches_RD, other.patches_RD)
+    assert not torch.equal(drawing_entry.patches_RD, recoloured_entry.patches_RD)
 
 
 def test_no_two_banks_share_a_number_and_the_evaluation_does_not_take_the_trainings_place():
@@ -183,19 +182,19 @@ def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, m
     """Also for the engine's turn."""
     counts = dict.fromkeys(["rendered", "tokenized", "hashed"], 0)
 
-    def counted(owner: Any, name: str, what: str, number: Any) -> None:
+    def counted(owner: Any, name: str, counter: str, number: Any) -> None:
         original = getattr(owner, name)
 
         def count(*args: Any, **kwargs: Any) -> Any:
-            counts[what] += number(*args, **kwargs)
+            counts[counter] += number(*args, **kwargs)
             return original(*args, **kwargs)
 
         monkeypatch.setattr(owner, name, count)
 
-    shown = [kept(noise_picture(seed)) for seed in range(2)]
+    pictures = [kept(noise_picture(seed)) for seed in range(2)]
     rows = [
         {"prompt": copy.deepcopy(conversation("find x")), "images": [image]}
-        for image in shown
+        for image in pictures
         for _ in range(3)
     ]
     counted(
@@ -214,7 +213,7 @@ def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, m
         {},
         returning_references(processor.image_processor, cache, bank, torch.device("cpu")),
     )
-    for image in shown:
+    for image in pictures:
         cache.preprocess(processor.image_processor)([image])
     assert counts == dict.fromkeys(counts, 2)
     assert cache.processed == 2
@@ -275,16 +274,16 @@ def run(tmp_path_factory) -> dict[str, Any]:
     """Two optimizer steps of eight micro-batches each: the images that were decoded, and what was
     gathered.
     """
-    seen: dict[str, Any] = {"decoded": 0, "gathered": []}
+    counts: dict[str, Any] = {"decoded": 0, "gathered": []}
     decode = images_module.decoded_image
     gather = gather_object
 
     def counted(encoded: bytes, **keywords: Any) -> Any:
-        seen["decoded"] += 1
+        counts["decoded"] += 1
         return decode(encoded, **keywords)
 
     def watched(values: Any) -> Any:
-        seen["gathered"].append(pickle.dumps(values))
+        counts["gathered"].append(pickle.dumps(values))
         return gather(values)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -300,7 +299,7 @@ def run(tmp_path_factory) -> dict[str, Any]:
             gradient_accumulation_steps=8,
             max_completion_length=8,
         )
-    return seen
+    return counts
 
 
 @pytest.mark.slow

@@ -66,33 +66,34 @@ def batch(lengths: list[tuple[int, list[int]]], images: bool) -> Batch:
     groups: list[Any] = []
     patches: list[Any] = []
     for prompt, group in lengths:
-        own = torch.randint(10, VOCABULARY, (prompt,), generator=generator)
+        prompt_ids = torch.randint(10, VOCABULARY, (prompt,), generator=generator)
         if images:
-            own = torch.cat([torch.tensor([8, *[IMAGE] * 6, 9]), own])
+            prompt_ids = torch.cat([torch.tensor([8, *[IMAGE] * 6, 9]), prompt_ids])
             patches.append(torch.randn(24, 16, dtype=torch.float64, generator=generator))
-        pad = longest - len(own)
+        pad = longest - len(prompt_ids)
         groups.append(list(range(len(ids), len(ids) + len(group))))
         for length in group:
             row = torch.randint(10, VOCABULARY, (completion,), generator=generator)
-            ids.append(
-                torch.cat([own.new_zeros(pad), own, row * (torch.arange(completion) < length)])
-            )
+            row[length:] = 0
+            ids.append(torch.cat([prompt_ids.new_zeros(pad), prompt_ids, row]))
             mask.append(
-                torch.tensor([0] * pad + [1] * (len(own) + length) + [0] * (completion - length))
+                torch.tensor(
+                    [0] * pad + [1] * (len(prompt_ids) + length) + [0] * (completion - length)
+                )
             )
-    found: Batch = {
+    rows: Batch = {
         "ids": torch.stack(ids),
         "mask": torch.stack(mask),
         "completion": completion,
         "groups": groups,
     }
     if images:
-        found |= {
+        rows |= {
             "patches": patches,
             "grid": torch.tensor([[1, 4, 6]]),
-            "types": (found["ids"] == IMAGE).long(),
+            "types": (rows["ids"] == IMAGE).long(),
         }
-    return found
+    return rows
 
 
 def prompts_of(model: Any, rows: Batch) -> tuple[Tensor, dict[str, Any]]:
@@ -114,8 +115,10 @@ def shared(model: Any, rows: Batch) -> Tensor:
     install(model)
     positions, images = prompts_of(model, rows)
     packed = pack(rows["ids"], rows["mask"], rows["completion"], rows["groups"], positions)
-    given = {"attention_mask": empty_mask(packed.ids_NS.device), ARGUMENT: packed.shared}
-    logits = model(input_ids=packed.ids_NS, position_ids=packed.positions, **given, **images).logits
+    attention = {"attention_mask": empty_mask(packed.ids_NS.device), ARGUMENT: packed.shared}
+    logits = model(
+        input_ids=packed.ids_NS, position_ids=packed.positions, **attention, **images
+    ).logits
     assert logits.shape[:2] == packed.labels.shape, "the head's work is on scored positions alone"
     return packed.unpacked(logits.log_softmax(-1).gather(-1, packed.labels.clamp(min=0)[..., None]))
 
@@ -151,13 +154,15 @@ def gradients(model: Any, logps: Tensor) -> dict[str, Tensor]:
 def assert_same(model: Any, rows: Batch) -> None:
     expected = separate(model, rows)
     reference = gradients(model, expected)
-    found = shared(model, rows)
-    assert (found - expected).abs().max() <= BOUND * max(float(expected.abs().max()), 1.0)
+    logps = shared(model, rows)
+    assert (logps - expected).abs().max() <= BOUND * max(float(expected.abs().max()), 1.0)
     scale = max(tensor.norm() for tensor in reference.values())
-    own = gradients(model, found)
+    shared_gradients = gradients(model, logps)
     for name, gradient in reference.items():
         bound = VISION_BOUND if "visual" in name else BOUND
-        assert (own[name] - gradient).norm() <= bound * max(gradient.norm(), 1e-3 * scale), name
+        assert (shared_gradients[name] - gradient).norm() <= bound * max(
+            gradient.norm(), 1e-3 * scale
+        ), name
 
 
 # rollouts alone in their call, and with others
@@ -186,15 +191,15 @@ def test_float32_weights_under_autocast_get_the_kernel_for_bfloat16(monkeypatch)
     """On a GPU it is flash attention; for float32 queries there is none, and every call would need
     a mask.
     """
-    asked: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
     monkeypatch.setattr(
-        split_attention, "_knows_lower_right", lambda query: asked.append(query.dtype)
+        split_attention, "_knows_lower_right", lambda query: dtypes.append(query.dtype)
     )
     with torch.autocast("cpu", torch.bfloat16):
         shared(
             Qwen2ForCausalLM(Qwen2Config(**TEXT, use_cache=False)), batch(TWO_GROUPS, images=False)
         )
-    assert set(asked) == {torch.bfloat16}
+    assert set(dtypes) == {torch.bfloat16}
 
 
 MODELS = {attention: small_model("qwen2", attention) for attention in ("sdpa", "eager")}
@@ -226,7 +231,7 @@ def test_nothing_that_is_kept_for_the_backward_pass_grows_with_the_square_of_a_g
         sizes.append(tensor.numel())
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         shared(MODELS["sdpa"], rows)
     tokens = 6 + 16 * 39
     assert max(sizes) < tokens**2 / 4
@@ -270,7 +275,7 @@ def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_pat
                 mask = empty_mask(torch.device("cpu"))
                 model(rows["ids"][:1, :3], attention_mask=mask, **{ARGUMENT: shared_of_another})
             assert all(
-                torch.equal(one, other) for one, other in zip(before, ordinary(), strict=True)
+                torch.equal(first, second) for first, second in zip(before, ordinary(), strict=True)
             )
             assert (
                 configured_attention(model.config)
@@ -283,8 +288,8 @@ def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_pat
             assert vision is None or vision._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["references", "pixels"])
-def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(known, monkeypatch):
+@pytest.mark.parametrize("has_references", [True, False], ids=["references", "pixels"])
+def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references, monkeypatch):
     """Nothing tells whether two images given as pixels are the same, so there each row keeps its
     own prompt. The check of the layout takes the first chunk alone.
     """
@@ -293,47 +298,49 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(known, monkeypa
     copies = [number for number, group in enumerate(rows["groups"]) for _ in group]
     pixels = torch.cat([rows["patches"][number] for number in copies])
     expected = separate(model, rows).detach()
-    seen: list[Any] = []
+    packed_groups: list[Any] = []
     inputs = {
         "image_grid_thw": rows["grid"].repeat(len(copies), 1),
         "num_images": [1] * len(copies),
     }
     inputs |= {"mm_token_type_ids": rows["types"], "pixel_values": pixels}
-    if known:
+    if has_references:
         inputs["pixel_values"] = torch.cat(
             [torch.arange(24)[:, None] + 24 * number for number in copies]
         )
-        own = model.model.get_image_features
+        image_features = model.model.get_image_features
         bank = torch.cat(rows["patches"])
         monkeypatch.setattr(
             model.model,
             "get_image_features",
-            lambda found, grid, **more: own(bank[found[:, 0]], grid),
+            lambda references, grid, **kwargs: image_features(bank[references[:, 0]], grid),
         )
     add_fused_lm_head(model)
 
     def packed(*arguments: Any, **named: Any) -> Any:
-        seen.append(named["groups"])
+        packed_groups.append(named["groups"])
         return pack(*arguments, **named)
 
     monkeypatch.setattr(packed_module, "pack", packed)
 
-    def alone(first: int, own: Any) -> Any:
-        assert (first, *map(len, own.values())) == (5, 5, 5, 5, 5 * 24)
+    def alone(first: int, image_features: Any) -> Any:
+        assert (first, *map(len, image_features.values())) == (5, 5, 5, 5, 5 * 24)
         return expected[:first], None, None
 
-    one = PackedForward(Accelerator(cpu=True))
-    logps = one(model, rows["ids"], rows["mask"], rows["completion"], 5, False, inputs, alone)[0]
-    assert one.passes == 1
-    assert not one.refused
-    assert [[*map(len, part)] for part in seen] == (
-        [[5], [5], [3]] if known else [[1] * 5] * 2 + [[1] * 3]
+    forward = PackedForward(Accelerator(cpu=True))
+    logps = forward(model, rows["ids"], rows["mask"], rows["completion"], 5, False, inputs, alone)[
+        0
+    ]
+    assert forward.passes == 1
+    assert not forward.refused
+    assert [[*map(len, part)] for part in packed_groups] == (
+        [[5], [5], [3]] if has_references else [[1] * 5] * 2 + [[1] * 3]
     )
     assert (logps - expected).abs().max() < 1e-4, "the head computes in float32"
 
 
 def varlen(
-    query, key, value, attention_mask, *, is_causal, softmax_scale, attn_implementation, **given
+    query, key, value, attention_mask, *, is_causal, softmax_scale, attn_implementation, **kwargs
 ) -> Tensor:
     """As flash attention documents it: sequences end to end, each causal to the lower right.
 
@@ -342,26 +349,27 @@ def varlen(
     assert is_causal
     assert attention_mask is None
     assert attn_implementation == "flash_attention_2"
-    ends_q = given["cu_seq_lens_q"].tolist()
-    ends_k = given["cu_seq_lens_k"].tolist()
-    assert given["max_length_q"] == max(b - a for a, b in pairwise(ends_q))
-    assert given["max_length_k"] == max(b - a for a, b in pairwise(ends_k))
+    ends_q = kwargs["cu_seq_lens_q"].tolist()
+    ends_k = kwargs["cu_seq_lens_k"].tolist()
+    assert kwargs["max_length_q"] == max(b - a for a, b in pairwise(ends_q))
+    assert kwargs["max_length_k"] == max(b - a for a, b in pairwise(ends_k))
     assert ends_q[-1] == query.size(1)
     assert ends_k[-1] == key.size(1)
-    assert given["cu_seq_lens_q"].dtype == torch.int32
-    found = []
+    assert kwargs["cu_seq_lens_q"].dtype == torch.int32
+    spans = []
     for (start, end), (first, last) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
-        own = query[0, start:end].transpose(0, 1)
-        keys, values = (each[0, first:last].transpose(0, 1) for each in (key, value))
+        queries = query[0, start:end].transpose(0, 1)
+        keys = key[0, first:last].transpose(0, 1)
+        values = value[0, first:last].transpose(0, 1)
         allowed = torch.ones(end - start, last - first, dtype=torch.bool).tril(
             last - first - end + start
         )
-        found.append(
+        spans.append(
             F.scaled_dot_product_attention(
-                own, keys, values, allowed, scale=softmax_scale, enable_gqa=True
+                queries, keys, values, allowed, scale=softmax_scale, enable_gqa=True
             )
         )
-    return torch.cat(found, dim=1).transpose(0, 1)[None]
+    return torch.cat(spans, dim=1).transpose(0, 1)[None]
 
 
 def test_flash_attention_gets_each_span_with_its_prompt(monkeypatch):
@@ -371,18 +379,18 @@ def test_flash_attention_gets_each_span_with_its_prompt(monkeypatch):
     model = small_model("qwen2_5_vl")
     model.get_decoder().config._attn_implementation = "flash_attention_2"
     expected = separate(reference, rows)
-    found = shared(model, rows)
-    assert (found - expected).abs().max() <= BOUND * expected.abs().max()
+    logps = shared(model, rows)
+    assert (logps - expected).abs().max() <= BOUND * expected.abs().max()
     ours = gradients(reference, expected)
-    own = gradients(model, found)
+    flash_gradients = gradients(model, logps)
     scale = max(tensor.norm() for tensor in ours.values())
-    assert all((own[name] - ours[name]).norm() <= VISION_BOUND * scale for name in ours)
+    assert all((flash_gradients[name] - ours[name]).norm() <= VISION_BOUND * scale for name in ours)
 
 
 def test_flash_attention_finds_its_own_name_where_no_prompt_is_shared(monkeypatch):
     names = []
 
-    def forward(query, *args, attn_implementation, **given):
+    def forward(query, *args, attn_implementation, **kwargs):
         names.append(attn_implementation)
         return query
 
@@ -510,9 +518,8 @@ def test_dropout_is_found_in_the_attention_and_in_an_adapter():
     """With it two passes over the same tokens differ, so the policy's own does not stand for the
     one that sampled.
     """
-    plain, attending = (
-        Qwen2ForCausalLM(Qwen2Config(**TEXT, attention_dropout=share)) for share in (0.0, 0.1)
-    )
+    plain = Qwen2ForCausalLM(Qwen2Config(**TEXT, attention_dropout=0.0))
+    attending = Qwen2ForCausalLM(Qwen2Config(**TEXT, attention_dropout=0.1))
     assert not has_dropout(plain)
     assert has_dropout(attending)
     adapted = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1))

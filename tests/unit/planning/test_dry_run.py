@@ -95,8 +95,10 @@ def _check_config(name, tmp_path, capsys, data):
     assert "prompts are sampled together" in text
     assert "at the first update" in text
     assert figures["learning_rate"]["last"] <= figures["learning_rate"]["first"]
-    seen = name not in ("smoke_text_cpu", "adora_llm_kk")
-    assert ("Largest max_pixels that fits" in text) == seen, "only a policy that sees has images"
+    has_images = name not in ("smoke_text_cpu", "adora_llm_kk")
+    assert ("Largest max_pixels that fits" in text) == has_images, (
+        "only a policy that sees has images"
+    )
     if name in DRAWN:
         assert "Not known here" not in text
         assert "40 rows make 2 optimizer steps an epoch; 8 rows wait" in text
@@ -230,7 +232,9 @@ def test_the_written_config_is_the_run_again(tmp_path, data, capsys):
     for before, after in zip(first, again, strict=True):
         pairs = {key: (getattr(before, key), getattr(after, key)) for key in vars(before)}
         differing = {
-            key for key, (one, other) in pairs.items() if one != other and str(one) != str(other)
+            key
+            for key, (written, original) in pairs.items()
+            if written != original and str(written) != str(original)
         }
         # The methods are built from adora_method, which is compared.
         derived = {"distributed_state", "_n_gpu", "logging_dir", "deepspeed_plugin", "methods"}
@@ -254,16 +258,16 @@ def _check_lengths(data, family):
     rows = load_split(data, "train")
     overlong = OverlongPrompts(None, counter, limits, "error", speaks=False, paper=True)
     assert len(overlong.fitting(rows, rows["problem"])) == len(rows)
-    found = overlong.lengths
-    assert found is not None
+    lengths = overlong.lengths
+    assert lengths is not None
     for number in range(0, len(rows), 5):
         row = rows[number]
         text = processor.apply_chat_template(
             conversation_with_images(row["problem"], 1), add_generation_prompt=True, tokenize=False
         )
         ids = processor(text=[text], images=row["images"])["input_ids"][0]
-        assert found.prompt[number] == len(ids)
-        assert found.image[number] == list(ids).count(processor.image_token_id)
+        assert lengths.prompt[number] == len(ids)
+        assert lengths.image[number] == list(ids).count(processor.image_token_id)
 
 
 def test_rows_above_the_prefill_budget_are_counted(data):

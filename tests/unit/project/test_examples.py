@@ -24,6 +24,7 @@ from adora_vl.training.generation import Generation
 from adora_vl.types import Row
 from tests.support.examples import EXAMPLES, entry, example
 from tests.support.reward_groups import random_groups, weighed_by
+from tests.support.stand_ins import Processes
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
 
@@ -86,9 +87,9 @@ def noisy_at(progress: float, log: dict[str, float] | None = None, **options: An
     return started("noisy_rollouts.py:NoisyRollouts", log, keys=keys, **options)
 
 
-def part(place: int, members: int = 8, first: int = 0, step: int = 0) -> RolloutGroup:
+def part(number: int, members: int = 8, first: int = 0, step: int = 0) -> RolloutGroup:
     """A group, or the part of it that a rank has."""
-    drawn = DrawnProblem(row_number=5, key=StepKey(mode="train", step=step, micro=0), slot=place)
+    drawn = DrawnProblem(row_number=5, key=StepKey(mode="train", step=step, micro=0), slot=number)
     return RolloutGroup(
         problem=drawn,
         row=Row(),
@@ -129,26 +130,51 @@ def test_the_last_rollouts_of_a_group_see_one_image_of_the_same_patches():
     """Also where a group lies over two ranks; another problem and another step see others."""
     noisy = noisy_at(0)
     images = [drawing()]
-    whole = noisy.images_of(part(3), images)
-    assert [other is not None for other in whole] == [*[False] * 4, *[True] * 4]
-    assert len({id(other) for other in whole[4:]}) == 1, "they stay one request"
+    noisy_images = noisy.images_of(part(3), images)
+    assert [images_of_rollout is not None for images_of_rollout in noisy_images] == [
+        *[False] * 4,
+        *[True] * 4,
+    ]
+    assert len({id(images_of_rollout) for images_of_rollout in noisy_images[4:]}) == 1, (
+        "they stay one request"
+    )
     halves = [noisy.images_of(part(3, 5), images), noisy.images_of(part(3, 3, first=5), images)]
-    looks = [other and other[0].tobytes() for half in halves for other in half]
-    assert looks == [other and other[0].tobytes() for other in whole]
-    others = (noisy.images_of(part(place, step=step), images) for place, step in ((4, 0), (3, 60)))
-    assert len({whole[7][0].tobytes(), *(other[7][0].tobytes() for other in others)}) == 3
+    looks = [
+        images_of_rollout and images_of_rollout[0].tobytes()
+        for half in halves
+        for images_of_rollout in half
+    ]
+    assert looks == [
+        images_of_rollout and images_of_rollout[0].tobytes() for images_of_rollout in noisy_images
+    ]
+    other_groups = (
+        noisy.images_of(part(number, step=step), images) for number, step in ((4, 0), (3, 60))
+    )
+    assert (
+        len(
+            {
+                noisy_images[7][0].tobytes(),
+                *(images_of_rollout[7][0].tobytes() for images_of_rollout in other_groups),
+            }
+        )
+        == 3
+    )
     for nothing in (noisy_at(0, share=0.0), noisy_at(0, strength=0.0)):
         assert nothing.images_of(part(0), images) == [None] * 8
     log: dict[str, float] = {}
     noisy_at(0, log).after_weighing(Generation([], StepKey(mode="train", step=400, micro=0), 4))
     assert log == {"noisy_rollouts/level": 250.0}
-    distorted, as_seen = (example(f"noisy_rollouts.py:{name}") for name in ("distorted", "as_seen"))
+    distorted = example("noisy_rollouts.py:distorted")
+    as_seen = example("noisy_rollouts.py:as_seen")
     processor = Qwen2VLImageProcessor(min_pixels=12544, max_pixels=50176)
     for size, mode in product([(40, 30), (300, 200), (900, 33)], ["RGB", "L", "P", "RGBA"]):
         image = drawing(size=size).convert(mode)
-        seen = distorted(as_seen(image, processor), "gaussian", 300.0, 1)
+        noisy_image = distorted(as_seen(image, processor), "gaussian", 300.0, 1)
         clean = processor([image.convert("RGB")], return_tensors="pt")["image_grid_thw"]
-        assert processor([seen], return_tensors="pt")["image_grid_thw"].tolist() == clean.tolist()
+        assert (
+            processor([noisy_image], return_tensors="pt")["image_grid_thw"].tolist()
+            == clean.tolist()
+        )
 
 
 def test_the_recipe_of_noisy_rollouts_is_that_of_its_repository():
@@ -164,9 +190,9 @@ def test_the_recipe_of_noisy_rollouts_is_that_of_its_repository():
     noisy: Any = chosen_extensions(config)["NoisyRollouts"]
     assert noisy.count(config.num_generations) == 6
     for number in (1, 20, 35, 39, 41, 45, 60):  # a generation as it is counted there
-        there = int(500 * (1 - 1 / (1 + math.exp(-30 * (number / 60 - 40 / 60)))))
+        published_level = int(500 * (1 - 1 / (1 + math.exp(-30 * (number / 60 - 40 / 60)))))
         noisy.start(step_context(state=TrainerState(max_steps=60)), None)
-        assert noisy.level(number - 1) == there, number
+        assert noisy.level(number - 1) == published_level, number
     reward = runpy.run_path(str(EXAMPLES / "think_and_box.py"))["think_and_box"]
     forms = {
         r"<think>a</think> \boxed{4}": 1.0,
@@ -189,7 +215,7 @@ def test_visual_tokens_weigh_a_batch_by_hand():
     passes = [seen_BC, blind_BC]
     log: dict[str, float] = {}
     keys = {
-        "accelerator": SimpleNamespace(gather=lambda tensor: tensor, process_index=0),
+        "accelerator": Processes(),
         "policy_logps": lambda batch, pixels=None: passes.pop(0),
     }
     processor = Qwen2VLImageProcessor()
@@ -208,10 +234,10 @@ def test_visual_tokens_weigh_a_batch_by_hand():
     # Two rollouts, at 0 and 1 of the range: 0.9 and 0.9 + 0.1 / 0.5.
     expected = [[1.1, 0, 1.1, 0], [-1.8, 0, 0, -1.8], [3, 3, 3, 3]]
     assert [row.tolist() for row in batch["advantages"]] == [pytest.approx(row) for row in expected]
-    one = math.exp(-1)
+    one_nat = math.exp(-1)
     two = math.exp(-2) + 1
     assert log == pytest.approx(
-        {"visual_tokens/dependency": (2 * one + two) / 8, "visual_tokens/share": 8 / 12}
+        {"visual_tokens/dependency": (2 * one_nat + two) / 8, "visual_tokens/share": 8 / 12}
     )
     scale = example("visual_tokens.py:rollout_scale")
     compared = torch.tensor([math.nan, 0.1, 0.3])
@@ -222,12 +248,13 @@ def test_visual_tokens_weigh_a_batch_by_hand():
 
 
 def test_half_of_every_image_is_black_alike_for_the_rollouts_of_a_group():
-    half_black, blackened, black_patch = (
-        example(f"visual_tokens.py:{name}") for name in ("half_black", "blackened", "black_patch")
-    )
+    half_black = example("visual_tokens.py:half_black")
+    blackened = example("visual_tokens.py:blackened")
+    black_patch = example("visual_tokens.py:black_patch")
     processor = Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=56 * 84)
     looks = [processor([drawing(seed, (84, 56))], return_tensors="pt") for seed in (0, 1)]
-    first, second = (look["pixel_values"] for look in looks)
+    first = looks[0]["pixel_values"]
+    second = looks[1]["pixel_values"]
     black_D = black_patch(processor, first.size(1))
     black = processor([Image.new("RGB", (84, 56))], return_tensors="pt")["pixel_values"]
     assert torch.equal(black, black_D.expand_as(black))
@@ -241,19 +268,23 @@ def test_half_of_every_image_is_black_alike_for_the_rollouts_of_a_group():
         assert not torch.equal(pixels_now[: len(first)], first)
     banks = ImageBanks()
     bank = banks.new("train")
-    references_of = [bank.store(f"image{n}", one, grid[0]) for n, one in enumerate((first, second))]
+    references_of = [
+        bank.store(f"image{n}", pixels, grid[0]) for n, pixels in enumerate((first, second))
+    ]
     order = [0, 0, 1, 0]  # two rollouts of one image, one of another, and the first again
     references: Any = {
         "pixel_values": torch.cat([references_of[number] for number in order]),
         "image_grid_thw": grid.repeat(4, 1),
     }
     with half_black(banks, processor, references, "42/1/0") as pixels_now:
-        other = banks.of_training()
-        assert other is banks.of(int(pixels_now[0])) is not bank
-        assert len(other) == 2
+        training_bank = banks.of_training()
+        assert training_bank is banks.of(int(pixels_now[0])) is not bank
+        assert len(training_bank) == 2
         starts = pixels_now.view(4, -1)[:, 0].tolist()
         assert starts[0] == starts[1] == starts[3] != starts[2], "an image is passed once"
-        assert torch.equal(other.pixels(starts[:1])[0], blackened(first, black_D, "42/1/0/image0"))
+        assert torch.equal(
+            training_bank.pixels(starts[:1])[0], blackened(first, black_D, "42/1/0/image0")
+        )
     assert banks.of_training() is bank
     nothing: Any = {}
     with half_black(banks, processor, nothing, "x") as pixels_now:

@@ -145,9 +145,9 @@ def test_a_step_of_a_recipe_is_laid_beside_its_prediction():
 @slow
 def test_frequencies_that_a_cast_has_rounded_fail(monkeypatch):
     monkeypatch.setattr(precision, "restore_buffers", lambda model: [])
-    what = {line.what for line in failures(lines_of("rounding"))}
-    assert "rotary frequencies" in what
-    assert "from float32 at token 1000" in what
+    checks = {line.what for line in failures(lines_of("rounding"))}
+    assert "rotary frequencies" in checks
+    assert "from float32 at token 1000" in checks
 
 
 @slow
@@ -190,7 +190,7 @@ def test_runs_without_any_noise_may_differ_by_a_rounding():
 
 @slow
 def test_weights_sent_without_their_adapters_fail(monkeypatch):
-    def unmerged(model, gather, wanted):
+    def unmerged(model, gather, is_wanted):
         for name, parameter in model.named_parameters():
             if "lora_" not in name:
                 yield (
@@ -243,9 +243,9 @@ def test_what_was_found_stays_and_the_end_has_its_reason(broken):
         "killed": "SIGKILL",
         "memory": "OutOfMemoryError: tried to allocate 80 GiB",
     }.items():
-        found, end = broken[name]
-        assert found.verdict is CheckResult.OK
-        assert found.figure == "1 s"
+        result, end = broken[name]
+        assert result.verdict is CheckResult.OK
+        assert result.figure == "1 s"
         assert end.verdict is CheckResult.FAIL
         assert reason in end.note
         assert "\n" not in end.note
@@ -268,9 +268,9 @@ def test_what_the_time_cuts_off_is_named_with_its_reason(monkeypatch, capsys):
     )
     printed = capsys.readouterr().out
     assert "no_such_package not installed" in printed
-    for name, what in (("cut", "the rest of it"), ("late", "all of it")):
+    for name, missing in (("cut", "the rest of it"), ("late", "all of it")):
         (line,) = [line for line in printed.splitlines() if line.startswith(name)]
-        assert what in line
+        assert missing in line
         assert f"the time for all checks was over: `--only {name}`" in line
 
 
@@ -294,19 +294,19 @@ def test_what_one_check_has_compiled_serves_the_next_unless_it_is_half_done(caps
 def test_a_check_for_two_cards_sees_both(monkeypatch, subtests):
     monkeypatch.setattr("adora_vl.utils.launch.prepare_engine_environment", use_one_gpu)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    for count, given, seen in (
+    for count, visible, expected in (
         (1, None, "0"),
         (1, "3,5", "3"),
         (2, "3,5", "3,5"),
         (2, None, None),
         (2, "", ""),
     ):
-        with subtests.test(f"{count} of {given}"):
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(given))
-            if given is None:
+        with subtests.test(f"{count} of {visible}"):
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(visible))
+            if visible is None:
                 monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
             checks.prepare_for(count)
-            assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen
+            assert os.environ.get("CUDA_VISIBLE_DEVICES") == expected
 
 
 @slow
@@ -348,12 +348,12 @@ def test_a_figure_is_judged_against_its_bound():
 
 def test_the_table_gives_the_reasons_and_the_exit_code_is_that_of_its_worst_line():
     fine = holds("x", "1", "1", True, "")
-    left = skipped("y", "none here", "3 s")
+    not_run = skipped("y", "none here", "3 s")
     bad = failed("z", "broke")
-    assert exit_code([fine, left]) == 0
-    assert exit_code([fine, bad, left]) == 1
+    assert exit_code([fine, not_run]) == 0
+    assert exit_code([fine, bad, not_run]) == 1
     assert exit_code([]) == 1, "a table without a line accepts nothing"
-    printed = table([left, bad])
+    printed = table([not_run, bad])
     assert "3 s" in printed
     assert "(none here)" in printed
     assert "-> broke" in printed
@@ -373,12 +373,12 @@ def test_what_a_smaller_card_has_no_room_for_is_left_out_and_the_next_goes_on(
         yield holds("first", "1", "1", True, "")
         raise torch.OutOfMemoryError("tried to allocate 80 GiB")
 
-    found = list(
+    results = list(
         setting.as_far_as_it_fits(replace(SMALL, device=torch.device("cuda", 0)), "7B", lines())
     )
-    assert [line.verdict for line in found] == [CheckResult.OK, verdict]
-    assert found[1].what == "7B: the rest"
-    assert "GiB" in found[1].note
+    assert [line.verdict for line in results] == [CheckResult.OK, verdict]
+    assert results[1].what == "7B: the rest"
+    assert "GiB" in results[1].note
 
 
 def test_the_reference_of_the_vision_tower_has_the_frequencies_of_its_config(monkeypatch):
@@ -423,15 +423,19 @@ def test_the_server_is_started_as_the_page_says():
     """All options of `docs/rollouts.md`."""
     page = (Path(__file__).parents[3] / "docs" / "rollouts.md").read_text(encoding="utf-8")
     command = page.split("vllm serve MODEL --host", 1)[1].split("```")[0]
-    said = {word for word in command.split() if word.startswith("--")} - {"--mm-processor-kwargs"}
+    options_of_page = {word for word in command.split() if word.startswith("--")} - {
+        "--mm-processor-kwargs"
+    }
     options = {
         way: set(server.server_words(Path("model"), 1, way, "bfloat16")) for way in ("file", "nccl")
     }
-    assert len(said) > 3
-    assert said <= options["file"]
-    (further,) = {word for word in options["nccl"] - options["file"] if word.startswith("--")}
-    assert f"`{further} " in page
-    assert further not in command
+    assert len(options_of_page) > 3
+    assert options_of_page <= options["file"]
+    (transfer_option,) = {
+        word for word in options["nccl"] - options["file"] if word.startswith("--")
+    }
+    assert f"`{transfer_option} " in page
+    assert transfer_option not in command
     named = {"CUDA_VISIBLE_DEVICES": "3, 5,6"}
     assert server.cards(named, 3) == ("3", "5")
     assert server.cards(named, 1) == ("3", "3")
@@ -441,10 +445,10 @@ def test_the_server_is_started_as_the_page_says():
 
 def on_a_card(monkeypatch: pytest.MonkeyPatch, free: list[float]) -> Setting:
     """A card that has so many GiB free, one after the other."""
-    left = iter(free)
+    free_gib = iter(free)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(
-        torch.cuda, "mem_get_info", lambda device: (int(next(left) * 2**30), 80 * 2**30)
+        torch.cuda, "mem_get_info", lambda device: (int(next(free_gib) * 2**30), 80 * 2**30)
     )
     return Setting(full=True, device=torch.device("cuda", 0))
 
@@ -477,10 +481,10 @@ def test_one_card_is_told_what_two_would_show(monkeypatch):
         server, "_synced", lambda setting, way, **_: iter([holds(way, "1", "1", True, "")])
     )
     for check, before in ((cards, 0), (server, 1)):
-        *found, line = check.run(Setting(full=True, device=torch.device("cuda", 0)))
+        *results, line = check.run(Setting(full=True, device=torch.device("cuda", 0)))
         assert line.verdict is CheckResult.SKIPPED
         assert "NCCL needs 2 cards, here is 1" in line.note
-        assert len(found) == before, "weights go by files to a server on the same card"
+        assert len(results) == before, "weights go by files to a server on the same card"
 
 
 @pytest.mark.parametrize(

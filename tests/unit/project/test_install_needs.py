@@ -29,26 +29,31 @@ def install(
     (folder / "setup").mkdir()
     for file in ("install.sh", "constraints-cpu.txt", "constraints-gpu.txt"):
         shutil.copy(REPOSITORY / "setup" / file, folder / "setup")
-    own = folder / "bin"
-    own.mkdir()
+    program_folder = folder / "bin"
+    program_folder.mkdir()
     for program in (*PROGRAMS, "sleep", "rm", "grep", "tail", "cut"):
-        found = shutil.which(program)
-        assert found is not None, program
-        (own / program).symlink_to(found)
+        path = shutil.which(program)
+        assert path is not None, program
+        (program_folder / program).symlink_to(path)
     for program in programs:
-        (own / program).write_text("#!/bin/sh\n")
-        (own / program).chmod(0o755)
-    (own / "asked").write_text(python.format(python=sys.executable))
-    (own / "asked").chmod(0o755)
-    given = {
-        "PATH": str(own),
-        "PYTHON": str(own / "asked"),
+        (program_folder / program).write_text("#!/bin/sh\n")
+        (program_folder / program).chmod(0o755)
+    (program_folder / "asked").write_text(python.format(python=sys.executable))
+    (program_folder / "asked").chmod(0o755)
+    variables = {
+        "PATH": str(program_folder),
+        "PYTHON": str(program_folder / "asked"),
         "ADORA_DEVICE": device,
         "HOME": os.environ["HOME"],
     }
-    command = [str(own / "bash"), "setup/install.sh"]
+    command = [str(program_folder / "bash"), "setup/install.sh"]
     return subprocess.run(
-        command, cwd=folder, env=given | environment, capture_output=True, text=True, check=False
+        command,
+        cwd=folder,
+        env=variables | environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 

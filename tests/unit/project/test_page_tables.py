@@ -31,16 +31,16 @@ for title, body in re.findall(r"^\| (.+?) \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", TEXT,
 def dry_run(folder, words):
     """The GiB of three phases with the largest batch, and the most of all."""
     train([*words.split(), "--dry-run", "--json", str(folder / "dry_run.json")])
-    found = json.loads((folder / "dry_run.json").read_text())
+    result = json.loads((folder / "dry_run.json").read_text())
     phases = (
-        found["phases"].get(name, {})
+        result["phases"].get(name, {})
         for name in ("rollouts", "forward and backward", "optimizer step")
     )
     gib = [f"{sum(parts.values()) / 2**30:.1f}" for parts in phases]
     return [
         *gib,
-        str(found["largest_per_device_train_batch_size"] or "none"),
-    ], f"{found['peak_bytes'] / 2**30:.1f}"
+        str(result["largest_per_device_train_batch_size"] or "none"),
+    ], f"{result['peak_bytes'] / 2**30:.1f}"
 
 
 def predictions(folder, recipes, larger_models):
@@ -70,8 +70,10 @@ def predictions(folder, recipes, larger_models):
 
 
 def policy_step(folder, rows):
-    one = {way: {"backward": 1.0, "data": 9.0, "step_bytes_outside_head": 1.0} for way in step.WAYS}
-    printed = step.page_row(one, 697, step.answer_lengths(400, 1024, 8, equal=False))
+    figures = {
+        way: {"backward": 1.0, "data": 9.0, "step_bytes_outside_head": 1.0} for way in step.WAYS
+    }
+    printed = step.page_row(figures, 697, step.answer_lengths(400, 1024, 8, equal=False))
     assert printed == f"| 697 | {rows[1][1]} | 1 | 1 | **1.00** | 1.00 |"
     for _, _, *cells, _ in rows:  # the ratio of rounded seconds
         for stock, ours, ratio in zip(
@@ -106,10 +108,12 @@ def graders(folder, rows):
 
 
 def digits(folder, *tables):
-    said = scanned.tables(
+    tables_text = scanned.tables(
         yaml.safe_load(scanned.PLAN.read_text()), scanned.read_runs(scanned.RUNS)
     ).replace("**", "")
-    assert [row for rows in tables for row in rows if f"| {' | '.join(row)} |" not in said] == []
+    assert [
+        row for rows in tables for row in rows if f"| {' | '.join(row)} |" not in tables_text
+    ] == []
 
 
 def before_training(folder, plain, demo, budget):
@@ -129,7 +133,7 @@ def before_training(folder, plain, demo, budget):
                 *words,
             ]
         )
-        asked = [
+        options = [
             "--engine",
             "transformers",
             "--max-tokens",
@@ -139,7 +143,7 @@ def before_training(folder, plain, demo, budget):
             "--data",
             f"{folder}/{model}-data",
         ]
-        evaluate(["geometry3k", "run", *asked, "--output", f"{folder}/{model}"])
+        evaluate(["geometry3k", "run", *options, "--output", f"{folder}/{model}"])
         right = 100 * json.loads((folder / model / "score.json").read_text())["accuracy"]
         assert [float(cell) for cell in cells] == pytest.approx([right, right], abs=1), model
 

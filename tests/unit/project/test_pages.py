@@ -47,7 +47,7 @@ def test_a_name_is_in_the_file_that_the_page_gives_for_it():
     pairs = [(path, name) for name, path in re.findall(r"`([\w.]+)` in `([\w/]+\.py)`", TEXT)]
     places = [(_place(path), name) for path, name in stations + pairs]
     elsewhere = [
-        (place, name) for place, name in places if place is None or name not in _defined(place)
+        (file, name) for file, name in places if file is None or name not in _defined(file)
     ]
     assert len(pairs) > 30
     assert elsewhere == []

@@ -63,13 +63,13 @@ def write_run(folder: Path, rates: Rates) -> Path:
     return folder
 
 
-def write_score(file: Path, right: str, **more: Any) -> None:
+def write_score(file: Path, right: str, **fields: Any) -> None:
     graded = [
         Graded(f"mine/{number}", RowGrade(verdict(hit == "1"), None, "r"))
         for number, hit in enumerate(right)
     ]
     items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
-    score = {**aggregate(graded), "benchmark": "problems", "rules": {}, "items": items, **more}
+    score = {**aggregate(graded), "benchmark": "problems", "rules": {}, "items": items, **fields}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(score))
 

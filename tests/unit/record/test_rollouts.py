@@ -4,7 +4,6 @@ bounded.
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -26,19 +25,20 @@ from adora_vl.rollout.rollouts import Call, FinishReason, Picture, Rollout, Segm
 from adora_vl.training.advantages import Advantages
 from adora_vl.training.generation import Generation
 from adora_vl.training.scoring import Rewards, Scores, weighted_sum
+from tests.support.stand_ins import Processes, state_of
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
 
 NAN = float("nan")
 
 
-def rows(step: int, count: int = 4, **more: Any) -> dict[str, list[Any]]:
+def rows(step: int, count: int = 4, **changed: Any) -> dict[str, list[Any]]:
     columns = {
         "step": [step] * count,
         "id": [f"p{step}"] * count,
         "completion": [f"answer {i}" for i in range(count)],
     }
-    return {**columns, **more}
+    return {**columns, **changed}
 
 
 def recorded(folder: Path) -> pa.Table:
@@ -207,11 +207,11 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, caps
     assert "step 1: the rollouts are no longer recorded" in capsys.readouterr().err
 
 
-def generation_of(asked: list[Any], ranks: int) -> Generation:
+def generation_of(drawn_rows: list[Any], ranks: int) -> Generation:
     """Of groups of two; every rank has these rows."""
     generation = Generation.restored(0, [])
-    count = ranks * len(asked)
-    generation.rows = asked
+    count = ranks * len(drawn_rows)
+    generation.rows = drawn_rows
     rewards_BF = torch.ones(count, 1)
     lengths_B = torch.full((count,), 3.0)
     rewards = Rewards.of(rewards_BF, {}, torch.ones(1), ["accuracy"], 2)
@@ -272,21 +272,21 @@ def test_what_a_call_gains_is_counted_within_groups_that_have_both():
 def test_a_problem_is_recorded_with_its_choices(tmp_path):
     recorder = Recorder(step_context(output_dir=str(tmp_path)))
     recorder.record.start(0)
-    asked = {
+    problem = {
         "id": 7,
         "problem": "Which?",
         "answer": "B",
         "choices": ["3", "4"],
         "prompt": "Which?\nChoices: ...",
     }
-    more: list[dict[str, Any]] = [{}, {}, {"choices": None}, {"choices": []}]
-    rows = [{**asked, **one} for one in more]
+    changes: list[dict[str, Any]] = [{}, {}, {"choices": None}, {"choices": []}]
+    rows = [{**problem, **changed} for changed in changes]
     recorder.add(generation_of(rows, 1), {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"])
     recorder.record.flush(1)
-    found = recorded(recorder.record.folder).to_pylist()
-    assert [one["choices"] for one in found] == [["3", "4"], ["3", "4"], None, None]
-    for one in found:
-        assert (one["id"], one["problem"], one["answer"], one["images"]) == ("7", "Which?", "B", [])
+    records = recorded(recorder.record.folder).to_pylist()
+    assert [row["choices"] for row in records] == [["3", "4"], ["3", "4"], None, None]
+    for row in records:
+        assert (row["id"], row["problem"], row["answer"], row["images"]) == ("7", "Which?", "B", [])
 
 
 def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_path, monkeypatch):
@@ -294,24 +294,22 @@ def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_pat
 
     The other one measures one of this rank's too.
     """
-    seen = iter([[], [{1: 10.5, 3: 10.25, 0: 0.75}]])
-    monkeypatch.setattr(recorder_module, "gather_object", lambda own: [*own, *(next(seen) or own)])
-    ranks = SimpleNamespace(
-        process_index=0,
-        num_processes=2,
-        is_main_process=True,
-        device=torch.device("cpu"),
-        gather=lambda own: torch.cat([own, own + 10]),
+    drifts_elsewhere = iter([[], [{1: 10.5, 3: 10.25, 0: 0.75}]])
+    monkeypatch.setattr(
+        recorder_module, "gather_object", lambda local: [*local, *(next(drifts_elsewhere) or local)]
     )
+    ranks = Processes(num_processes=2, gather=lambda local: torch.cat([local, local + 10]))
     recorder = Recorder(step_context(output_dir=str(tmp_path), accelerator=ranks))
     recorder.record.start(0)
     numbers = recorder.number(2)
-    asked = [{"id": "a", "problem": "Which?", "prompt": "Which?"}] * 2
-    recorder.add(generation_of(asked, 2), {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"])
+    drawn_rows = [{"id": "a", "problem": "Which?", "prompt": "Which?"}] * 2
+    recorder.add(
+        generation_of(drawn_rows, 2), {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"]
+    )
     learned: Any = {"rollout_number": numbers[1:], "completion_mask": torch.ones(1, 1)}
     learned["sampling_per_token_logps"] = torch.zeros(1, 1)
     recorder.measured(learned, torch.tensor([[0.25]]))
-    recorder.on_step_end(None, SimpleNamespace(global_step=1), None)
+    recorder.on_step_end(None, state_of(1), None)
     assert recorded(recorder.record.folder)["drift"].to_pylist() == [0.75, 0.25, 10.5, 10.25]
 
 
@@ -378,19 +376,19 @@ def test_a_run_that_went_on_has_every_step_once(adora_run, resumed_run, tmp_path
     """And the same figures and rollouts in each; then it goes on with every second generation
     recorded.
     """
-    whole, again = (
-        recorded(run / "rollouts").to_pandas() for run in (adora_run, resumed_run.folder)
-    )
-    pd.testing.assert_frame_equal(again, whole)
+    uninterrupted = recorded(adora_run / "rollouts").to_pandas()
+    again = recorded(resumed_run.folder / "rollouts").to_pandas()
+    pd.testing.assert_frame_equal(again, uninterrupted)
     # as a stranger reads it
-    pd.testing.assert_frame_equal(pd.read_parquet(resumed_run.folder / "rollouts"), whole)
-    before, after = (
-        [
-            (line["step"], line["kind"], line.get("loss"), line.get("reward"))
-            for line in read_metrics(run / METRICS)
-        ]
-        for run in (adora_run, resumed_run.folder)
-    )
+    pd.testing.assert_frame_equal(pd.read_parquet(resumed_run.folder / "rollouts"), uninterrupted)
+    before = [
+        (line["step"], line["kind"], line.get("loss"), line.get("reward"))
+        for line in read_metrics(adora_run / METRICS)
+    ]
+    after = [
+        (line["step"], line["kind"], line.get("loss"), line.get("reward"))
+        for line in read_metrics(resumed_run.folder / METRICS)
+    ]
     assert before == after
     longer = shutil.copytree(resumed_run.folder, tmp_path / "out")
     train(longer, max_steps=STEPS + 2, adora_record_gb=1)

@@ -53,6 +53,7 @@ from adora_vl.record.metrics import (
 )
 from adora_vl.record.summary import evaluate_command, figure_rows, summary_lines, view_command
 from adora_vl.report.__main__ import main as view
+from tests.support.stand_ins import config_of, state_of
 from tests.support.tiny_run import STEPS, arguments
 
 
@@ -144,11 +145,11 @@ def test_a_run_that_cannot_learn_says_since_when_and_why(figures, reason):
         *(_log(step, **figures) for step in range(3, 8)),
         {"step": 7, "eval_reward": 0.0},
     ]
-    said = no_signal(history)
-    assert said is not None
-    assert "in the last 5 steps" in said
-    assert reason in said
-    assert no_signal([*began, _log(7, **figures)]) == said  # logged every fifth step
+    message = no_signal(history)
+    assert message is not None
+    assert "in the last 5 steps" in message
+    assert reason in message
+    assert no_signal([*began, _log(7, **figures)]) == message  # logged every fifth step
     assert no_signal(history[:-2]) is None  # four steps may be chance
     assert no_signal([*history, _log(8, silent=False)]) is None
     assert no_signal([]) is None
@@ -185,33 +186,27 @@ def test_the_progress_line():
     assert {seconds: duration(seconds) for seconds in durations} == durations
 
 
-def settings(folder: Path) -> SimpleNamespace:
-    return SimpleNamespace(output_dir=str(folder), disable_tqdm=False)
-
-
-def state(step: int, history: list[dict] | None = None, first: bool = True) -> SimpleNamespace:
-    return SimpleNamespace(
-        global_step=step, max_steps=10, log_history=history or [], is_world_process_zero=first
-    )
+def settings(folder: Path) -> AdoraGRPOConfig:
+    return config_of(output_dir=str(folder), disable_tqdm=False)
 
 
 def test_only_the_first_rank_speaks(tmp_path, capsys):
     for callback in (ProgressLine(), MetricsFile()):
-        callback.on_train_begin(settings(tmp_path), state(0, first=False), None)
-        callback.on_step_end(settings(tmp_path), state(1, first=False), None)
-        callback.on_log(settings(tmp_path), state(1, first=False), None, logs=LOGS)
-        callback.on_train_end(settings(tmp_path), state(1, first=False), None)
+        callback.on_train_begin(settings(tmp_path), state_of(0, is_first_rank=False), None)
+        callback.on_step_end(settings(tmp_path), state_of(1, is_first_rank=False), None)
+        callback.on_log(settings(tmp_path), state_of(1, is_first_rank=False), None, logs=LOGS)
+        callback.on_train_end(settings(tmp_path), state_of(1, is_first_rank=False), None)
     assert capsys.readouterr() == ("", "")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_log_file_gets_lines_and_no_bar(tmp_path, capsys):
     line = ProgressLine()
-    line.on_train_begin(settings(tmp_path), state(0), None)
-    line.on_step_end(settings(tmp_path), state(1), None)
-    line.on_log(settings(tmp_path), state(1), None, logs=LOGS)
-    line.on_log(settings(tmp_path), state(1), None, logs={"eval_geometry3k_accuracy": 0.5})
-    line.on_train_end(settings(tmp_path), state(1), None)
+    line.on_train_begin(settings(tmp_path), state_of(0), None)
+    line.on_step_end(settings(tmp_path), state_of(1), None)
+    line.on_log(settings(tmp_path), state_of(1), None, logs=LOGS)
+    line.on_log(settings(tmp_path), state_of(1), None, logs={"eval_geometry3k_accuracy": 0.5})
+    line.on_train_end(settings(tmp_path), state_of(1), None)
     out, err = capsys.readouterr()
     assert re.fullmatch(r"step  1/10  reward 0\.412 .* left\n", out)
     assert err == ""
@@ -229,12 +224,12 @@ def test_the_time_left_is_that_of_the_steps_left_at_the_pace_of_this_start(
         "adora_vl.record.metrics.time", SimpleNamespace(monotonic=lambda: next(seconds))
     )
     line = ProgressLine()
-    line.on_train_begin(settings(tmp_path), state(4), None)
+    line.on_train_begin(settings(tmp_path), state_of(4), None)
     next(seconds)
-    line.on_step_begin(settings(tmp_path), state(4), None)
+    line.on_step_begin(settings(tmp_path), state_of(4), None)
     for step in (5, 6):
-        line.on_step_end(settings(tmp_path), state(step), None)
-    line.on_log(settings(tmp_path), state(6), None, logs={"reward": 0.5})
+        line.on_step_end(settings(tmp_path), state_of(step), None)
+    line.on_log(settings(tmp_path), state_of(6), None, logs={"reward": 0.5})
     assert capsys.readouterr().out == "step  6/10  reward 0.500 | 40s left\n"
 
 
@@ -243,29 +238,31 @@ def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
     or missing.
     """
     file = MetricsFile()
-    file.on_train_begin(settings(tmp_path), state(0), None)
+    file.on_train_begin(settings(tmp_path), state_of(0), None)
     for step in range(1, 6):
         file.on_log(
             settings(tmp_path),
-            state(step),
+            state_of(step),
             None,
             logs={"reward": step / 10, "step_time": float(step)},
         )
-        file.on_log(settings(tmp_path), state(step), None, logs={"eval_a_accuracy": 0.1})
-        file.on_log(settings(tmp_path), state(step), None, logs={"eval_b_accuracy": 0.2})
+        file.on_log(settings(tmp_path), state_of(step), None, logs={"eval_a_accuracy": 0.1})
+        file.on_log(settings(tmp_path), state_of(step), None, logs={"eval_b_accuracy": 0.2})
     path = tmp_path / "metrics.jsonl"
     before = read_metrics(path)
     with path.open("a") as stream:
         stream.write('{"step": 6, "kind": "tra')
     history = [{"step": step, "reward": step / 10} for step in (1, 2, 3)]
-    file.on_train_begin(settings(tmp_path), state(3, history), None)
+    resumed = state_of(3)
+    resumed.log_history = history
+    file.on_train_begin(settings(tmp_path), resumed, None)
     assert sorted(read_metrics(path), key=str) == sorted(
         (line for line in before if line["step"] <= 3), key=str
     )
-    file.on_log(settings(tmp_path), state(4), None, logs={"reward": 0.4})
+    file.on_log(settings(tmp_path), state_of(4), None, logs={"reward": 0.4})
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 3, 4]
-    file.on_train_begin(settings(tmp_path), state(0), None)
+    file.on_train_begin(settings(tmp_path), state_of(0), None)
     assert path.read_text() == ""
 
     history = [{"step": 2, "reward": 0.2}, {"step": 2, "eval_a": 1.0}, {"step": 4, "reward": 0.4}]
@@ -476,11 +473,11 @@ STARTED = [
 
 
 def test_the_command_that_started_a_run(tmp_path):
-    found = []
+    commands = []
     for started, _ in STARTED:
         (tmp_path / "cmdline").write_bytes("\0".join(started).encode() + b"\0")
-        found.append(launch_command(["--seed", "1"], tmp_path / "cmdline"))
-    assert found == [command for _, command in STARTED]
+        commands.append(launch_command(["--seed", "1"], tmp_path / "cmdline"))
+    assert commands == [command for _, command in STARTED]
     assert (
         launch_command(["--seed", "1"], tmp_path / "no")
         == f"{interpreter()} -m adora_vl.train --seed 1"
@@ -488,8 +485,8 @@ def test_the_command_that_started_a_run(tmp_path):
 
 
 def test_the_commands_after_a_run(tmp_path):
-    place = f"{interpreter()} -m eval.problems run --model m --data DATA --output o"
-    assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == place
+    command = f"{interpreter()} -m eval.problems run --model m --data DATA --output o"
+    assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == command
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "test-00000-of-00001.parquet").touch()
     words = (
@@ -534,8 +531,8 @@ def test_training_longer_is_offered_where_it_is_a_continuation(tmp_path):
         if saved:
             (tmp_path / "checkpoint-10").mkdir(exist_ok=True)
         lines = summary_lines([{"step": 10, "reward": 1.0}], config, tmp_path, 1, command="CMD")
-        found = [line for line in lines if line.startswith("Train longer")]
-        assert found == ["Train longer  CMD --max_steps 20"] * offered, (schedule, saved)
+        offers = [line for line in lines if line.startswith("Train longer")]
+        assert offers == ["Train longer  CMD --max_steps 20"] * offered, (schedule, saved)
 
 
 def test_the_manifest_of_a_real_run(adora_run, resumed_run):
@@ -586,8 +583,8 @@ def test_a_run_that_fails_says_so(tmp_path):
     }
     with pytest.raises(ValueError), failure_noted(manifest, tmp_path, lambda: 7, is_main=True):
         raise ValueError("the cause\nand more")
-    found = read_manifest(tmp_path)
-    assert (found["status"], found["steps"], found["error"]) == (
+    written = read_manifest(tmp_path)
+    assert (written["status"], written["steps"], written["error"]) == (
         "failed",
         7,
         "ValueError: the cause",
@@ -602,7 +599,8 @@ def test_a_run_that_fails_says_so(tmp_path):
 
 def test_every_saved_model_has_its_card_and_stays_whole(adora_run, tmp_path):
     """Also the exported one. The figures of a checkpoint's card are those up to its step."""
-    final, early = ((adora_run / name / "README.md").read_text() for name in ("", "checkpoint-2"))
+    final = (adora_run / "README.md").read_text()
+    early = (adora_run / "checkpoint-2" / "README.md").read_text()
     assert "# builtin/pretrained, 4 steps of ADORA attenuation, factor 0.1" in final
     assert "# builtin/pretrained, 2 steps of" in early
     assert problem_of(adora_run / "checkpoint-2") is None

@@ -64,9 +64,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def figures(run: Path) -> list[float]:
     """What metrics.jsonl has, which the trackers have to repeat."""
-    found = [line[FIGURE] for line in read_metrics(run / "metrics.jsonl") if FIGURE in line]
-    assert len(found) == STEPS
-    return found
+    values = [line[FIGURE] for line in read_metrics(run / "metrics.jsonl") if FIGURE in line]
+    assert len(values) == STEPS
+    return values
 
 
 @needs("tensorboard")
@@ -78,8 +78,8 @@ def test_tensorboard_has_our_figures(run):
     read = EventAccumulator(str(events.parent))
     read.Reload()
     scalars = read.Scalars(f"train/{FIGURE}")
-    assert [one.step for one in scalars] == [1, 2]
-    assert [one.value for one in scalars] == pytest.approx(figures(run))
+    assert [scalar.step for scalar in scalars] == [1, 2]
+    assert [scalar.value for scalar in scalars] == pytest.approx(figures(run))
     assert {"train/reward", "train/grading/correct", "train/seconds/rollout"} <= set(
         read.Tags()["scalars"]
     )
@@ -149,8 +149,8 @@ def test_trackers_are_offline(monkeypatch):
     environment: dict[str, str] = {}
     monkeypatch.setattr(os, "environ", environment)
     prepare_trackers(["wandb", "trackio"], "out")
-    kept = str(Path.cwd() / "out" / "wandb")
-    assert environment == {"WANDB_MODE": "offline", "WANDB_DIR": "out", "WANDB_DATA_DIR": kept}
+    folder = str(Path.cwd() / "out" / "wandb")
+    assert environment == {"WANDB_MODE": "offline", "WANDB_DIR": "out", "WANDB_DATA_DIR": folder}
     environment["WANDB_MODE"] = "online"
     prepare_trackers(["wandb"], "out")
     assert environment["WANDB_MODE"] == "online"

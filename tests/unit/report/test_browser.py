@@ -163,9 +163,9 @@ def test_the_keyboard_is_enough(browser, page):
     browser.click("#filters button[type=reset]")
     browser.wait("document.getElementById('count').textContent.startsWith('84 of')")
     browser.js("document.getElementById('filter-from').focus()")
-    shown = browser.text("#detail h3")
+    heading = browser.text("#detail h3")
     browser.press("j")
-    assert browser.text("#detail h3") == shown
+    assert browser.text("#detail h3") == heading
 
 
 def test_the_result_comes_first_and_the_usual_curves_need_no_menu(browser, tmp_path):
@@ -174,10 +174,10 @@ def test_the_result_comes_first_and_the_usual_curves_need_no_menu(browser, tmp_p
         {**line, "loss": 0.1, "kl": 0.2, "grad_norm": 1.5}
         for line in read_metrics(run / "metrics.jsonl")
     ]
-    held = [
+    evaluations = [
         {"step": step, "kind": "eval", "eval_geometry3k_accuracy": 0.02 * step} for step in (5, 20)
     ]
-    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*lines, *held])))
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*lines, *evaluations])))
     browser.open(make_page(tmp_path / "page.html", run))
     assert (
         browser.text(".result")
@@ -202,11 +202,11 @@ def test_the_result_comes_first_and_the_usual_curves_need_no_menu(browser, tmp_p
 def test_the_four_views_of_a_benchmark_stand_in_one_chart(browser, tmp_path):
     views = {f"eval_geometry3k_{view}_accuracy": share for view, share in VIEWS.items()}
     run = write_run(tmp_path / "adora", 3)
-    other = write_run(tmp_path / "other", 3)
-    for folder in (run, other):
-        held = [{"step": step, "kind": "eval", **views} for step in (1, 3)]
+    other_run = write_run(tmp_path / "other", 3)
+    for folder in (run, other_run):
+        evaluations = [{"step": step, "kind": "eval", **views} for step in (1, 3)]
         file = folder / "metrics.jsonl"
-        file.write_text("\n".join(map(json.dumps, [*read_metrics(file), *held])))
+        file.write_text("\n".join(map(json.dumps, [*read_metrics(file), *evaluations])))
     browser.open(make_page(tmp_path / "page.html", run))
     assert "Held-out accuracy, geometry3k_image 60 %" in browser.text(".result")
     titles = browser.texts("#charts figcaption")
@@ -216,14 +216,14 @@ def test_the_four_views_of_a_benchmark_stand_in_one_chart(browser, tmp_path):
     chart = f"#charts figure:nth-child({titles.index('Held-out accuracy, geometry3k') + 1})"
     browser.js(f"document.querySelector('{chart} .plot').focus()")
     browser.press("ArrowLeft")
-    said = browser.text(f"{chart} .reading")
-    assert all(f"{view} {100 * share:.0f} %" in said for view, share in VIEWS.items()), said
+    reading = browser.text(f"{chart} .reading")
+    assert all(f"{view} {100 * share:.0f} %" in reading for view, share in VIEWS.items()), reading
     colours = (
         f"new Set([...document.querySelectorAll('{chart} svg path')].map(n => "
         "n.getAttribute('class'))).size"
     )
     assert browser.js(colours) == 4
-    browser.open(make_page(tmp_path / "two.html", run, other))
+    browser.open(make_page(tmp_path / "two.html", run, other_run))
     assert (
         sum(title.startswith("Held-out") for title in browser.texts("#charts figcaption")) == 4
     ), "one of each view"
@@ -235,23 +235,23 @@ VIEWS = {"image": 0.6, "text": 0.7, "both": 0.8, "blank": 0.1}
 def test_a_run_one_step_ahead_shows_how_old_its_rollouts_are_and_who_waited(browser, tmp_path):
     """Another run is not told that it lacks them."""
     ahead = write_run(tmp_path / "ahead", 3)
-    other = write_run(tmp_path / "other", 3)
+    other_run = write_run(tmp_path / "other", 3)
     waited = {"adora/trainer_waited_s": 1.5, "adora/servers_waited_s": 0.5}
     lines = [
         {**line, "adora/staleness": 1, **waited} for line in read_metrics(ahead / "metrics.jsonl")
     ]
     (ahead / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    own = {"Age of the rollouts in generations", "Seconds waited"}
+    expected = {"Age of the rollouts in generations", "Seconds waited"}
     browser.open(make_page(tmp_path / "ahead.html", ahead))
     titles = browser.texts("#charts figcaption")
-    assert own <= set(titles)
+    assert expected <= set(titles)
     waits = f"#charts figure:nth-child({titles.index('Seconds waited') + 1})"
     browser.js(f"document.querySelector('{waits} .plot').focus()")
     browser.press("ArrowLeft")
     assert browser.text(f"{waits} .reading") == "step 3: by the trainer 1.5 s, by the servers 0.5 s"
-    browser.open(make_page(tmp_path / "other.html", other))
-    assert not own & set(browser.texts("#charts figcaption"))
-    assert not any(title in browser.text("#charts > .missing") for title in own)
+    browser.open(make_page(tmp_path / "other.html", other_run))
+    assert not expected & set(browser.texts("#charts figcaption"))
+    assert not any(title in browser.text("#charts > .missing") for title in expected)
 
 
 def test_shares_go_from_0_to_100_percent_also_where_all_are_0(browser, tmp_path):
@@ -266,8 +266,8 @@ def test_shares_go_from_0_to_100_percent_also_where_all_are_0(browser, tmp_path)
         title = browser.text("#charts figcaption")
         axis[title] = browser.js(f"{ticks}.map(node => node.textContent)")
     shares = ("Share of TDS prompts", "Pass rate", "Held-out accuracy, geometry3k")
-    whole = ["0 %", "20 %", "40 %", "60 %", "80 %", "100 %"]
-    assert {title: axis[title] for title in shares} == dict.fromkeys(shares, whole)
+    full_axis = ["0 %", "20 %", "40 %", "60 %", "80 %", "100 %"]
+    assert {title: axis[title] for title in shares} == dict.fromkeys(shares, full_axis)
     assert axis["KL to the reference"][0] == "0"
 
 
@@ -524,8 +524,8 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def contrast(one: str, other: str) -> float:
-    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+def contrast(text_color: str, background: str) -> float:
+    light, dark = sorted((luminance(text_color), luminance(background)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
 
 
@@ -538,10 +538,10 @@ def test_two_real_runs_over_each_other(browser, adora_run, grpo_run, tmp_path):
     browser.js("document.querySelector('.plot').focus()")
     browser.press("ArrowLeft")
     last = [read_metrics(run / "metrics.jsonl")[STEPS - 1] for run in (adora_run, grpo_run)]
-    shown = [
+    rewards = [
         float(text) for text in re.findall(r"(?:adora|grpo) ([\d.]+)", browser.text(".reading"))
     ]
-    assert shown == pytest.approx([line["reward"] for line in last], abs=1e-3)
+    assert rewards == pytest.approx([line["reward"] for line in last], abs=1e-3)
     titles = browser.texts("figcaption")
     assert {
         "Pass rate",

@@ -59,8 +59,10 @@ def run(
         "steps": len(rates),
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    known = {"kind": "train", "seconds/rollout": seconds}
-    lines = [{"step": step, "adora/pass_rate": rate, **known} for step, rate in enumerate(rates, 1)]
+    figures = {"kind": "train", "seconds/rollout": seconds}
+    lines = [
+        {"step": step, "adora/pass_rate": rate, **figures} for step, rate in enumerate(rates, 1)
+    ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     if right is not None:
         graded = [Graded(str(i), RowGrade(verdict(i < right), None, "r")) for i in range(20)]
@@ -193,22 +195,19 @@ def test_an_evaluation_on_the_way_is_taken_as_it_is(tmp_path, capsys):
     """It is of many problems already. The pass rate in training is a mean over the last tenth."""
     for name, offset in (("a", 0.0), ("b", 0.4)):
         folder = Path(run(tmp_path / name, [0.1], adora_method={name: {}}))
+        shares = {95: 0.5, 100: 0.5 + offset}
         evaluated = {
-            step: {
-                "step": step,
-                "kind": "eval",
-                "eval_drawn_accuracy": 0.5 + offset * (step == 100),
-            }
-            for step in (95, 100)
+            step: {"step": step, "kind": "eval", "eval_drawn_accuracy": share}
+            for step, share in shares.items()
         }
         trained = (
             {
                 "step": step,
                 "kind": "train",
-                PASS_RATE: 0.5 + offset * (step == 100),
+                PASS_RATE: share,
                 "seconds/rollout": 1.0,
             }
-            for step in evaluated
+            for step, share in shares.items()
         )
         (folder / "metrics.jsonl").write_text(
             "\n".join(map(json.dumps, [*trained, *evaluated.values()]))
@@ -280,7 +279,7 @@ def test_what_makes_no_two_sides_is_one_line(tmp_path, capsys):
         assert error.count("\n") == 1
 
 
-def score_file(path: Path, right: str, **more: Any) -> str:
+def score_file(path: Path, right: str, **fields: Any) -> str:
     """Problems of the kinds vertical and supplementary in turn; `right` has a 1 for each right
     answer.
     """
@@ -302,7 +301,7 @@ def score_file(path: Path, right: str, **more: Any) -> str:
     items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
     path.write_text(
         json.dumps(
-            aggregate(graded) | {"benchmark": BENCHMARK.name, "rules": {}, "items": items} | more
+            aggregate(graded) | {"benchmark": BENCHMARK.name, "rules": {}, "items": items} | fields
         )
     )
     return str(path)
@@ -328,10 +327,10 @@ def test_what_stands_beside_gets_a_column_a_paired_difference_and_its_origin(tmp
         "supplementary": (0, 10, 9, 10),
         "vertical": (0, 0, 9, 10),
     }.items():
-        found = [
+        columns = [
             rows[name].index(interval(correct, figures[-1])) for correct in figures[:3] if correct
         ]
-        assert found == sorted(found), name
+        assert columns == sorted(columns), name
     low, high = bootstrap([0.0, -1.0] * 9 + [1.0, 0.0])
     assert f"after - GRPO: -40.0 points, 95 % [{100 * low:+.1f}, {100 * high:+.1f}]" in "\n".join(
         lines
@@ -339,10 +338,8 @@ def test_what_stands_beside_gets_a_column_a_paired_difference_and_its_origin(tmp
 
 
 def test_the_gain_says_whether_the_intervals_overlap(tmp_path, capsys):
-    answers = {"b": 30, "a": 60}
-    before, after = (
-        score_file(tmp_path / name, "1" * n + "0" * (100 - n)) for name, n in answers.items()
-    )
+    before = score_file(tmp_path / "b", "1" * 30 + "0" * 70)
+    after = score_file(tmp_path / "a", "1" * 60 + "0" * 40)
     assert gain([before, after]) == 0
     printed = capsys.readouterr().out
     assert interval(30, 100) in printed
@@ -356,9 +353,8 @@ def test_the_gain_says_whether_the_intervals_overlap(tmp_path, capsys):
 
 
 def test_a_score_of_other_problems_has_no_difference(tmp_path, capsys):
-    before, after = (
-        score_file(tmp_path / name, right) for name, right in (("b", "0011"), ("a", "0111"))
-    )
+    before = score_file(tmp_path / "b", "0011")
+    after = score_file(tmp_path / "a", "0111")
     assert gain([before, after, "--beside", f"GRPO={score_file(tmp_path / 'g', '1111')}"]) == 0
     printed = capsys.readouterr().out
     assert "after - GRPO: -25.0 points" in printed
@@ -376,17 +372,17 @@ def test_a_score_of_other_problems_has_no_difference(tmp_path, capsys):
 def test_what_cannot_be_compared_is_the_users_mistake(tmp_path, capsys):
     before = score_file(tmp_path / "b", "0011")
     short = score_file(tmp_path / "s", "01")
-    other = score_file(tmp_path / "o", "0011", benchmark="mmstar")
+    mmstar_score = score_file(tmp_path / "o", "0011", benchmark="mmstar")
     mistakes = [
         ("score.json", "is not NAME=FILE, such as GRPO=score.json"),
         ("=score.json", "is not NAME=FILE"),
         ("GRPO=nowhere.json", "'nowhere.json' is not a readable score file"),
         (f"GRPO={short}", "before has 4 answers and GRPO 2"),
-        (f"GRPO={other}", "'GRPO' is of mmstar and 'before' of geometry3k"),
+        (f"GRPO={mmstar_score}", "'GRPO' is of mmstar and 'before' of geometry3k"),
     ]
-    cases = [([before, before, "--beside", beside], said) for beside, said in mistakes]
+    cases = [([before, before, "--beside", beside], message) for beside, message in mistakes]
     cases += [([], ""), (["nowhere.json", "nowhere.json"], "nowhere.json"), ([before, short], "")]
-    for words, said in cases:
+    for words, message in cases:
         assert gain(words) == 2, words
         error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1 and said in error, words
+        assert error.startswith("error: ") and error.count("\n") == 1 and message in error, words

@@ -168,11 +168,11 @@ REASONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 def test_why_a_group_has_its_weight():
-    said = [
+    sentences = [
         weight_reason({**GROUP, **group}, {**SETTINGS, **settings})
         for group, settings, _ in REASONS
     ]
-    assert said == [sentence for _, _, sentence in REASONS]
+    assert sentences == [sentence for _, _, sentence in REASONS]
 
 
 def test_what_is_no_run_is_said_in_one_line(tmp_path, capsys):
@@ -199,9 +199,9 @@ def test_a_damaged_record_and_a_strangers_file_are_the_users_to_see(tmp_path, ca
     damaged = parts(run / "rollouts")[0].path
     damaged.write_bytes(b"PAR1 not a table PAR1")
     assert main([str(run)]) == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert str(damaged) in said
-    assert "move it out of the run, and the record lacks the steps 1 to 1" in said
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert str(damaged) in warning
+    assert "move it out of the run, and the record lacks the steps 1 to 1" in warning
     damaged.rename(tmp_path / damaged.name)
     assert main([str(run)]) == 0
     assert (tmp_path / "mine.html").read_text() == "<h1>my thesis</h1>"
@@ -270,8 +270,8 @@ def test_a_record_without_choices_has_a_page(tmp_path):
 
 def test_a_text_that_is_cut_says_how_much_is_left_out(tmp_path):
     run = write_run(tmp_path / "run", 1, problem="x" * 12_000 + "y" * 1_500)
-    (shown, *_) = load_run(run, 100).problems.values()
-    assert shown["problem"] == "x" * 12_000 + "… (1,500 more characters)"
+    (problem, *_) = load_run(run, 100).problems.values()
+    assert problem["problem"] == "x" * 12_000 + "… (1,500 more characters)"
 
 
 def test_diagrams_are_bounded_and_never_read_from_elsewhere(tmp_path, capsys):
@@ -540,7 +540,8 @@ def test_no_text_makes_the_page_slow():
         r"\boxed{" + "{a}" * 390,
     ):
         text = part * (12_000 // len(part))
-        short, long = (min(seconds(text * times) for _ in range(3)) for times in (1, 4))
+        short = min(seconds(text) for _ in range(3))
+        long = min(seconds(text * 4) for _ in range(3))
         if long >= 9 * short:
             slow[part] = (short, long)
     assert slow == {}

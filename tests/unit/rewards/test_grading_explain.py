@@ -94,24 +94,22 @@ def test_every_reason_in_the_code_is_explained() -> None:
     """Reasons stand behind a verdict, as the first word of an error, or come from the grammar and
     its values.
     """
-    found = {*get_args(Comparison), *NO_VALUE, *UNREAD} - {"equal", "different"}
+    reasons = {*get_args(Comparison), *NO_VALUE, *UNREAD} - {"equal", "different"}
     for name in ("grade", "compare", "forms", "canonical", "grammar", "numeric"):
         for node in ast.walk(ast.parse((REWARDS / f"{name}.py").read_text())):
-            words = (
-                node.elts
-                if isinstance(node, ast.Tuple)
-                else node.args
-                if isinstance(node, ast.Call)
-                else []
-            )
+            words: list[ast.expr] = []
+            if isinstance(node, ast.Tuple):
+                words = node.elts
+            elif isinstance(node, ast.Call):
+                words = node.args
             values = [word.value for word in words if isinstance(word, ast.Constant)]
             if len(values) > 1 and values[0] in {"correct", "wrong", "unparseable"}:
-                found.add(values[1])
+                reasons.add(values[1])
             elif isinstance(node, ast.Call) and ast.unparse(node.func) == "NotReadError":
-                found.update(values)
-    found -= {"correct", "wrong", "unparseable", "beyond"}
-    assert {"no_box", "same_value", "undefined", "letter", "labels"} <= found
-    assert {reason.removeprefix("gold_") for reason in found} <= explain.RULES.keys()
+                reasons.update(values)
+    reasons -= {"correct", "wrong", "unparseable", "beyond"}
+    assert {"no_box", "same_value", "undefined", "letter", "labels"} <= reasons
+    assert {reason.removeprefix("gold_") for reason in reasons} <= explain.RULES.keys()
 
 
 def test_what_is_right_is_never_explained_as_never_right() -> None:

@@ -148,18 +148,21 @@ def test_rounding_is_off_unless_asked_for() -> None:
 
 
 def test_several_rewards_grade_and_log_a_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
+    graded_texts: list[str] = []
 
     def counting(responses: list[str], golds: list[str], **options: Any) -> Any:
-        seen.extend(responses)
+        graded_texts.extend(responses)
         return grade_batch(responses, golds, **options)
 
     monkeypatch.setattr("adora_vl.rewards.presets.grade_batch", counting)
     log = Log()
     functions = reward_functions(["accuracy", "format"])
-    rewards = [trl_call(one, conversational(TEXTS), answer=["5"] * 5, log=log) for one in functions]
+    rewards = [
+        trl_call(function, conversational(TEXTS), answer=["5"] * 5, log=log)
+        for function in functions
+    ]
     assert rewards == [EXPECTED["accuracy"], EXPECTED["format"]]
-    assert seen == TEXTS
+    assert graded_texts == TEXTS
     assert len(log.columns["verdict"]) == len(
         TEXTS
     )  # twice as many would shift TRL's table of completions
@@ -173,11 +176,9 @@ def test_several_rewards_grade_and_log_a_batch_once(monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_a_list_of_rewards_that_means_nothing_is_refused() -> None:
+def test_an_empty_list_of_rewards_is_refused() -> None:
     with pytest.raises(UserError, match="names no reward preset"):
         reward_functions([])
-    with pytest.raises(UserError, match="'accuracy' is given twice"):
-        reward_functions(["accuracy", "accuracy"])
 
 
 def test_empty_completions_and_empty_batches_get_their_rewards() -> None:
@@ -237,9 +238,9 @@ def test_only_the_whole_form_of_thinking_is_rewarded() -> None:
     ]
     for text, *expected in FORMS:
         for completions in ([text], conversational([text])):
-            assert [trl_call(one, completions, answer=["5"])[0] for one in functions] == expected, (
-                text[:80]
-            )
+            assert [
+                trl_call(reward, completions, answer=["5"])[0] for reward in functions
+            ] == expected, text[:80]
 
 
 def test_the_prompts_say_whether_the_tags_are_asked_for() -> None:
@@ -269,7 +270,9 @@ def test_an_answer_in_its_tags_is_graded_as_one_in_a_box() -> None:
     boxed = grade_batch([rf"\boxed{{{box}}}" for _, box in pairs], references, choices=choices)
     tagged = [f"<think>so</think><answer>{box}</answer>" for _, box in pairs]
     assert grade_batch(tagged, references, choices=choices, answer_tags=True) == boxed
-    assert {one.reason for one in grade_batch(tagged, references, choices=choices)} == {"no_box"}
+    assert {graded.reason for graded in grade_batch(tagged, references, choices=choices)} == {
+        "no_box"
+    }
 
 
 def test_the_presets_take_tags_for_a_box_where_they_are_asked_for() -> None:

@@ -44,8 +44,8 @@ KINDS = ["adora", "easyr1", "accuracy", "format"]
 @pytest.mark.parametrize(("response", "thinking_opened"), DRAFTS)
 def test_a_draft_earns_nothing(response: str, thinking_opened: bool) -> None:
     for answer_tags in (False, True):
-        found = grade(response, "35", answer_tags=answer_tags, thinking_opened=thinking_opened)
-        assert found.verdict != "correct"
+        graded = grade(response, "35", answer_tags=answer_tags, thinking_opened=thinking_opened)
+        assert graded.verdict != "correct"
     for function in reward_functions(KINDS):
         for text in (response, [{"role": "assistant", "content": response}]):
             rewards = function(completions=[text], answer=["35"], thinking_opened=[thinking_opened])
@@ -138,10 +138,10 @@ def test_the_judge_reads_and_is_read_behind_the_thinking(tmp_path, serve) -> Non
         thinking_opened=[False, False, True, False],
     )
     assert rewards == [1.0, 1.0, 0.0, 0.0]
-    asked = [request["messages"][1]["content"] for request in server.requests]
-    assert len(asked) == 2
-    assert "draft" not in asked[0]
-    assert "It is 5." in asked[0]
+    questions = [request["messages"][1]["content"] for request in server.requests]
+    assert len(questions) == 2
+    assert "draft" not in questions[0]
+    assert "It is 5." in questions[0]
     for reply in ("<think><score>1</score></think> I cannot say.", "<think><score>1</score>"):
         with pytest.raises(EndpointError, match="no <score>"):
             score_in(reply)

@@ -99,7 +99,8 @@ def trainer(engine: Any, **changed: Any) -> Any:
     found.has_dropout = has_dropout(found.model)
     found.shape = SimpleNamespace(has_one_step=True)
     found.args = SimpleNamespace(
-        adora_rollouts=RolloutOptions(refill=facts["tries"]), own=lambda part: not facts["old_pass"]
+        adora_rollouts=RolloutOptions(refill=facts["tries"]),
+        uses=lambda part: not facts["old_pass"],
     )
     return found
 

@@ -207,7 +207,9 @@ def test_whatever_a_tool_does_is_an_answer(tmp_path, monkeypatch, how, answer):
     assert text.count("\n") == answer.count("\n")
     assert len(images) == 1
     assert images[0].getpixel((0, 0)) == (255, 255, 255)
-    assert all(one.width * one.height <= SMALL.high for one in pictures)
+    assert all(
+        shown_picture.width * shown_picture.height <= SMALL.high for shown_picture in pictures
+    )
     assert "own.py" in toolbox.chosen.hashes
 
 
@@ -277,7 +279,7 @@ def odd_values():
     yield from ({"type": "image", "image": "no picture"}, {"type": ["text"]}, {1: object()})
     yield from (Image.new("RGB", (0, 5)), LatePicture(), Image.new("L", (300, 1)))
     yield from (Image.new(mode, (56, 56)) for mode in ("RGBA", "LA", "P", "CMYK", "F", "1", "LAB"))
-    yield (one for one in "generator")
+    yield (word for word in "generator")
     yield [Image.new("L", (56, 56)), "and", Raises(RuntimeError("closed"))]
 
 
@@ -296,9 +298,9 @@ def test_whatever_a_tool_returns_is_an_answer():
         assert text.count("\n") == 0 or not text.startswith("Error: ")
         text.encode()
         assert len(text) <= 2000
-        for shown in pictures:
-            assert shown.mode == "RGB"
-            assert min(shown.size) >= 28
+        for picture in pictures:
+            assert picture.mode == "RGB"
+            assert min(picture.size) >= 28
 
 
 def test_whatever_a_tool_raises_is_an_answer():
@@ -355,8 +357,8 @@ def test_whatever_a_model_writes_into_a_call_is_an_answer():
     names = [*OURS, "anything"]
     for _ in range(3000):
         name = draw.choice(names)
-        known = toolbox._by_name[name]["function"]["parameters"]["properties"]
-        chosen = [*known, "more"] if draw.random() < 0.1 else [*known]
+        parameters = toolbox._by_name[name]["function"]["parameters"]["properties"]
+        chosen = [*parameters, "more"] if draw.random() < 0.1 else [*parameters]
         arguments = {key: random_value(draw) for key in chosen if draw.random() < 0.9}
         text = json.dumps({"name": name, "arguments": arguments})
         if draw.random() < 0.2:
@@ -397,9 +399,9 @@ def test_a_picture_of_a_tool_is_shown_as_a_person_sees_it(kind):
         """Show."""
         return pictures[kind]
 
-    _, [shown] = said(box(show, max_pixels=84 * 84), written("show"))
-    assert shown.size == ((56, 84) if kind == "on its side" else (84, 56))
-    values = np.asarray(shown.convert("L")).astype(int)
+    _, [picture] = said(box(show, max_pixels=84 * 84), written("show"))
+    assert picture.size == ((56, 84) if kind == "on its side" else (84, 56))
+    values = np.asarray(picture.convert("L")).astype(int)
     if kind == "transparent":
         assert values.max() == 255
         assert values.min() == 0
@@ -407,25 +409,25 @@ def test_a_picture_of_a_tool_is_shown_as_a_person_sees_it(kind):
     elif kind != "on its side":
         assert abs(values - grey * 255).max() <= 1
     pictures[kind].load()
-    assert shown is not pictures[kind]
+    assert picture is not pictures[kind]
 
 
 def test_what_a_tool_draws_on_is_its_own_and_what_it_returned_is_the_answers():
     images = [picture()]
     before = images[0].tobytes()
-    kept = []
+    drawn_on = []
 
     def draw(images: list) -> Image.Image:
         """Draw."""
         images[0].load()[0, 0] = (1, 2, 3)
-        kept.append(images[0])
+        drawn_on.append(images[0])
         return images[0]
 
     toolbox = box(draw, max_pixels=448 * 448)
     _, [first] = said(toolbox, written("draw"), images)
     assert images[0].tobytes() == before
     assert first.getpixel((0, 0)) == (1, 2, 3)
-    kept[0].putpixel((0, 0), (9, 9, 9))
+    drawn_on[0].putpixel((0, 0), (9, 9, 9))
     assert first.getpixel((0, 0)) == (1, 2, 3)
 
 
@@ -451,11 +453,11 @@ def test_a_tool_that_answers_the_same_call_in_two_ways_is_named():
         """
         return np.random.default_rng().random()
 
-    def shown(how: str) -> Image.Image:
+    def shown(way: str) -> Image.Image:
         """Show.
 
         Args:
-            how: In which way.
+            way: In which way.
         """
         return Image.effect_noise((56, 56), time.perf_counter_ns() % 97 + 1)
 
@@ -493,7 +495,7 @@ def test_a_tool_draws_the_same_in_every_run_and_the_run_goes_on_as_if_it_had_not
     call = written("misbehave", how="draw")
     states = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
     first = [toolbox.answer(call * 2, [], seed=seed, last=False) for seed in ("a", "a", "b")]
-    texts = [[one.text for one in answer.calls] for answer in first]
+    texts = [[made_call.text for made_call in answer.calls] for answer in first]
     assert texts[0] == texts[1]
     assert len({*texts[0], *texts[2]}) == 4
     assert states == (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist())
@@ -537,13 +539,13 @@ def test_a_tool_that_no_model_can_be_told_of_is_refused(tmp_path, monkeypatch, s
 
 
 def test_the_system_prompt_has_the_schemas_in_the_words_of_qwen():
-    told = with_tools("Think.", box("calculate").schemas)
-    assert told.startswith(
+    system_prompt = with_tools("Think.", box("calculate").schemas)
+    assert system_prompt.startswith(
         "Think.\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     )
-    line = told.split("<tools>\n")[1].split("\n</tools>")[0]
+    line = system_prompt.split("<tools>\n")[1].split("\n</tools>")[0]
     assert json.loads(line) == box("calculate").schemas[0]
-    assert told.endswith(
+    assert system_prompt.endswith(
         '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
     )
     assert with_tools("Think.", []) == "Think."

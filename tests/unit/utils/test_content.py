@@ -23,11 +23,11 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that were read, with a memory of their own and a clock that is a minute ahead of
     that of the disk.
     """
-    found: list[str] = []
+    names: list[str] = []
     digest = hashlib.file_digest
 
     def noted(file: Any, kind: Any) -> Any:
-        found.append(Path(file.name).name)
+        names.append(Path(file.name).name)
         return digest(file, kind)
 
     monkeypatch.setattr(hashing, "hashlib", SimpleNamespace(file_digest=noted))
@@ -35,17 +35,17 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         hashing, "time", SimpleNamespace(time_ns=lambda: time.time_ns() + 60 * 10**9)
     )
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
-    return found
+    return names
 
 
 def test_one_byte_anywhere_is_another_hash_although_size_and_time_are_the_same(tmp_path, read):
     file = tmp_path / "model.safetensors"
-    held = bytearray(SIZE)
+    content = bytearray(SIZE)
     hashes = set()
-    for place in (None, 0, SIZE // 2 - 1, SIZE - 1):
-        if place is not None:
-            held[place] ^= 1
-        file.write_bytes(held)  # the same inode
+    for position in (None, 0, SIZE // 2 - 1, SIZE - 1):
+        if position is not None:
+            content[position] ^= 1
+        file.write_bytes(content)  # the same inode
         os.utime(file, (1, 1))  # as rsync and tar put a time back
         hashes.add(content_hash([file]))
     assert len(hashes) == 4
@@ -83,5 +83,5 @@ def test_a_torn_line_does_not_take_the_next_answer_with_it(tmp_path):
         b'{"key": "a", "answer": "1"}\n{"key": "b", "answer": 2}\n[1]\n\xff{"key": "c", "ans'
     )
     KeptAnswers(file).put("d", "4")
-    kept = KeptAnswers(file)
-    assert [kept.get(key) for key in "abcd"] == ["1", None, None, "4"]
+    answers = KeptAnswers(file)
+    assert [answers.get(key) for key in "abcd"] == ["1", None, None, "4"]

@@ -90,7 +90,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def place(prepared: Path, tmp_path: Path) -> Path:
+def folder(prepared: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(prepared, tmp_path / "place"))
 
 
@@ -98,23 +98,23 @@ def place(prepared: Path, tmp_path: Path) -> Path:
     "write", [draw, clean, look, score, append, sort], ids=lambda write: write.__name__
 )
 @pytest.mark.parametrize("size", [0, 700])
-def test_what_was_there_stays_and_nothing_is_left_over(write, size, place, capsys):
-    before = folder_contents(place)
+def test_what_was_there_stays_and_nothing_is_left_over(write, size, folder, capsys):
+    before = folder_contents(folder)
     size = max(size, len(before["p.jsonl"] or b"") + 50) if write is append else size
     size = min(size, 300) if write is sort else size
     with disk_of(size):
         try:
-            code = write(place)
-            said = capsys.readouterr().err
+            code = write(folder)
+            stderr = capsys.readouterr().err
         except UserError as error:
             code = 2
-            said = f"error: {error}\n"
+            stderr = f"error: {error}\n"
     assert code == 2
-    errors = [line for line in said.splitlines() if "%|" not in line]
+    errors = [line for line in stderr.splitlines() if "%|" not in line]
     assert (
         len(errors) == 1 and errors[0].startswith("error: ") and "cannot be written" in errors[0]
-    ), said
-    assert folder_contents(place) == before
+    ), stderr
+    assert folder_contents(folder) == before
 
 
 def test_a_full_disk_under_the_cache_of_datasets_is_one_line(prepared, tmp_path, monkeypatch):
@@ -149,39 +149,39 @@ def test_a_file_that_is_damaged_inside_is_not_taken_for_a_full_disk(
 @pytest.mark.parametrize(
     "output", ["file", "file/below", "", "x" * 300], ids=["file", "below a file", "empty", "long"]
 )
-def test_an_output_that_cannot_be_is_one_line(output, place, capsys):
-    (place / "file").write_text("mine")
-    before = folder_contents(place)
-    at = str(place / output) if output else ""
+def test_an_output_that_cannot_be_is_one_line(output, folder, capsys):
+    (folder / "file").write_text("mine")
+    before = folder_contents(folder)
+    path = str(folder / output) if output else ""
     commands = [
-        lambda: data_prep(["synthetic", "--rows", "1", "--test-rows", "0", "--output", at]),
+        lambda: data_prep(["synthetic", "--rows", "1", "--test-rows", "0", "--output", path]),
         lambda: data_prep(
-            ["geometry3k", "--source", "intergps", "--input", str(place / "raw"), "--output", at]
+            ["geometry3k", "--source", "intergps", "--input", str(folder / "raw"), "--output", path]
         ),
         lambda: evaluate(
-            BENCHMARK, ["score", "--predictions", str(place / "p.jsonl"), "--output", at]
+            BENCHMARK, ["score", "--predictions", str(folder / "p.jsonl"), "--output", path]
         ),
         lambda: evaluate(
-            BENCHMARK, ["run", "--model", "tiny", "--data", str(place / "data"), "--output", at]
+            BENCHMARK, ["run", "--model", "tiny", "--data", str(folder / "data"), "--output", path]
         ),
     ]
     for command in commands:
         capsys.readouterr()
         assert command() == 2
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1 and "output" in said, said
-        assert folder_contents(place) == before
+        stderr = capsys.readouterr().err
+        assert stderr.count("\n") == 1 and "output" in stderr, stderr
+        assert folder_contents(folder) == before
 
 
-def test_a_score_replaces_nothing_but_a_score(place, capsys):
-    words = ["score", "--predictions", str(place / "p.jsonl"), "--output"]
-    (place / "notes.json").write_text('{"years": "of work"}')
-    before = folder_contents(place)
+def test_a_score_replaces_nothing_but_a_score(folder, capsys):
+    words = ["score", "--predictions", str(folder / "p.jsonl"), "--output"]
+    (folder / "notes.json").write_text('{"years": "of work"}')
+    before = folder_contents(folder)
     for name in ("notes.json", "p.jsonl"):
-        assert evaluate(BENCHMARK, [*words, str(place / name)]) == 2
-        assert folder_contents(place) == before
+        assert evaluate(BENCHMARK, [*words, str(folder / name)]) == 2
+        assert folder_contents(folder) == before
     capsys.readouterr()
-    assert evaluate(BENCHMARK, [*words, str(place / "new")]) == 0
-    assert json.loads((place / "new" / "score.json").read_text())["total"] == 2
-    assert evaluate(BENCHMARK, [*words, str(place / "new" / "other.json")]) == 0
-    assert sorted(path.name for path in (place / "new").iterdir()) == ["other.json", "score.json"]
+    assert evaluate(BENCHMARK, [*words, str(folder / "new")]) == 0
+    assert json.loads((folder / "new" / "score.json").read_text())["total"] == 2
+    assert evaluate(BENCHMARK, [*words, str(folder / "new" / "other.json")]) == 0
+    assert sorted(path.name for path in (folder / "new").iterdir()) == ["other.json", "score.json"]

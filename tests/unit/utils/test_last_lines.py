@@ -114,11 +114,11 @@ def test_a_mistake_that_one_rank_alone_finds_is_said_by_it(monkeypatch, capsys):
         )
 
     monkeypatch.setattr("adora_vl.train.time.sleep", sleep)
-    for rank, place in (("0", ""), ("1", " (rank 1 of 2)")):
+    for rank, suffix in (("0", ""), ("1", " (rank 1 of 2)")):
         for name, value in (("LOCAL_RANK", rank), ("RANK", rank), ("WORLD_SIZE", "2")):
             monkeypatch.setenv(name, value)
         assert train(["--learning_rte", "1"]) == 2
-        assert capsys.readouterr().err.startswith(f"error{place}: ")
+        assert capsys.readouterr().err.startswith(f"error{suffix}: ")
         assert len(waited) == int(rank)
 
 
@@ -148,9 +148,9 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing_half_written(
 def test_a_place_that_export_cannot_write_to_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a_file").write_text("")
-    for place in ("a_file/out", "", "/proc/nowhere/out"):
-        assert export([str(PRETRAINED), place]) == 2
-        assert len(capsys.readouterr().err.splitlines()) == 1, place
+    for output in ("a_file/out", "", "/proc/nowhere/out"):
+        assert export([str(PRETRAINED), output]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1, output
 
 
 def test_a_command_whose_output_nobody_reads_on_ends_quietly() -> None:
