@@ -17,6 +17,7 @@ from adora_vl.geometry.expressions import number_of
 from adora_vl.geometry.forms import Form, Term
 from adora_vl.geometry.measures import Measures, unit_of
 from adora_vl.geometry.quantities import (
+    Between,
     Combined,
     Constant,
     Equal,
@@ -127,11 +128,27 @@ def read(
     for number, term in enumerate(drawing.terms):
         if number >= len(drawing.facts) and number not in skipped:
             _add_shapes_in_question(reading, term, number)
+    _add_orders(reading, skipped)
     _read_goal(reading)
     if looks:
         for relation, description in seen(measures, everything=looks > 1):
             reading.assume(relation, description)
     return reading
+
+
+def _add_orders(reading: Reading, skipped: set[int]) -> None:
+    """A point on a segment lies between its ends, which has to be said where no place shows it."""
+    places = reading.drawing.places
+    for number, term in enumerate(reading.drawing.terms):
+        if number in skipped or term.head != "PointLiesOnLine" or len(term.arguments) != 2:
+            continue
+        names = [term.arguments[0].head, *term.arguments[1].names]
+        is_segment = len(set(names)) == len(names) == 3 and set(names) <= set(
+            reading.drawing.points
+        )
+        if is_segment and not set(names) <= places.keys():
+            reading.relations.append(Between(point=names[0], start=names[1], end=names[2]))
+            reading.sources.append(number)
 
 
 _HOLDS_IN_QUESTION = ("Parallelogram", "Rectangle", "Rhombus", "Square", "Kite", "Trapezoid")
@@ -538,10 +555,14 @@ def _four(names: Sequence[str]) -> tuple[str, str, str, str]:
 
 
 def _kite(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Two pairs of equal neighbouring sides; the picture says which sides are a pair."""
+    """Two pairs of equal neighbouring sides; a fact or the picture says which sides are a pair."""
     a, b, c, d = _four(measures.drawing.shape(term))
     places = measures.drawing.places
-    if {a, b, c, d} <= places.keys():
+    if measures.drawing.are_called_equal((a, b), (b, c)) or measures.drawing.are_called_equal(
+        (c, d), (d, a)
+    ):
+        a, b, c, d = b, c, d, a
+    elif {a, b, c, d} <= places.keys():
         sides = [abs(places[b] - places[a]), abs(places[c] - places[b])]
         sides += [abs(places[d] - places[c]), abs(places[a] - places[d])]
         if abs(sides[0] - sides[3]) + abs(sides[1] - sides[2]) >= abs(sides[0] - sides[1]) + abs(

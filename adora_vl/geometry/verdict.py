@@ -230,11 +230,16 @@ def _ambiguous(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
     values = [value for value in (result.value, *result.rival_values) if value is not None]
     examples = " and ".join(f"{value:.6g}" for value in values[:2])
     if len(values) < 2:
-        why = (
-            "only one figure was found, and it differs from the picture; there "
-            f"{_goal_words(problem.reading)} is "
+        doubt = (
+            "it differs from the picture"
+            if problem.places
+            else "there may be others; places of points would say which one is meant"
         )
-        return Verdict(status="ambiguous", why=f"{why}{examples}")
+        return Verdict(
+            status="ambiguous",
+            why=f"only one figure was found, with {_goal_words(problem.reading)} = {examples}, and "
+            f"{doubt}",
+        )
     return Verdict(status="ambiguous", why=f"two figures fit, with {examples}")
 
 
@@ -263,6 +268,12 @@ def _repaired(form: Form, problem: FigureProblem, result: Outcome, budget: Budge
     why = _no_figure(result, clash, reading)
     status: Status = "conflict" if result.status == "conflict" or clash.repairs else "collapsed"
     terms = reading.drawing.terms
+    if not problem.places and not clash.is_certain:
+        return Verdict(
+            status="open",
+            why="no figure was found, and no facts that exclude each other; places of points would "
+            "show where to begin",
+        )
     if clash.repair is not None:
         repair = clash.repair
         assert repair.outcome.value is not None and repair.outcome.solution is not None, (
