@@ -538,10 +538,17 @@ class Drawing:
             direction = math.degrees(phase(self.places[name] - self.places[corner]))
             if not any(
                 abs((direction - ray_direction + 180) % 360 - 180) < _SAME_RAY
-                for ray_direction, _ in rays
+                and not self._are_on_two_lines(corner, (name, ray_name))
+                for ray_direction, ray_name in rays
             ):
                 rays.append((direction, name))
         return rays
+
+    def _are_on_two_lines(self, corner: str, names: Collection[str]) -> bool:
+        """Whether two points beside a corner lie on lines of at least three points that differ."""
+        long_rows = [row for row in self.rows if corner in row and len(row) > 2]
+        lines = [[row for row in long_rows if name in row] for name in names]
+        return all(lines) and not any(row in lines[1] for row in lines[0])
 
     def around(self, corner: str, inside: str) -> tuple[str, str, str]:
         """The nearest rays on both sides of the ray from a corner to `inside`.

@@ -28,6 +28,7 @@ from adora_vl.config.run_context import RunContext
 from adora_vl.config.unused_keys import RunSettings, refuse_unused, unused_keys
 from adora_vl.data import prompt_lengths as lengths
 from adora_vl.data.dataloader import shown_rows
+from adora_vl.data.dataset import refuse_for_evaluation
 from adora_vl.data.loading import as_asked, load_rows
 from adora_vl.data.prompts import asks_for_answer_tags, control_token_in, control_tokens
 from adora_vl.data.rows import has_images, images_of
@@ -398,6 +399,7 @@ def _take_datasets(run: ResolvedRun, datasets: python_inputs.Datasets) -> None:
     """Check the data sets that Python code passed, and take them into the run."""
     run.dataset = python_inputs.with_tool_descriptions(datasets.train, run.schemas)
     run.evaluated = python_inputs.with_tool_descriptions(datasets.evaluate, run.schemas)
+    refuse_for_evaluation(datasets.train, where="train_dataset:")
     for dataset in (datasets.train, datasets.evaluate):
         refuse_prefill(dataset)
     _check_stream(run.config, datasets.train)

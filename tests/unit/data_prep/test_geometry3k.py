@@ -42,7 +42,8 @@ def _problem_folder(root: Path, split: str = "train", number: int = 7, **changed
 def test_the_real_problems(geometry3k_raw: Path, tmp_path: Path) -> None:
     assert prepare("intergps", geometry3k_raw, tmp_path / "out") == 0
     dataset = load_split(tmp_path / "out", "train")
-    assert dataset.features == {**schema(), "facts": Value("string")}
+    columns = {"facts": Value("string"), "figure": Value("string")}
+    assert dataset.features == {**schema(), **columns}
     said = dataset["facts"]
     assert said[3].endswith("BI is perpendicular to BD.") and "Drawn segments: EB, DC." in said[5]
     assert dataset["id"] == [f"geometry3k/train/{number}" for number in range(11, 17)]
