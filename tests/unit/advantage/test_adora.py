@@ -428,7 +428,7 @@ RATE = ["--adora_method.adora.assign", "rate", "--gradient_accumulation_steps", 
 
 
 def test_a_step_has_one_rate(subtests):
-    """Of two generations in one optimizer step, the step would take the rate of the second alone."""
+    """A step of two generations would take the learning rate of the second alone."""
     for words, message in [
         (
             ["--steps_per_generation", "2"],

@@ -30,7 +30,7 @@ from tests.support.tiny_run import STEPS, train
 
 
 def advantages_of(method, rewards, lengths=None):
-    """What a method makes of these groups by itself."""
+    """Return what a method by itself makes of these groups."""
     lengths = torch.ones_like(rewards) if lengths is None else lengths
     groups = Groups(rewards, lengths, lengths < 0)
     return method.apply(groups, torch.zeros_like(rewards), AdvantagePipeline({}))
@@ -105,7 +105,7 @@ def drawing(seed: int = 0, size: tuple[int, int] = (56, 28)) -> Image.Image:
 
 
 def test_noisy_rollouts_fade_as_in_the_authors_repository():
-    """Its Geometry3K run: 60 generations, half of the strength at the 40th, steepness 30."""
+    """Their Geometry3K run has 60 generations, half of the strength at the 40th, and steepness 30."""
     annealing = example("noisy_rollouts.py:sigmoid_annealing")
     for generation, share in ((0, 1.0), (40, 0.5), (44, 1 / (1 + math.exp(2)))):
         factor = annealing(generation / 60, middle=40 / 60, steepness=30)
@@ -178,7 +178,7 @@ def test_the_last_rollouts_of_a_group_see_one_image_of_the_same_patches():
 
 
 def test_the_recipe_of_noisy_rollouts_is_that_of_its_repository():
-    """It learns from 512 prompts of 6 clean and 6 distorted rollouts in 4 steps."""
+    """The recipe learns from 512 prompts of 6 clean and 6 distorted rollouts in 4 steps."""
     words = ["--config", str(EXAMPLES / "noisy_7b_geo3k.yaml"), "--use_cpu", "true"]
     script, config, _ = parse([*words, "--bf16", "false"])
     assert script.adora_system_prompt.startswith("You FIRST think")

@@ -208,7 +208,7 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, caps
 
 
 def generation_of(drawn_rows: list[Any], ranks: int) -> Generation:
-    """Of groups of two; every rank has these rows."""
+    """Build a generation of groups of two, of which every rank has these rows."""
     generation = Generation.restored(0, [])
     count = ranks * len(drawn_rows)
     generation.rows = drawn_rows
@@ -290,9 +290,9 @@ def test_a_problem_is_recorded_with_its_choices(tmp_path):
 
 
 def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_path, monkeypatch):
-    """Of two ranks, whose rollouts are recorded rank by rank.
+    """Two ranks record their rollouts one after the other.
 
-    The other one measures one of this rank's too.
+    The other rank measures one of this rank's too.
     """
     drifts_elsewhere = iter([[], [{1: 10.5, 3: 10.25, 0: 0.75}]])
     monkeypatch.setattr(
@@ -373,9 +373,7 @@ def test_a_real_run_records_what_its_metrics_say(adora_run):
 @pytest.mark.slow
 @pytest.mark.core
 def test_a_run_that_went_on_has_every_step_once(adora_run, resumed_run, tmp_path):
-    """And the same figures and rollouts in each; then it goes on with every second generation
-    recorded.
-    """
+    """Figures and rollouts of each step are the same; then every second generation is recorded."""
     uninterrupted = recorded(adora_run / "rollouts").to_pandas()
     again = recorded(resumed_run.folder / "rollouts").to_pandas()
     pd.testing.assert_frame_equal(again, uninterrupted)
