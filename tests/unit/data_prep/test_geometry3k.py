@@ -332,8 +332,9 @@ def test_the_preset_of_convert_gives_the_same_rows(
 
 
 def test_the_authors_zip_files(tmp_path: Path) -> None:
-    """With the split's folder inside or without; the same rows as from the folders; damaged members
-    are rows.
+    """An archive may have the split's folder inside or not, and gives the rows of the folders.
+
+    A damaged member is a refused row.
     """
     for number in range(60):
         problem_folder(tmp_path / "raw", number=number)
@@ -423,7 +424,7 @@ def test_wrong_options_are_one_line(capsys: pytest.CaptureFixture[str], case: Ca
 
 
 def test_a_table_may_have_choices_and_ids_of_its_own(tmp_path: Path) -> None:
-    """So a prepared folder keeps both when it is prepared again."""
+    """A prepared folder that is prepared again keeps both."""
     problem_folder(tmp_path / "raw", number=12)
     assert prepare("intergps", tmp_path / "raw", tmp_path / "first") == 0
     assert prepare("parquet", tmp_path / "first", tmp_path / "second") == 0
