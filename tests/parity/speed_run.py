@@ -161,7 +161,7 @@ class Switches(TrainerCallback):
 
 
 def distances(gradients: list[dict[str, torch.Tensor]]) -> list[float]:
-    """Of each step the largest relative distance of any parameter's gradient from the first step's."""
+    """Measure the largest relative distance of a gradient from the first step's, for each step."""
     scale = max(tensor.norm() for tensor in gradients[0].values())
     result = []
     for step in gradients:

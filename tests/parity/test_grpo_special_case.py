@@ -164,7 +164,7 @@ def test_attenuation_changes_the_advantages_of_the_marked_groups_only(tmp_path, 
 def test_the_trainer_hands_whole_groups_to_the_method_and_its_state_to_the_checkpoint(
     tmp_path, stock, monkeypatch
 ):
-    """On stock TRL's rollouts, the advantages are those of the pure functions, step after step."""
+    """The advantages of stock TRL's rollouts are those of the pure functions, step after step."""
     log_scored = MetricsLogger.scored
     seen = list[RolloutFacts]()
 

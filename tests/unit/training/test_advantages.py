@@ -3,6 +3,7 @@ from them.
 """
 
 import json
+import math
 import shutil
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from adora_vl.config.blocks import RolloutOptions
 from adora_vl.models.load import PRETRAINED
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.record.metrics import judged_figures, learned_figures
+from adora_vl.record.rollouts import criteria_columns
 from adora_vl.record.trackers import add_rows
 from adora_vl.rollout.rollouts import (
     DrawnProblem,
@@ -182,6 +184,36 @@ def test_how_sure_the_policy_was_is_known_of_the_rollouts_of_all_ranks():
     groups = computer.judge(facts, 2, 0).groups
     assert groups.surprisal_PG is not None
     assert groups.surprisal_PG.tolist() == [[1.5, 2.0], [0.5, 1.0]]
+
+
+def test_work_that_the_reward_steps_counts_reaches_the_groups():
+    """It is new claims less errors, at least 0, and NaN where a row has no figure."""
+    lone = SimpleNamespace(process_index=0, gather=lambda rows: rows)
+    methods = AdvantagePipeline({"adora": Adora(criteria=("working",))})
+    computer = AdvantageComputer(step_context(accelerator=lone), methods, torch.ones(1))
+    counts = {"new": [3, 1, None, None], "false": [1, 2, None, None]}
+    facts = rollout_facts(torch.tensor([[1.0], [0.0], [1.0], [0.0]])).with_shown(counts, {})
+    judged = computer.judge(facts, 2, 0)
+    groups = judged.groups
+    assert groups.work_PG is not None
+    assert groups.work_PG[0].tolist() == [2.0, 0.0]
+    assert groups.work_PG[1].isnan().all()
+    assert groups.has_work_P.tolist() == [True, False]
+    assert judged.weighting.tas_P.tolist() == [True, False]  # the second by length
+    columns = criteria_columns(groups)
+    assert columns["work_right"][0] == 2.0 and math.isnan(columns["work_right"][2])
+    assert columns["work_wrong"][0] == 0.0
+
+
+def test_a_run_without_the_reward_steps_has_no_work():
+    lone = SimpleNamespace(process_index=0, gather=lambda rows: rows)
+    computer = AdvantageComputer(
+        step_context(accelerator=lone), AdvantagePipeline({}), torch.ones(1)
+    )
+    facts = rollout_facts(torch.tensor([[1.0], [0.0], [1.0], [0.0]]))
+    groups = computer.judge(facts, 2, 0).groups
+    assert groups.work_PG is None
+    assert "work_right" not in criteria_columns(groups)
 
 
 CASES: list[tuple[str, Any]] = [(name, METHODS[name]()) for name in METHODS]
