@@ -384,6 +384,7 @@ class AdoraGRPOTrainer(TrainerParts):
             groups = self.rollouts.sample(generation, drawn)
         # 4. Select: complete groups, equally many on every rank; the others wait.
         selected = self.pool.select(groups, self.pool.slots)
+        assert selected, "a generation has groups that are complete on every rank"
         # 5. Build, and 6. score.
         scored = self._score(generation, selected)
         # 7. Refill: groups without signal give their slots to further problems.
@@ -412,7 +413,10 @@ class AdoraGRPOTrainer(TrainerParts):
         self._add_logps(built.batch, generation.key.mode)
         with self.clock.phase("grading"):
             function_scores = self.rewards(
-                [row_for_rewards(*pair) for pair in zip(built.rows, built.rollouts, strict=True)],
+                [
+                    row_for_rewards(row, rollout)
+                    for row, rollout in zip(built.rows, built.rollouts, strict=True)
+                ],
                 built.prompts.messages,
                 built.answers,
                 [rollout.policy_tokens for rollout in built.rollouts],
@@ -436,7 +440,6 @@ class AdoraGRPOTrainer(TrainerParts):
         Rounds of further problems follow as long as any rank lacks groups with signal, `refill` of
         them at most: DAPO's dynamic sampling (arXiv 2503.14476).
         """
-        assert scored.groups, "a generation has groups that are complete on every rank"
         pool = self.pool
         rounds = pool.options.refill
         lengths = scored.facts.length_N.int().tolist()
@@ -462,8 +465,9 @@ class AdoraGRPOTrainer(TrainerParts):
                 continue
             chosen = pool.chosen_groups(scored.judged, refill.judged)
             for numbers in chosen:  # of every rank, since the figure is that of all
-                groups_before = numbers[: len(scored.groups)]
-                replaced += sum(number != slot for slot, number in enumerate(groups_before))
+                for slot, number in enumerate(numbers[: len(scored.groups)]):
+                    if number != slot:
+                        replaced += 1
             rank = self.accelerator.process_index
             scored = scored.exchanged(refill, chosen, pad_id=self.context.pad_id, rank=rank)
             judged = self.advantages.judge(scored.facts, generation.group_size, generation.key.step)
