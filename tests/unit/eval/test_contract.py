@@ -344,7 +344,11 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         sampler=Namespace(awake=nullcontext, sample=lambda *_, **__: []),
         vllm_generation=Namespace(greedy={}),
         processing_class="p",
-        pool=Namespace(tool_loop=None, on_any_rank=bool, guard=Namespace(watching=nullcontext)),
+        eos_token_ids=(2,),
+        rollouts=Namespace(
+            groups=Namespace(tool_loop=None, on_any_rank=bool),
+            guard=Namespace(watching=nullcontext),
+        ),
     )
     plan = evaluation.EvaluationPlan(
         [evaluation.Task(named("geometry3k"), problems, in_data=9)],
