@@ -51,6 +51,22 @@ def test_a_script_gives_its_longest_command_with_its_variables(tmp_path):
         read_source(file, [], nested=False)
 
 
+def test_arrays_of_a_script_are_laid_into_its_command(tmp_path):
+    file = tmp_path / "run.sh"
+    file.write_text(
+        "N=4\nDATA=(\n    data.train_batch_size=$N  # prompts\n"
+        "    data.max_prompt_length=512\n)\nONE=(a.b=1 a.c=2)\n"
+        'python3 -m verl.trainer.main_ppo "${DATA[@]}" \\\n    "${ONE[@]}" trainer.nnodes=1 "$@"\n'
+    )
+    assert read_source(file, [], nested=True).values == {
+        "data.train_batch_size": 4,
+        "data.max_prompt_length": 512,
+        "a.b": 1,
+        "a.c": 2,
+        "trainer.nnodes": 1,
+    }
+
+
 def test_variables_of_this_machine_stay_out_of_the_config(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     file = tmp_path / "train.sh"
