@@ -159,9 +159,7 @@ def recorded(folder: Path, steps: int, rollouts: int) -> pd.DataFrame:
 
 
 def test_lora_reaches_the_engine(tmp_path):
-    """With adapters merged on every sync, the engine still agrees with the policy after updates
-    that moved it.
-    """
+    """The engine agrees with the policy after updates that moved it, with merged adapters."""
     out = tmp_path / "out"
     launch(
         "cpu",

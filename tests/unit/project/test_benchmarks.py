@@ -34,7 +34,7 @@ def test_a_chain_is_what_its_form_asks_for():
 
 
 def test_families_differ_in_the_answer_alone():
-    """In front of the last operand the prompts of both families are drawn from one distribution."""
+    """The prompts of both are drawn from one distribution in front of the last operand."""
     drawn = {family: task.problems(4000, task.Regime(2), family, family) for family in "AB"}
     assert {p.answer for p in drawn["A"]} == set(task.OPTIONS)
     assert set(Counter(p.answer for p in drawn["B"])) == set(range(10))
@@ -186,7 +186,7 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
 
 
 def test_a_killed_run_with_tools_is_compared_by_what_is_recorded_of_its_rollouts(tmp_path):
-    """It has no table of TRL's; and where nothing was recorded, nothing would be compared."""
+    """Such a run has no table of TRL's, and where nothing was recorded nothing would be compared."""
 
     def digest(seconds: float, text: str) -> dict[str, str]:
         turn = {"by": "tool", "text": text, "tokens": 3, "images": [], "seconds": seconds}

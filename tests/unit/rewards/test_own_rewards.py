@@ -62,7 +62,7 @@ def chosen_rewards(tmp_path):
 
 
 def call(function: Any, texts: list[str], **columns: Any) -> list[float | None]:
-    """As TRL calls it."""
+    """Call a function as TRL calls it."""
     rewards = function(
         prompts=["?"] * len(texts),
         completions=[[{"role": "assistant", "content": text}] for text in texts],
@@ -463,7 +463,7 @@ async def exits_later(**kwargs: Any) -> Any:
 
 
 class Panic(BaseException):
-    """As compiled code raises it, of which some is no `Exception`."""
+    """An error as compiled code raises it, of which some is no `Exception`."""
 
 
 class SpeechlessError(Exception):
@@ -711,7 +711,7 @@ def test_explain_tries_a_reward_without_a_model(capsys):
 
 def test_explain_says_in_one_line_what_is_wrong(capsys, subtests):
     cases = [
-        (["--response", "5"], "give --gold to see how the answer is graded, or --reward"),
+        (["--response", "5"], "give --gold to see how the answer is graded, --figure"),
         (["--response", "5", "--reward", "nowhere.py:f"], "there is no file 'nowhere.py'"),
         (["--response", "5", "--reward", f"{TEMPLATE}:whole_number"], "needs 'answer'"),
         (
