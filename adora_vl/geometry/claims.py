@@ -35,7 +35,13 @@ from adora_vl.geometry.quantities import (
     points_in,
 )
 from adora_vl.geometry.shapes import Circle, UnreadError, sides_of
-from adora_vl.geometry.sides import NoSideError, Side, SideReader, equation, number_of_quantity
+from adora_vl.geometry.sides import (
+    EquationSide,
+    NoSideError,
+    SideReader,
+    equation,
+    number_of_quantity,
+)
 from adora_vl.geometry.signs import signs_of
 from adora_vl.geometry.stance import is_stood_by
 
@@ -237,7 +243,7 @@ class _ClaimReader:
         except NoSideError:
             return [], number
         claims: list[Claim] = []
-        head: Side | None = None if side.is_number else side
+        head: EquationSide | None = None if side.is_number else side
         head_place = number
         last = side
         last_place = number
@@ -279,7 +285,7 @@ class _ClaimReader:
             end = behind
         return claims, end if claims else number
 
-    def _side_behind(self, number: int, relation: int) -> tuple[Side, int]:
+    def _side_behind(self, number: int, relation: int) -> tuple[EquationSide, int]:
         """The side behind `=` or `is`. Raises `NoSideError` where it is only a part of one."""
         side, behind = self.sides.side(number)
         word = self.sides.word(behind)
@@ -338,7 +344,9 @@ class _ClaimReader:
                 return None
         return None
 
-    def _equation(self, first: int, behind: int, left_side: Side, right_side: Side) -> Claim:
+    def _equation(
+        self, first: int, behind: int, left_side: EquationSide, right_side: EquationSide
+    ) -> Claim:
         decimals = [side.decimals for side in (left_side, right_side) if side.decimals is not None]
         return self._claim(
             first,
@@ -427,7 +435,7 @@ class _ClaimReader:
             yield self._claim(first, clause[-1] + 1, "unread", why="it was not understood")
 
 
-def _kind_of(left_side: Side, right_side: Side) -> ClaimKind:
+def _kind_of(left_side: EquationSide, right_side: EquationSide) -> ClaimKind:
     """What an equation is about: one name with a number, or a relation."""
     for side, partner in ((left_side, right_side), (right_side, left_side)):
         if not partner.is_number:

@@ -120,7 +120,7 @@ class NoSideError(Exception):
 
 
 @dataclass(frozen=True)
-class Side:
+class EquationSide:
     """One side of an equation.
 
     `decimals`: the most digits that a number in it has behind its point; None where it has no such
@@ -158,7 +158,7 @@ class SideReader:
         sign = self.at(number)
         return sign.text.lower() if sign.kind == "word" else ""
 
-    def side(self, number: int) -> tuple[Side, int]:
+    def side(self, number: int) -> tuple[EquationSide, int]:
         """The side that begins at a place, and the place behind it. Raises `NoSideError`."""
         self.decimals = None
         self.depth = 0
@@ -168,7 +168,7 @@ class SideReader:
         except (UnreadError, ValueError, OverflowError, ZeroDivisionError) as error:
             raise NoSideError(str(error)) from error
         self._check_end(behind)
-        return Side(quantity=quantity, decimals=self.decimals), behind
+        return EquationSide(quantity=quantity, decimals=self.decimals), behind
 
     def _check_end(self, number: int) -> None:
         """Raise `NoSideError` where what stands behind a side belongs to it and was not read."""

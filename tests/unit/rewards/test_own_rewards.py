@@ -711,7 +711,7 @@ def test_explain_tries_a_reward_without_a_model(capsys):
 
 def test_explain_says_in_one_line_what_is_wrong(capsys, subtests):
     cases = [
-        (["--response", "5"], "give --gold to see how the answer is graded, or --reward"),
+        (["--response", "5"], "give --gold to see how the answer is graded, --figure"),
         (["--response", "5", "--reward", "nowhere.py:f"], "there is no file 'nowhere.py'"),
         (["--response", "5", "--reward", f"{TEMPLATE}:whole_number"], "needs 'answer'"),
         (
