@@ -24,7 +24,7 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_exte
 
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is refused or planned is so before weights are loaded."""
+    """Fail the test where weights are loaded: what is refused or planned is so before that."""
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("weights were loaded before the input was checked")

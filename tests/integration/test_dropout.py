@@ -111,7 +111,7 @@ def test_what_is_drawn_follows_from_the_place_alone(policy):
 
 
 def test_the_policy_samples_without_dropout(tmp_path, monkeypatch):
-    """Where no engine does: the log-probabilities of its answers are those without dropout."""
+    """A policy that samples by itself does so without dropout, as its log-probabilities show."""
     sampled_with: list[bool] = []
     generate = GenerationMixin.generate
 

@@ -133,9 +133,7 @@ def _with_each_weights(server: StandIn, limit: int) -> list[int]:
 
 
 def test_a_generation_that_begins_again_is_not_counted_twice(tmp_path, server):
-    """Neither in the figures of the next log, nor in the tokens that were seen, nor in what a
-    method remembers.
-    """
+    """The next log, the tokens seen and what a method remembers count such a generation once."""
     assert main(server_arguments(tmp_path / "whole", server, max_steps=2)) == 0
     (tmp_path / "mine.py").write_text(FAILS)
     failing = {"adora_reward": f"{tmp_path / 'mine.py'}:fails", "save_steps": 4}
@@ -159,8 +157,9 @@ def test_a_generation_that_begins_again_is_not_counted_twice(tmp_path, server):
 def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_step(
     tmp_path, server, monkeypatch
 ):
-    """Its checkpoint is of the step before, whether one generation has two micro-batches or each is
-    a generation.
+    """The checkpoint is that of the step before.
+
+    It makes no difference whether one generation has two micro-batches or each is a generation.
     """
     check = DriftGuard.check
     passes = list[int]()
@@ -197,7 +196,7 @@ def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_st
 def test_an_image_that_cannot_be_read_ends_the_run_at_the_step_that_draws_it(
     tmp_path, server, capsys
 ):
-    """Which says the row and has a checkpoint; it is not asked for ahead."""
+    """The step names the row and leaves a checkpoint; the row is not asked for ahead."""
     assert (
         data_prep(
             ["synthetic", "--output", str(tmp_path / "data"), "--rows", "40", "--test-rows", "4"]

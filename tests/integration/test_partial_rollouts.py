@@ -59,8 +59,9 @@ def test_a_budget_that_no_answer_reaches_is_the_run_without_it_to_the_bit(tmp_pa
 
 
 def test_with_the_same_weights_a_continued_answer_is_as_likely_as_one_that_was_never_cut(tmp_path):
-    """To the policy, which sees it whole: so the engine has seen the prompt, the image and the
-    tokens of before.
+    """The policy, which sees the answer whole, gives its tokens the engine's log-probabilities.
+
+    So the engine has seen the prompt, the image and the tokens of before when it went on.
     """
     out = train(tmp_path / "run", adora_rollouts="{budget: 9}", learning_rate=0)
     rollouts = pd.read_parquet(out / "rollouts")
@@ -81,7 +82,7 @@ def test_only_tokens_of_the_present_weights_are_held_against_the_engine(tmp_path
 
 
 def test_an_answer_that_loops_is_ended_by_the_engine_and_counts_as_truncated(tmp_path):
-    """It ends before the budget, so it is whole and not set aside, and it has no end-of-turn token."""
+    """A looping answer is whole before the budget ends it: nothing is set aside, no turn is ended."""
     loops = {
         "repetition_detection": {"max_pattern_size": 2, "min_count": 4},
         "logit_bias": {"50": 100.0},

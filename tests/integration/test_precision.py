@@ -22,8 +22,9 @@ ROLES = ("policy", "reference")
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What `precision_run.py` saw in one process: ZeRO-3 shards and casts the same in one as in
-    eight.
+    """Read what `precision_run.py` saw in one process.
+
+    ZeRO-3 shards and casts the same in one process as in eight.
     """
     folder: Path = tmp_path_factory.mktemp("precision")
     launch(
@@ -94,8 +95,9 @@ def test_every_constant_is_that_of_a_plain_model(sharded, plain, role):
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("position", POSITIONS)
 def test_log_probabilities_far_from_the_start_are_those_of_float32_angles(sharded, role, position):
-    """To the bit: three passes of one process over the same tokens, between which the angles alone
-    may change.
+    """Three passes of one process over the same tokens agree to the bit.
+
+    Between them the angles alone may change.
     """
     built = sharded[1][f"{role}/built/{position}"]
     right = sharded[1][f"{role}/float32/{position}"]

@@ -105,7 +105,7 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
 def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_own_head(
     tmp_path, where
 ):
-    """With answers that go on in the next generation.
+    """Answers that go on in the next generation change nothing about that.
 
     A server gets the adapter alone, so there it has no head. The three starts ask one and the same
     server.

@@ -42,9 +42,9 @@ def words(folder, servers, **changed):
 
 
 def dies_after(server: StandIn, requests: int) -> None:
-    """It answers so many requests for rollouts.
+    """Let a server answer so many requests for rollouts and no more.
 
-    A step makes four, for two servers or for the one that is left.
+    A step makes four of them, for two servers or for the one that is left.
     """
     server.asked.clear()
 

@@ -92,7 +92,7 @@ WAYS = [everybody, everybody_twice, ctrl_c, closed_terminal, killed_launcher, th
 
 @dataclass(frozen=True)
 class Stopped:
-    """What a start of the command and a way to stop it came to."""
+    """A start of the command, and what a way to stop it came to."""
 
     began_with: str
     output: str
@@ -117,7 +117,10 @@ def stop(config: str, output_dir: Path, way: Callable[[Running], None]) -> Stopp
 
 
 def holds_one_whole_checkpoint(stopped: Stopped) -> None:
-    """Of whichever optimizer step it was: within a generation it holds the rollouts that are left."""
+    """Assert that there is one whole checkpoint, of whichever optimizer step.
+
+    Within a generation it holds the rollouts that are left.
+    """
     (checkpoint,) = stopped.saved
     assert stopped.problems == [None]
     step = int(checkpoint.name.partition("-")[2])
@@ -240,5 +243,5 @@ def test_the_shipped_launcher_settings_leave_time_to_save(two_processes):
 
 
 def test_one_process_saves_and_ends_when_its_launcher_is_stopped(tmp_path):
-    """That launcher dies of the signal at once, and leaves its child alone."""
+    """The launcher of one process dies of the signal at once, and leaves its child alone."""
     holds_one_whole_checkpoint(stop("cpu", tmp_path / "out", the_launcher))

@@ -162,7 +162,7 @@ def test_one_process_goes_on_with_the_steps_of_two(resumed, tmp_path):
 
 @pytest.mark.core
 def test_shards_alone_are_gathered_into_the_same_weights(resumed, tmp_path):
-    """As ZeRO-3 saves them without zero3_save_16bit_model: no model.safetensors in the checkpoint."""
+    """ZeRO-3 saves no model.safetensors where zero3_save_16bit_model is off; shards suffice."""
     bare = tmp_path / "staged" / "checkpoint-3"
     ignored = shutil.ignore_patterns(MANIFEST, MARK, "model.safetensors")
     shutil.copytree(resumed / "checkpoint-3", bare, ignore=ignored)
@@ -231,7 +231,7 @@ def ends(_: dict[str, Any], call: int) -> Reply:
 def test_a_key_that_ends_stops_all_processes_with_one_line(
     tmp_path: Path, serve: Callable[[Answer], Server]
 ) -> None:
-    """Which of the two meets the refusal first is left to chance."""
+    """Chance decides which of the two processes meets the refusal first."""
     server = serve(ends)
     options = json.dumps({"judge": {"base_url": server.url, "model": "j", "concurrency": 1}})
     done = launch(

@@ -36,7 +36,7 @@ def told(split: str, count: int) -> list[Row]:
 def teach(
     model: Any, processor: Any, rows: list[Row], steps: int, answer: Callable[[Row], str]
 ) -> None:
-    """From words and from pictures alike."""
+    """Teach the tiny model to answer from words and from pictures alike."""
     rng = random.Random(0)
 
     def loss_of(step: int) -> torch.Tensor:

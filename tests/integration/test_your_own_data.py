@@ -40,7 +40,7 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
 
 
 def test_the_commands_of_the_page(tmp_path, monkeypatch, capsys):
-    """In its order, in this process, with 2 steps in place of 20."""
+    """The page's commands run in their order, in this process, with 2 steps in place of 20."""
     monkeypatch.chdir(tmp_path)
     files = re.findall(
         r"Save\s+this\s+as `(\w+\.(?:py|yaml))`.*?```(?:python|yaml)\n(.*?)```", PAGE, re.DOTALL

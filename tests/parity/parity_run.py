@@ -92,7 +92,7 @@ class Recorder(AdoraGRPOTrainer):
         self.drift_guard.check_batch = checked  # type: ignore[method-assign]
 
     def pixels(self, references: torch.Tensor) -> torch.Tensor:
-        """What the references of this batch stand for, which they do until the next one is made."""
+        """Return what the references of this batch stand for until the next batch is made."""
         if references.is_floating_point():
             return references
         bank = self.images.banks.of(int(references[0, 0]))

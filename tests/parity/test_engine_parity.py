@@ -78,7 +78,7 @@ def test_turns_between_which_tools_show_pictures_of_any_size(tmp_path, words):
 
 
 def make_lively(weights: Path) -> None:
-    """Or a fresh model says much the same whatever it is shown."""
+    """Scale the weights up: a fresh model says much the same whatever it is shown."""
     tensors = load_file(weights)
     for name, tensor in tensors.items():
         if tensor.ndim >= 2 and "visual" not in name and "embed" not in name:
@@ -118,7 +118,7 @@ def test_another_family_with_any_number_of_images_a_row(qwen3_vl):
 
 
 def test_the_doctor_on_another_family(qwen3_vl):
-    """On rows that have images and rows that have none, in one batch."""
+    """Every check passes on a batch in which some rows have images and some have none."""
     status = {check["name"]: check["status"] for check in qwen3_vl["looks"]["doctor"]}
     assert status.pop(SLEEP) == "skipped"
     assert status.pop(VISION) != "failed", (

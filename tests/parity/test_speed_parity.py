@@ -122,7 +122,7 @@ def test_groups_of_a_further_batch_bring_all_that_is_theirs(one_process):
 
 
 def test_micro_batches_of_half_a_group(tmp_path):
-    """As the recipes for large models: fewer rows a micro-batch than a group has.
+    """A micro-batch may have fewer rows than a group, as in the recipes for large models.
 
     None is run for nothing.
     """

@@ -63,9 +63,7 @@ class Watched(AdoraGRPOTrainer):
         return super()._compute_loss(model, inputs)
 
     def stock_gradients(self, rows: list[int]) -> dict[str, torch.Tensor]:
-        """Of these rollouts, each with the weight that it has in stock TRL's micro-batches of full
-        size.
-        """
+        """Return these rollouts' gradients, weighted as in stock TRL's full micro-batches."""
         batch = take_rows(split_pixel_values_by_grid(self.generation), rows)
         batch = unsplit_pixel_values_by_grid(batch)
         self.args.adora_stock_step = ["share_vision", "share_prompt"]

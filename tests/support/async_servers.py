@@ -38,7 +38,10 @@ def step_metrics(folder: Any) -> list[dict[str, Any]]:
 def goes_on_after_a_kill(
     uninterrupted: Path, killed: Path, server: StandIn, *, after: int, **keys: Any
 ) -> None:
-    """What the checkpoint has was sampled by weights that are gone."""
+    """Assert that a run killed after a step ends as one that was not, to the bit.
+
+    The rollouts that the checkpoint has were sampled by weights that are gone.
+    """
     shutil.copytree(uninterrupted, killed)
     for folder in killed.glob("checkpoint-*"):
         if int(folder.name.split("-")[1]) > after:

@@ -366,7 +366,7 @@ def to_score(folder: Path, rows: Predicted, *words: str) -> list[str]:
 
 
 def scored(benchmark: Benchmark, folder: Path, rows: Predicted, *words: str) -> dict[str, Any]:
-    """What that command writes."""
+    """Score rows with a benchmark's own command and read the file that it writes."""
     assert main(benchmark, to_score(folder, rows, *words)) == 0
     result: dict[str, Any] = json.loads((folder / "s.json").read_text())
     return result

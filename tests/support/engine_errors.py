@@ -14,5 +14,5 @@ _FEATURES = re.compile(
 
 
 def lost_image_features(output: str) -> bool:
-    """Whether the engine ended with an error about its cache of image features, in whatever words."""
+    """Tell whether an engine ended over its cache of image features, in whatever words."""
     return _FEATURES.search(re.sub(r"^\[rank\d+\]: ?", "", output, flags=re.MULTILINE)) is not None

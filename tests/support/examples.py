@@ -15,7 +15,7 @@ def entry(name: str) -> str:
 
 
 def example(name: str) -> Any:
-    """What an entry such as `ngrpo.py:Ngrpo` names."""
+    """Load the class or function that an entry such as `ngrpo.py:Ngrpo` names."""
     return from_file("adora_method", entry(name), fits=callable).value
 
 

@@ -21,7 +21,7 @@ _READY.set_forkserver_preload(["adora_vl.trainer"])
 
 
 def _begin(words: list[str], environment: dict[str, str], outputs: list[str]) -> None:
-    """What `python words...` does."""
+    """Run `python words...` in this process, with its output in two files."""
     os.chdir(REPOSITORY)
     os.environ.clear()
     os.environ.update(environment)

@@ -59,7 +59,7 @@ def _remove_orphans() -> None:
 
 
 class TwoMachines:
-    """Both see the same files.
+    """Two machines that see the same files.
 
     With namespaces, `disks` may hold a folder for a machine's name, which that machine sees at the
     place of `output_dir`.
@@ -150,7 +150,10 @@ class TwoMachines:
                 script.wait()
 
     def wait_for_step(self, script: subprocess.Popen[str], output_dir: Path, step: int) -> None:
-        """Until the run has logged it. A run that ends or hangs before fails the test."""
+        """Wait until the run has logged the step.
+
+        A run that ends or hangs before it fails the test.
+        """
         end = time.monotonic() + _DEADLINE_S
         while not any(line["step"] >= step for line in read_metrics(output_dir / METRICS)):
             assert script.poll() is None, f"ended with {script.returncode}:\n{self.output[-5000:]}"
@@ -161,7 +164,7 @@ class TwoMachines:
 
     @property
     def output(self) -> str:
-        """What both machines have said since the last start."""
+        """Return what both machines have printed since the last start."""
         return (self.folder / "said").read_text(errors="replace")
 
     def pull_the_plug(self, number: int) -> None:

@@ -50,7 +50,7 @@ WITH_ENGINE: dict[str, Any] = {
 
 
 def data_set(rows: Rows, system_prompt: str = SYSTEM_PROMPT) -> Dataset:
-    """With the prompts of a training."""
+    """Build a data set of rows with the prompts of a training."""
     prompts = [conversation(row["problem"], system_prompt) for row in rows]
     return Dataset.from_list(list(rows), features=schema()).add_column("prompt", prompts)
 
@@ -105,10 +105,9 @@ def answers(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
 
 
 def lora(trainer: Any, rows: Rows) -> dict[str, float]:
-    """In nats: how far an adapter in all parts of the model moves the policy, and how far the
-    engine is from it then.
+    """Measure how far an adapter moves the policy, and how far the engine is from it then.
 
-    The trainer keeps the adapter.
+    Both are in nats, and the adapter is in all parts of the model. The trainer keeps it.
     """
     from peft import LoraConfig, get_peft_model
 

@@ -29,7 +29,7 @@ PAIRS = {
 
 
 def key_defaults() -> dict[str, object]:
-    """Of every key; a later dataclass does not overrule an earlier one."""
+    """Return the default of every key; a later dataclass does not overrule an earlier one."""
     defaults: dict[str, object] = {}
     for dataclass in DATACLASSES:
         for field in fields(dataclass):

@@ -6,7 +6,7 @@ from adora_vl.data.dataloader import EpochRepeatSampler
 
 
 def ids_of_epochs(rows: Dataset, epochs: range) -> list[str]:
-    """In the order in which a run draws them."""
+    """List the rows' ids in the order in which a run draws them."""
     sampler = EpochRepeatSampler(
         rows, mini_repeat_count=2, batch_size=4, repeat_count=1, shuffle=True, seed=3
     )

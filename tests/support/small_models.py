@@ -51,7 +51,7 @@ class Rotary(nn.Module):
 
 
 def in_float64(model: Any) -> Any:
-    """Without the places where Transformers computes in float32 whatever the model's dtype is."""
+    """Compute in float64 also where Transformers uses float32 whatever the model's dtype is."""
     model = model.double().train()
     for module in list(model.modules()):
         for name, child in module.named_children():

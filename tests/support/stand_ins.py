@@ -58,7 +58,7 @@ class Processes:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is the process that writes."""
+        """Tell whether this is the process that writes."""
         return self.process_index == 0
 
     def wait_for_everyone(self) -> None:

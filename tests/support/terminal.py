@@ -93,14 +93,14 @@ class Running:
         self.wait_until(lambda: self.output.count(words) >= times, words)
 
     def wait_for_the_end(self) -> int:
-        """Of all processes, not of the launcher alone. Its exit code."""
+        """Wait for the end of all processes, not of the launcher alone; return the exit code."""
         self.wait_until(
             lambda: self.launcher.poll() is not None and not pids_with(self._mark), "end"
         )
         return self.launcher.wait()
 
     def signal_everybody(self, number: int) -> None:
-        """As Slurm and systemd do."""
+        """Send a signal to every process, as Slurm and systemd do."""
         for pid in pids_with(self._mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -110,7 +110,7 @@ class Running:
         os.write(self._ours, b"\x03")
 
     def close_terminal(self) -> None:
-        """As a lost ssh connection does."""
+        """Close the terminal, as a lost ssh connection does."""
         if self._ours is not None:
             os.close(self._ours)
             self._ours = None

@@ -65,7 +65,10 @@ class VLLMServer:
             )
 
     def wait(self, seconds: float = 400) -> None:
-        """Until it answers. Raises `TimeoutError` with the end of its log."""
+        """Wait until the server answers.
+
+        Raises `TimeoutError` with the end of its log.
+        """
         end = time.monotonic() + seconds
         while time.monotonic() < end and self._process.poll() is None:
             try:

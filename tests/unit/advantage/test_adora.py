@@ -4,7 +4,7 @@ weigh other groups or scale the learning rate.
 
 import json
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -25,33 +25,110 @@ from tests.support.tiny_run import train
 NAN = float("nan")
 
 
-# rewards, lengths, weight by the VLM reference (factor 0.1, truncated_at 100), weight with
-# empty_wrong="keep"
-TABLE = {
-    "no correct rollout": ([0.0, 0.1, 0.1, 0.0], [5, 6, 7, 8], 1.0, 1.0),
-    "no correct one, one unscored": ([0.0, NAN, 0.1, 0.0], [5, 600, 7, 8], 1.0, 1.0),
-    "longest correct longer than mean wrong": ([1.0, 1.0, 0.1, 0.0], [3, 9, 4, 8], 1.0, 1.0),
-    "the longest decides, not the mean of correct": ([1.0, 1.0, 1.0, 0.1], [1, 1, 7, 6], 1.0, 1.0),
-    "the mean of wrong decides, not the longest": ([1.0, 0.1, 0.1, 0.1], [6, 1, 4, 9], 1.0, 1.0),
-    "correct shorter": ([1.0, 1.0, 0.1, 0.0], [3, 5, 6, 8], 0.1, 0.1),
-    "equal lengths": ([1.0, 1.0, 0.1, 0.0], [3, 6, 4, 8], 0.1, 0.1),
-    "all correct": ([1.0, 1.0, 1.0, 1.0], [3, 5, 6, 8], 0.1, 1.0),
-    "every wrong one truncated": ([1.0, 0.1, 0.0, 0.0], [50, 100, 120, 100], 0.1, 1.0),
-    "a truncated wrong one does not count": ([1.0, 0.1, 0.0, 0.0], [50, 100, 40, 44], 1.0, 1.0),
-    "a truncated correct one counts": ([1.0, 0.1, 0.0, 0.0], [100, 60, 40, 44], 1.0, 1.0),
-    "an unscored one is not wrong": ([1.0, NAN, 0.0, 0.0], [50, 90, 40, 44], 1.0, 1.0),
-    "correct is above the threshold, not at it": ([0.5, 0.1, 0.0, 0.0], [50, 90, 90, 90], 1.0, 1.0),
+@dataclass(frozen=True, kw_only=True)
+class LengthCase:
+    """A group, its weight by the VLM reference, and its weight with `empty_wrong="keep"`.
+
+    The factor is 0.1, and rollouts of 100 tokens are truncated.
+    """
+
+    rewards: list[float]
+    lengths: list[int]
+    weight: float
+    weight_if_kept: float
+
+
+LENGTH_CASES = {
+    "no correct rollout": LengthCase(
+        rewards=[0.0, 0.1, 0.1, 0.0],
+        lengths=[5, 6, 7, 8],
+        weight=1.0,
+        weight_if_kept=1.0,
+    ),
+    "no correct one, one unscored": LengthCase(
+        rewards=[0.0, NAN, 0.1, 0.0],
+        lengths=[5, 600, 7, 8],
+        weight=1.0,
+        weight_if_kept=1.0,
+    ),
+    "longest correct longer than mean wrong": LengthCase(
+        rewards=[1.0, 1.0, 0.1, 0.0],
+        lengths=[3, 9, 4, 8],
+        weight=1.0,
+        weight_if_kept=1.0,
+    ),
+    "the longest decides, not the mean of correct": LengthCase(
+        rewards=[1.0, 1.0, 1.0, 0.1],
+        lengths=[1, 1, 7, 6],
+        weight=1.0,
+        weight_if_kept=1.0,
+    ),
+    "the mean of wrong decides, not the longest": LengthCase(
+        rewards=[1.0, 0.1, 0.1, 0.1],
+        lengths=[6, 1, 4, 9],
+        weight=1.0,
+        weight_if_kept=1.0,
+    ),
+    "correct shorter": LengthCase(
+        rewards=[1.0, 1.0, 0.1, 0.0],
+        lengths=[3, 5, 6, 8],
+        weight=0.1,
+        weight_if_kept=0.1,
+    ),
+    "equal lengths": LengthCase(
+        rewards=[1.0, 1.0, 0.1, 0.0],
+        lengths=[3, 6, 4, 8],
+        weight=0.1,
+        weight_if_kept=0.1,
+    ),
+    "all correct": LengthCase(
+        rewards=[1.0, 1.0, 1.0, 1.0],
+        lengths=[3, 5, 6, 8],
+        weight=0.1,
+        weight_if_kept=1.0,
+    ),
+    "every wrong one truncated": LengthCase(
+        rewards=[1.0, 0.1, 0.0, 0.0],
+        lengths=[50, 100, 120, 100],
+        weight=0.1,
+        weight_if_kept=1.0,
+    ),
+    "a truncated wrong one does not count": LengthCase(
+        rewards=[1.0, 0.1, 0.0, 0.0],
+        lengths=[50, 100, 40, 44],
+        weight=1.0,
+        weight_if_kept=1.0,
+    ),
+    "a truncated correct one counts": LengthCase(
+        rewards=[1.0, 0.1, 0.0, 0.0],
+        lengths=[100, 60, 40, 44],
+        weight=1.0,
+        weight_if_kept=1.0,
+    ),
+    "an unscored one is not wrong": LengthCase(
+        rewards=[1.0, NAN, 0.0, 0.0],
+        lengths=[50, 90, 40, 44],
+        weight=1.0,
+        weight_if_kept=1.0,
+    ),
+    "correct is above the threshold, not at it": LengthCase(
+        rewards=[0.5, 0.1, 0.0, 0.0],
+        lengths=[50, 90, 90, 90],
+        weight=1.0,
+        weight_if_kept=1.0,
+    ),
 }
 
 
-def test_semantics_table(subtests):
-    for case in TABLE:
-        with subtests.test(case):
-            rewards, lengths, attenuate, keep = TABLE[case]
-            group = torch.tensor([rewards]), torch.tensor([lengths])
-            for option, expected in (("attenuate", attenuate), ("keep", keep)):
-                weights = adora_weights(*group, truncated_at=100, empty_wrong=option)
-                assert weights.tolist() == [pytest.approx(expected)], option
+@pytest.mark.parametrize("name", LENGTH_CASES)
+def test_the_length_criterion_weighs_a_group_by_hand(name):
+    case = LENGTH_CASES[name]
+    rewards = torch.tensor([case.rewards])
+    lengths = torch.tensor([case.lengths])
+    weights = adora_weights(rewards, lengths, truncated_at=100, empty_wrong="attenuate")
+    assert weights.tolist() == [pytest.approx(case.weight)]
+    kept = adora_weights(rewards, lengths, truncated_at=100, empty_wrong="keep")
+    assert kept.tolist() == [pytest.approx(case.weight_if_kept)]
 
 
 def test_defaults_are_the_references_vlm_recipe():
@@ -66,71 +143,101 @@ def test_defaults_are_the_references_vlm_recipe():
 def test_amplification_multiplies_the_advantageous_groups_only():
     rewards = torch.tensor([[1.0, 0.1], [1.0, 0.1], [0.1, 0.1]])
     lengths = torch.tensor([[9, 5], [3, 5], [3, 5]])
-    assert adora_weights(rewards, lengths, mode="amplification", factor=4.0).tolist() == [
-        4.0,
-        1.0,
-        1.0,
-    ]
+    amplified = adora_weights(rewards, lengths, mode="amplification", factor=4.0)
+    assert amplified.tolist() == [4.0, 1.0, 1.0]
     assert adora_weights(rewards, lengths, mode="off").tolist() == [1.0, 1.0, 1.0]
     assert adora_weights(rewards, lengths, factor=1.0).tolist() == [1.0, 1.0, 1.0]
 
 
-# right of four, tau, weights (attenuation to 0.1, amplification to 2), and those where a pass rate
-# of 0 does not count
-DIFFICULTY = [
-    (0, 0.5, (1.0, 2.0), (1.0, 1.0)),
-    (1, 0.5, (1.0, 2.0), (1.0, 2.0)),
-    (2, 0.5, (1.0, 2.0), (1.0, 2.0)),
-    (3, 0.5, (0.1, 1.0), (0.1, 1.0)),
-    (4, 0.5, (0.1, 1.0), (0.1, 1.0)),
-    (1, 0.2, (0.1, 1.0), (0.1, 1.0)),
+@dataclass(frozen=True, kw_only=True)
+class DifficultyCase:
+    """How many of four rollouts are right, and the group's weight with a threshold of `tau`.
+
+    Attenuation is to 0.1, amplification to 2.
+    """
+
+    right: int
+    tau: float
+    attenuated: float
+    amplified: float
+
+
+# As published: a pass rate of 0 is at most any tau.
+PUBLISHED = [
+    DifficultyCase(right=0, tau=0.5, attenuated=1.0, amplified=2.0),
+    DifficultyCase(right=1, tau=0.5, attenuated=1.0, amplified=2.0),
+    DifficultyCase(right=2, tau=0.5, attenuated=1.0, amplified=2.0),
+    DifficultyCase(right=3, tau=0.5, attenuated=0.1, amplified=1.0),
+    DifficultyCase(right=4, tau=0.5, attenuated=0.1, amplified=1.0),
+    DifficultyCase(right=1, tau=0.2, attenuated=0.1, amplified=1.0),
 ]
+# With needs_correct a group without a right rollout is left as it is.
+NONE_RIGHT = DifficultyCase(right=0, tau=0.5, attenuated=1.0, amplified=1.0)
+NEEDING_ONE = [NONE_RIGHT, *PUBLISHED[1:]]
 
 
-def test_difficulty_is_a_pass_rate_of_at_most_tau(subtests):
-    for right, tau, published, needing_one in DIFFICULTY:
-        with subtests.test(f"{right} {tau} {published!r:.80}"):
-            rewards = torch.tensor([([1.0] * right + [0.1] * 3 + [0.0])[:4]])
-            lengths = torch.tensor([[10] * 4])
-            for needs_correct, weights in ((False, published), (True, needing_one)):
-                options: dict[str, Any] = {
-                    "criteria": ("difficulty",),
-                    "tau": tau,
-                    "needs_correct": needs_correct,
-                }
-                assert adora_weights(rewards, lengths, **options).tolist() == [
-                    pytest.approx(weights[0])
-                ]
-                amplified = adora_weights(
-                    rewards, lengths, mode="amplification", factor=2.0, **options
-                )
-                assert amplified.tolist() == [pytest.approx(weights[1])]
-    with subtests.test("nothing scored"):
-        rewards = torch.full((1, 4), NAN)
-        lengths = torch.full((1, 4), 10)
-        options = {"mode": "amplification", "factor": 2.0, "criteria": ("difficulty",)}
-        assert adora_weights(rewards, lengths, **options).item() == 1.0
+@pytest.mark.parametrize(
+    ("needs_correct", "case"),
+    [
+        *[(False, case) for case in PUBLISHED],
+        *[(True, case) for case in NEEDING_ONE],
+    ],
+)
+def test_difficulty_is_a_pass_rate_of_at_most_tau(needs_correct, case):
+    rewards = torch.full((1, 4), 0.1)
+    rewards[:, : case.right] = 1.0
+    lengths = torch.full((1, 4), 10)
+    options: dict[str, Any] = {
+        "criteria": ("difficulty",),
+        "tau": case.tau,
+        "needs_correct": needs_correct,
+    }
+    attenuated = adora_weights(rewards, lengths, **options)
+    assert attenuated.tolist() == [pytest.approx(case.attenuated)]
+    amplified = adora_weights(rewards, lengths, mode="amplification", factor=2.0, **options)
+    assert amplified.tolist() == [pytest.approx(case.amplified)]
 
 
-# criteria, combine, weight of a group without a correct rollout with no_correct="keep", with
-# "attenuate"
+def test_a_group_of_which_nothing_is_scored_is_not_hard():
+    rewards = torch.full((1, 4), NAN)
+    lengths = torch.full((1, 4), 10)
+    weights = adora_weights(
+        rewards, lengths, mode="amplification", factor=2.0, criteria=("difficulty",)
+    )
+    assert weights.item() == 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoCorrectCase:
+    """Criteria, and what a group without a right rollout weighs by them.
+
+    The weights are those with `no_correct="keep"` and with `no_correct="attenuate"`.
+    """
+
+    criteria: tuple[str, ...]
+    combine: str
+    kept: float
+    attenuated: float
+
+
 NO_CORRECT = [
-    (("length",), "any", 1.0, 0.1),
-    (("difficulty",), "any", 1.0, 1.0),  # TAS: 0 is at most tau
-    (("length", "difficulty"), "any", 1.0, 1.0),
-    (("length", "difficulty"), "all", 1.0, 0.1),
+    NoCorrectCase(criteria=("length",), combine="any", kept=1.0, attenuated=0.1),
+    # a pass rate of 0 is at most tau, so the group is advantageous
+    NoCorrectCase(criteria=("difficulty",), combine="any", kept=1.0, attenuated=1.0),
+    NoCorrectCase(criteria=("length", "difficulty"), combine="any", kept=1.0, attenuated=1.0),
+    NoCorrectCase(criteria=("length", "difficulty"), combine="all", kept=1.0, attenuated=0.1),
 ]
 
 
-def test_a_group_without_a_correct_rollout_is_kept_or_attenuated(subtests):
-    for criteria, combine, keep, attenuate in NO_CORRECT:
-        with subtests.test(f"{criteria!r:.80} {combine} {keep}"):
-            group = torch.tensor([[0.0, 0.1, 0.1, 0.0]]), torch.tensor([[5, 6, 70, 8]])
-            options: dict[str, Any] = {"criteria": criteria, "combine": combine}
-            assert adora_weights(*group, **options).item() == keep
-            assert adora_weights(*group, **options, no_correct="attenuate").item() == pytest.approx(
-                attenuate
-            )
+@pytest.mark.parametrize("case", NO_CORRECT)
+def test_a_group_without_a_correct_rollout_is_kept_or_attenuated(case):
+    rewards = torch.tensor([[0.0, 0.1, 0.1, 0.0]])
+    lengths = torch.tensor([[5, 6, 70, 8]])
+    options: dict[str, Any] = {"criteria": case.criteria, "combine": case.combine}
+    kept = adora_weights(rewards, lengths, **options)
+    assert kept.item() == case.kept
+    attenuated = adora_weights(rewards, lengths, no_correct="attenuate", **options)
+    assert attenuated.item() == pytest.approx(case.attenuated)
 
 
 def test_criteria_combine():
@@ -143,44 +250,92 @@ def test_criteria_combine():
     assert result.tolist() == [pytest.approx(0.1)] * 3
 
 
-# rewards, lengths, and whether the longest right rollout is as long as the mean of the wrong ones
-# that finished
-TIED = [
-    ([1.0, 1.0, 0.1, 0.0], [3, 6, 4, 8], True),
-    ([1.0, 0.1, 0.1, 0.0], [7, 6, 7, 8], True),
-    ([1.0, 0.1, 0.1, 0.0], [7, 6, 7, 9], False),
-    ([1.0, 0.1, 0.1, 0.0], [7, 6, 8, 100], True),  # one was truncated
-    ([1.0, 1.0, 1.0, 1.0], [5, 5, 5, 5], False),  # nothing to compare with
-    ([1.0, 0.1, 0.0, 0.0], [100, 100, 100, 100], False),
-    ([0.0, 0.1, 0.0, 0.0], [5, 5, 5, 5], False),
+@dataclass(frozen=True, kw_only=True)
+class TieCase:
+    """A group, and whether its longest right rollout is as long as the mean of its wrong ones.
+
+    Wrong rollouts of 100 tokens were truncated and do not count.
+    """
+
+    rewards: list[float]
+    lengths: list[int]
+    is_tie: bool
+
+
+TIE_CASES = [
+    TieCase(
+        rewards=[1.0, 1.0, 0.1, 0.0],
+        lengths=[3, 6, 4, 8],
+        is_tie=True,
+    ),
+    TieCase(
+        rewards=[1.0, 0.1, 0.1, 0.0],
+        lengths=[7, 6, 7, 8],
+        is_tie=True,
+    ),
+    TieCase(
+        rewards=[1.0, 0.1, 0.1, 0.0],
+        lengths=[7, 6, 7, 9],
+        is_tie=False,
+    ),
+    # one wrong rollout was truncated
+    TieCase(
+        rewards=[1.0, 0.1, 0.1, 0.0],
+        lengths=[7, 6, 8, 100],
+        is_tie=True,
+    ),
+    # there is no wrong rollout to compare with
+    TieCase(
+        rewards=[1.0, 1.0, 1.0, 1.0],
+        lengths=[5, 5, 5, 5],
+        is_tie=False,
+    ),
+    # every wrong rollout was truncated
+    TieCase(
+        rewards=[1.0, 0.1, 0.0, 0.0],
+        lengths=[100, 100, 100, 100],
+        is_tie=False,
+    ),
+    # there is no right rollout
+    TieCase(
+        rewards=[0.0, 0.1, 0.0, 0.0],
+        lengths=[5, 5, 5, 5],
+        is_tie=False,
+    ),
 ]
 
 
-def test_ties_of_length_are_attenuated_as_in_the_references_or_kept(subtests):
-    for rewards, lengths, tied in TIED:
-        with subtests.test(f"{rewards} {lengths}"):
-            group = torch.tensor([rewards]), torch.tensor([lengths])
-            strict = adora_weights(*group, truncated_at=100)
-            lenient = adora_weights(*group, truncated_at=100, ties="keep")
-            assert not torch.equal(strict, lenient) if tied else torch.equal(strict, lenient)
-            if tied:
-                assert strict.item() == pytest.approx(0.1)
-                assert lenient.item() == 1.0
-            weighting = weigh_groups(Groups(*group, group[1] >= 100))
-            assert weighting.ties_P.tolist() == [tied]
-            kept_ties = weigh_groups(Groups(*group, group[1] >= 100), Adora(ties="keep")).ties_P
-            assert not kept_ties.any(), "what is kept is no TDS group"
-            alone = weigh_groups(Groups(*group, group[1] >= 100), Adora(criteria=("difficulty",)))
-            assert not alone.ties_P.any(), "lengths do not count without their criterion"
+@pytest.mark.parametrize("case", TIE_CASES)
+def test_ties_of_length_are_attenuated_as_in_the_references_or_kept(case):
+    rewards = torch.tensor([case.rewards])
+    lengths = torch.tensor([case.lengths])
+    strict = adora_weights(rewards, lengths, truncated_at=100)
+    lenient = adora_weights(rewards, lengths, truncated_at=100, ties="keep")
+    if case.is_tie:
+        assert strict.item() == pytest.approx(0.1)
+        assert lenient.item() == 1.0
+    else:
+        assert torch.equal(strict, lenient)
 
 
-def test_keeping_ties_amplifies_them(subtests):
+@pytest.mark.parametrize("case", TIE_CASES)
+def test_a_tie_is_counted_where_it_is_attenuated_by_its_length(case):
+    lengths = torch.tensor([case.lengths])
+    groups = Groups(torch.tensor([case.rewards]), lengths, lengths >= 100)
+    assert weigh_groups(groups).ties_P.tolist() == [case.is_tie]
+    kept = weigh_groups(groups, Adora(ties="keep"))
+    assert not kept.ties_P.any(), "what is kept is no TDS group"
+    by_difficulty = weigh_groups(groups, Adora(criteria=("difficulty",)))
+    assert not by_difficulty.ties_P.any(), "lengths do not count without their criterion"
+
+
+def test_keeping_ties_amplifies_them():
     group = torch.tensor([[1.0, 0.1]]), torch.tensor([[5, 5]])
-    for ties, weight in (("attenuate", 1.0), ("keep", 4.0)):
-        with subtests.test(ties):
-            assert adora_weights(*group, mode="amplification", factor=4.0, ties=ties).tolist() == [
-                weight
-            ]
+    amplification: dict[str, Any] = {"mode": "amplification", "factor": 4.0}
+    attenuated = adora_weights(*group, ties="attenuate", **amplification)
+    assert attenuated.tolist() == [1.0]
+    kept = adora_weights(*group, ties="keep", **amplification)
+    assert kept.tolist() == [4.0]
 
 
 def test_with_both_options_the_length_criterion_is_the_llm_references():
@@ -428,7 +583,7 @@ RATE = ["--adora_method.adora.assign", "rate", "--gradient_accumulation_steps", 
 
 
 def test_a_step_has_one_rate(subtests):
-    """Of two generations in one optimizer step, the step would take the rate of the second alone."""
+    """A step of two generations would take the learning rate of the second alone."""
     for words, message in [
         (
             ["--steps_per_generation", "2"],

@@ -38,7 +38,7 @@ Ngrpo = example("ngrpo.py:Ngrpo")  # it gives a signal to groups that have none 
 
 
 def made(method, rewards, advantages=None, lengths=None):
-    """What a method makes of these groups by itself."""
+    """Return what a method by itself makes of these groups."""
     lengths = torch.ones_like(rewards) if lengths is None else lengths
     return method.apply(Groups(rewards, lengths, lengths < 0), advantages, AdvantagePipeline({}))
 
@@ -331,9 +331,7 @@ def test_plain_is_what_the_trainer_leaves_untouched():
 
 
 def test_signal_is_what_a_group_has_to_teach_by_itself(subtests):
-    """Of groups that are mixed, all wrong, all right, and without a right answer but with rewards
-    that differ.
-    """
+    """Groups are mixed, all wrong, all right, or without a right answer but with unequal rewards."""
     groups = groups_of_rewards(
         [[1.0, 0, 0, 0], [0.0] * 4, [1.0] * 4, [0.1, 0, 0, 0]], [[10, 20, 30, 40]] * 4
     )

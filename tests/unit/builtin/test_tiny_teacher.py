@@ -55,10 +55,10 @@ class Subtype:
 
 
 def measure(tokenizer: Any, rows: list[Row]) -> dict[str, Subtype]:
-    """What each subtype's groups of `GROUP` answers by the teacher look like to the demo's
-    criterion.
+    """Measure how groups of each subtype look to the demo's criterion.
 
-    The wordings of a group are drawn from all workings of its subtype.
+    A group has `GROUP` answers by the teacher, whose wordings are drawn from all workings of its
+    subtype.
     """
     subtypes: dict[str, Subtype] = defaultdict(Subtype)
     judged: list[tuple[Subtype, float, tuple[float, float]]] = []
@@ -116,9 +116,7 @@ def test_the_criterion_marks_no_subtype_at_the_start(tokenizer: Any, rows: list[
 
 
 def test_the_slip_of_crossing_lines_is_the_answer_of_the_other_case(rows: list[Row]) -> None:
-    """What decides is the picture: both cases are worked out by the same teacher, with the same
-    numbers.
-    """
+    """The picture decides: the teacher works out both cases alike, with the same numbers."""
     crossing = [row for row in rows if row["meta"]["family"] == "crossing"]
     assert {row["meta"]["kind"] for row in crossing} == {"vertical", "supplementary"}
     for row in crossing:

@@ -161,7 +161,7 @@ class Code:
 
 
 def test_no_code_of_a_strangers_checkpoint_is_run_by_deepspeed(tmp_path, monkeypatch):
-    """Neither by its converters nor at a resume, though it asks torch for all that pickle can do."""
+    """The converters and a resume run none, though the file asks torch for all that pickle can do."""
     checkpoint = tmp_path / "checkpoint-1"
     ran = tmp_path / "ran"
     names = ("mp_rank_00_model", "zero_pp_rank_0_mp_rank_00_optim")
@@ -364,7 +364,7 @@ def test_a_damaged_folder_of_the_same_step_is_replaced(tmp_path):
 
 
 def test_a_crash_while_saving_leaves_the_older_checkpoint_valid(tmp_path, monkeypatch):
-    """Whatever the last call was that came through, the new folder is whole or not there."""
+    """The new folder is whole or missing, whichever call was the last to succeed."""
     older = write_checkpoint(tmp_path, 10)
     for call, survived in product(("replace_file", "hashes", "flush"), range(6)):
         real = getattr(store, call)
@@ -427,7 +427,7 @@ def test_every_rollout_has_its_own_seed_and_the_same_one_again():
 
 
 def test_a_key_of_partial_rollouts_differs_only_where_there_is_a_budget():
-    """So a run without one goes on from a checkpoint of before there was the key."""
+    """A run without a budget goes on from a checkpoint older than the key."""
 
     def of(budget: int | None, staleness: int = 4) -> dict[str, str]:
         keys = AdoraKeys(adora_rollouts=RolloutOptions(budget=budget, staleness=staleness))

@@ -45,7 +45,7 @@ CRASHED = '{"step": 1, "kind": "train", "time": null}\n'
 
 
 def a_run(folder: Path, *steps: int) -> Path:
-    """What a run leaves behind, and a file of the user's."""
+    """Write what a run leaves behind, and a file of the user's."""
     for step in steps:
         write_checkpoint(folder, step)
     folder.mkdir(exist_ok=True)
@@ -102,7 +102,7 @@ def test_a_named_checkpoint_of_the_folder_is_refused_and_one_from_elsewhere_is_u
 
 
 def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp_path):
-    """It would go at the first checkpoint of the run that goes on from it, or before it was read."""
+    """The run that goes on from it would delete it, at its first checkpoint or before reading it."""
     run = a_run(tmp_path / "run", 4, 8)
     set_aside(run)
     write_checkpoint(run, 2)  # of the run after it
@@ -187,9 +187,7 @@ def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from
 @settings(max_examples=30)
 @given(st.lists(st.sampled_from(["set aside", "crash", "checkpoint"]), max_size=6))
 def test_a_whole_checkpoint_is_there_at_every_moment(tmp_path_factory, events):
-    """Whatever the order of starts, crashes and checkpoints: something whole is in the folder, or
-    aside.
-    """
+    """Something whole is in the folder or aside, whatever the order of starts, crashes and saves."""
     run = write_checkpoint(tmp_path_factory.mktemp("run"), 4).parent
     for number, event in enumerate(events):
         if event == "set aside":
@@ -278,7 +276,7 @@ def of_equal_size(path: Path) -> None:
 
 
 def elsewhere(folder: Path) -> Path:
-    """Where the user keeps other things."""
+    """Return a folder where the user keeps other things."""
     put(folder.parent / "elsewhere" / "README.md")
     return folder.parent / "elsewhere"
 

@@ -156,7 +156,7 @@ def test_what_the_prompt_asks_for_is_right_and_so_is_the_value(data: Path) -> No
 
 
 def test_letters_that_choices_carry_are_not_shown_twice() -> None:
-    """Neither is a choice that only looks like a letter."""
+    """A choice that only looks like a letter stays as it is."""
     assert lettered(["A. 3", "(B) 4"]) == lettered(["3", "4"]) == ["(A) 3", "(B) 4"]
     for choices in (["(a)", "(b)"], ["A. 3"], ["B. 3", "A. 4"], ["A. 3", "4"], ["A", "B"]):
         assert [line[4:] for line in lettered(choices)] == choices
@@ -180,7 +180,7 @@ def test_a_data_set_without_the_column_is_read(drawn: Path, tmp_path: Path) -> N
 def test_a_run_of_before_goes_on_with_its_prompt_or_is_refused(
     data: Path, drawn: Path, tmp_path: Path
 ) -> None:
-    """Its fingerprint says null, as that of a run without a template does."""
+    """The fingerprint of such a run says null, as that of a run without a template does."""
     before = {
         folder: {**fingerprint_of(folder), "adora_prompt": "null"} for folder in (data, drawn)
     }

@@ -187,7 +187,10 @@ def test_a_picture_whose_white_nobody_can_tell_is_refused_with_the_remedy() -> N
 
 
 def _png_of_16_bits(colours: Any) -> bytes:
-    """As Pillow itself cannot write it. `colours`: (height, width, 3)."""
+    """Encode a PNG of 16 bits a channel, which Pillow cannot write.
+
+    `colours`: (height, width, 3).
+    """
     height, width, _ = colours.shape
     lines = b"".join(b"\0" + line.tobytes() for line in colours)
     header = struct.pack(">2I5B", width, height, 16, 2, 0, 0, 0)
@@ -229,9 +232,7 @@ def _gradient(width: int, height: int) -> bytes:
 def test_pictures_outside_of_the_limits_get_the_size_that_the_model_would_choose(
     subtests: pytest.Subtests,
 ) -> None:
-    """So that the processor with the same limits leaves them as they are; the others keep their
-    size.
-    """
+    """The processor with the same limits leaves them as they are; the others keep their size."""
     sizes = [(900, 40), (40, 900), (33, 57), (640, 480), (5, 5)]
     for size, limits, unit in product(
         sizes, [(784, 1000), (3136, 100_000), (50_000, 60_000)], [28, 32]
@@ -252,7 +253,7 @@ def test_pictures_outside_of_the_limits_get_the_size_that_the_model_would_choose
 
 
 def test_tokens_are_those_of_the_models_own_processor() -> None:
-    """With the published limits of Qwen2.5-VL, for images below, within and above them."""
+    """Images are below, within and above the published limits of Qwen2.5-VL."""
     from transformers import Qwen2VLImageProcessor
 
     limits = (28, 56 * 56, 16384 * 28 * 28)

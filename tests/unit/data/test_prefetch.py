@@ -176,7 +176,7 @@ def test_it_stops_at_what_the_cache_holds_and_where_the_next_generation_begins()
 
 
 def test_what_follows_is_what_the_sampler_gives_next(subtests):
-    """Of 11 rows, five generations of two with three rollouts each, and the next epoch after them."""
+    """There are five generations of two of 11 rows, with three rollouts each, and the next epoch."""
     for shuffle, processes in product([True, False], [1, 2]):
         with subtests.test(f"{shuffle} {processes}"):
             sampler = EpochRepeatSampler(range(11), 3, 2, 4, shuffle, 7)
@@ -285,7 +285,7 @@ def test_a_resumed_run_takes_the_same_steps_with_it(adora_run, tmp_path, monkeyp
 
 
 def test_rows_are_drawn_by_data_seed_where_it_is_set():
-    """As in Transformers; seed says it otherwise."""
+    """Transformers does so too; otherwise seed decides."""
 
     def order(**seeds: Any) -> list[int]:
         trainer = AdoraGRPOTrainer.__new__(AdoraGRPOTrainer)

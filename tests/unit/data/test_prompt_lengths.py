@@ -211,7 +211,7 @@ def test_a_server_that_does_not_answer_has_no_limit() -> None:
 
 
 def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor: Any) -> None:
-    """Of rows without an image, with one, with two at their places, and of several sizes."""
+    """Rows have no image, one, two at their places, or images of several sizes."""
     problems = [SHORT, SHORT, "Add <image> to <image>, é.", LONG]
     sizes = [[], [140], [60, 300], [200]]
     images = [
@@ -245,7 +245,7 @@ def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor
 
 
 def test_a_language_model_is_asked_in_plain_texts(processor: Any) -> None:
-    """Its template adds strings, and TRL gives it strings."""
+    """The template of a language model adds strings, and TRL gives it strings."""
     tokenizer = copy(processor.tokenizer)
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.content + (end or '.') }}{% endfor %}"

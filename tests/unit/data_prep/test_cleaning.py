@@ -309,7 +309,7 @@ def test_leaks_are_dropped_from_train_and_reported(leaky, tmp_path, capsys):
 
 
 def test_leaks_that_are_kept_are_reported_all_the_same(leaky: Path, tmp_path: Path) -> None:
-    """By --keep-leaks, or between two held-out splits."""
+    """Leaks are kept by --keep-leaks, or where both splits are held out."""
     problem_folder(tmp_path / "held", "val", 1, encoded(drawing(1)))
     problem_folder(tmp_path / "held", "test", 2, encoded(drawing(1)))
     for raw, options, leak_count in ((leaky, ("--keep-leaks",), 3), (tmp_path / "held", (), 1)):

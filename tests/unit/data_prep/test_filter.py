@@ -148,9 +148,7 @@ def test_a_run_that_was_killed_asks_for_the_rest_alone(data, model, tmp_path, mo
 def test_questions_are_asked_and_answers_read_as_in_the_training(
     data, model, tmp_path, monkeypatch, capsys
 ):
-    """With the template and the system prompt of the options, or of the run that the model comes
-    from.
-    """
+    """Template and system prompt are those of the options, or of the run that the model comes from."""
     generate = model.generate
     prompts: list[list] = []
 

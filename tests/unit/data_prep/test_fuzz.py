@@ -95,7 +95,7 @@ def table(column: str, value: Any, path: Path) -> None:
 
 
 def test_a_column_of_a_table(capsys: pytest.CaptureFixture[str], case: Case) -> None:
-    """As a source, as a prepared folder that is looked at, and as one that is evaluated."""
+    """A table is a source, a prepared folder that is looked at, and one that is evaluated."""
     for column, kind in product(("id", "images", "problem", "answer", "choices"), VALUES):
         with case((column, kind)) as folder:
             source = folder / "raw" / "data" / "train-00000-of-00001.parquet"
@@ -277,7 +277,7 @@ def subparsers(parser: Parser) -> Iterator[tuple[str, Parser]]:
 
 
 def is_number(action: argparse.Action) -> bool:
-    """Whether an ordinary whole number is taken, or said to be out of range, rather than a word."""
+    """Tell whether an option takes an ordinary whole number, or says that it is out of range."""
     if action.type is None or action.choices:
         return False
     try:
@@ -287,7 +287,7 @@ def is_number(action: argparse.Action) -> bool:
 
 
 def bad_values(action: argparse.Action) -> list[str]:
-    """What the option can never take."""
+    """List what the option can never take."""
     bad = NEVER_ANYTHING + (NEVER_A_NUMBER if is_number(action) or action.choices else [])
     bad += (
         ["x" * 300 + "/y"]

@@ -40,7 +40,8 @@ def _problem_folder(root: Path, split: str = "train", number: int = 7, **changed
 def test_the_real_problems(geometry3k_raw: Path, tmp_path: Path) -> None:
     assert prepare("intergps", geometry3k_raw, tmp_path / "out") == 0
     dataset = load_split(tmp_path / "out", "train")
-    assert dataset.features == {**schema(), "facts": Value("string")}
+    columns = {"facts": Value("string"), "figure": Value("string")}
+    assert dataset.features == {**schema(), **columns}
     facts = dataset["facts"]
     assert facts[3].endswith("BI is perpendicular to BD.")
     assert "Drawn segments: EB, DC." in facts[5]
@@ -331,8 +332,9 @@ def test_the_preset_of_convert_gives_the_same_rows(
 
 
 def test_the_authors_zip_files(tmp_path: Path) -> None:
-    """With the split's folder inside or without; the same rows as from the folders; damaged members
-    are rows.
+    """An archive may have the split's folder inside or not, and gives the rows of the folders.
+
+    A damaged member is a refused row.
     """
     for number in range(60):
         problem_folder(tmp_path / "raw", number=number)
@@ -422,7 +424,7 @@ def test_wrong_options_are_one_line(capsys: pytest.CaptureFixture[str], case: Ca
 
 
 def test_a_table_may_have_choices_and_ids_of_its_own(tmp_path: Path) -> None:
-    """So a prepared folder keeps both when it is prepared again."""
+    """A prepared folder that is prepared again keeps both."""
     problem_folder(tmp_path / "raw", number=12)
     assert prepare("intergps", tmp_path / "raw", tmp_path / "first") == 0
     assert prepare("parquet", tmp_path / "first", tmp_path / "second") == 0

@@ -28,7 +28,7 @@ def _reading(problem: str) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _holds(words: str, knight: dict[str, bool]) -> bool:
-    """What a sentence means, written from English and not from the generator's tables."""
+    """Tell whether a sentence is true, read as English and not by the generator's tables."""
     names = re.findall(r"[A-Z]\w+", words)
     first = knight[names[0]]
     last = knight[names[-1]]

@@ -178,9 +178,10 @@ SAID = "Reason first, in <think> </think> tags. Put the final answer in \\boxed{
 def test_rows_of_other_trainers_are_read_as_they_are(
     case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As their own pages have them: verl's examples/data_preprocess/geo3k.py, EasyR1's data set,
-    ms-swift's pages Custom-dataset and GRPO-Multi-Modal-Training, and the set of R1-V that the
-    latter names.
+    """The rows are those of other trainers' own pages.
+
+    verl's examples/data_preprocess/geo3k.py, EasyR1's data set, ms-swift's pages Custom-dataset and
+    GRPO-Multi-Modal-Training, and the set of R1-V that the latter names.
     """
     count = (
         "Output the thinking process in <think> </think> and\n"

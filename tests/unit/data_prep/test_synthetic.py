@@ -102,7 +102,7 @@ def test_workings_of_one_answer_differ_in_length_by_wording() -> None:
 def test_a_polygon_stands_on_a_side_with_a_dot_at_each_corner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So that a model of the tiny one's size can count its sides."""
+    """A model of the tiny one's size can count the sides of such a polygon."""
     pictures = _watched(monkeypatch)
     dots = list[Point]()
     monkeypatch.setattr(Canvas, "dot", lambda self, centre: dots.append(centre))
@@ -187,7 +187,7 @@ def test_a_revision_stands_for_the_same_rows() -> None:
 
 
 def _digest(rows: Iterable[Any]) -> str:
-    """Of texts and pixels.
+    """Hash texts and pixels.
 
     Pillow draws alike on every processor; another Pillow may not, so the pins decide.
     """
@@ -296,16 +296,14 @@ def test_families_levels_styles_and_choices_from_the_command_line(tmp_path: Path
 
 
 class _Drawn:
-    """What one picture shows, as told by the drawing calls that made it: labels with places, and
-    right angles.
-    """
+    """One picture as the drawing calls tell it: labels with their places, and right angles."""
 
     def __init__(self) -> None:
         self.labels: list[tuple[str, Point]] = []
         self.lines: list[tuple[Point, ...]] = []
 
     def points(self) -> dict[str, Point]:
-        """Where each capital letter stands."""
+        """Return where each capital letter stands."""
         return {text: at for text, at in self.labels if re.fullmatch("[A-Z]", text)}
 
     def numbers(self) -> list[int]:

@@ -50,7 +50,7 @@ NODES = CONFIGS / "accelerate" / "zero3_nodes.yaml"
 
 
 def test_a_run_says_that_accelerate_has_started_one_process_in_place_of_two():
-    """By what accelerate itself tells its child."""
+    """A process knows it by what accelerate itself tells its child."""
 
     def told(*words: str) -> str:
         launch = ["--config_file", str(CONFIGS / "accelerate" / "cpu.yaml"), *words, "train.py"]
@@ -309,7 +309,7 @@ def test_a_small_model_of_an_older_plan_is_built_again(tmp_path, monkeypatch, su
 
 
 def test_processes_of_equal_number_do_not_write_into_each_others_file(tmp_path, monkeypatch):
-    """As on two machines, or in two containers, which count their processes from 1."""
+    """Two machines, or two containers, count their processes from 1."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
     with replacing(tmp_path / "a.png") as first, replacing(tmp_path / "a.png") as second:
         first.write(b"whole")

@@ -183,9 +183,7 @@ def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(data, case, cap
 
 
 def test_a_model_that_vllm_would_run_otherwise(data, case, capsys):
-    """Without the key vLLM places images otherwise than Transformers, and nothing else would show
-    it.
-    """
+    """vLLM places images otherwise than Transformers without the key, and nothing else shows it."""
     lacks = "has no mrope_interleaved in the rope_parameters"
     for kind, why in (("qwen3_vl", lacks), ("qwen3_5", "use --engine transformers")):
         with case(kind) as folder:

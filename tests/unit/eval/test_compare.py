@@ -116,7 +116,7 @@ def test_what_makes_a_comparison_unfair_is_said(tmp_path, capsys):
 
 
 def test_a_score_of_a_part_says_so_wherever_it_is_shown(tmp_path, capsys):
-    """Of the first problems (`--limit`), and where nobody knows how many there are."""
+    """A part is the first problems (`--limit`), or one of which nobody knows how many there are."""
     limited = {"answers": 4, "asked": 4, "in_data": 512}
     part = score_file(tmp_path / "part.json", "0110", coverage=limited)
     coverage = {"answers": 4, "asked": 4, "in_data": 4}

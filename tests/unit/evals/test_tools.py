@@ -187,9 +187,7 @@ class Scripted(_Local):
     ],
 )
 def test_a_conversation_is_that_of_a_rollout(turns, max_tokens, reason, calls):
-    """Its pictures and tokens stand behind the prompt, each turn has a seed of its own, the last
-    one is the answer.
-    """
+    """Pictures and tokens follow the prompt, each turn has its own seed, the last one answers."""
     arguments = [
         "infer",
         "--model",
@@ -235,7 +233,7 @@ BROKEN = [
 
 @pytest.mark.parametrize("call", BROKEN, ids=["digits", "nested", "a value that raises", "nothing"])
 def test_what_a_model_writes_into_a_call_ends_no_evaluation(tmp_path, call):
-    """As in a training: its answer is one line, and the conversation goes on."""
+    """A broken call is answered by one line and the conversation goes on, as in a training."""
     (tmp_path / "own.py").write_text(
         "class Lazy:\n    @property\n    def item(self):\n        raise RuntimeError('closed')\n\n\n"
         'def closed() -> str:\n    """Return what cannot be looked at."""\n    return Lazy()\n'

@@ -52,7 +52,7 @@ PROJECTORS = {
 
 
 def test_every_parameter_is_in_its_part(subtests):
-    """By the modules that Transformers builds: everything of `visual` but its mergers is the tower."""
+    """The modules that Transformers builds decide: all of `visual` but its mergers is the tower."""
     for kind in SEEING:
         with subtests.test(kind):
             model = on_meta(family_config(kind)).model
@@ -140,9 +140,7 @@ def test_a_family_with_images_that_is_not_in_the_table_is_refused_in_one_line():
 
 
 def test_a_kind_that_transformers_lacks_is_named_and_its_code_is_not_run(tmp_path, monkeypatch):
-    """As the first releases of InternVL have it: Transformers would ask whether to run the code
-    beside the config.
-    """
+    """Transformers would ask whether to run the code beside the config, as for early InternVL."""
     config = {
         "model_type": "internvl_chat",
         "auto_map": {"AutoConfig": "configuration.InternVLChatConfig"},

@@ -83,7 +83,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def moved(before: Path, after: Path) -> Mapping[str, list[bool]]:
-    """By part, whether each tensor is another one."""
+    """Tell for each part of the model whether each tensor has changed."""
     weights_before = load_file(before / "model.safetensors")
     weights_after = load_file(after / "model.safetensors")
     assert weights_before.keys() == weights_after.keys()

@@ -34,7 +34,7 @@ FOUR = {"load_in_4bit": "true", "dtype": "bfloat16"}
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Where bases in 4 bits are kept."""
+    """Return the folder where bases in 4 bits are kept."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ADORA_VL_HOME", str(tmp_path_factory.mktemp("home")))
         yield
@@ -42,7 +42,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sft(tmp_path_factory):
-    """Of single layers with a rank of their own, which vLLM's reader passes over."""
+    """Write an adapter of single layers with a rank of their own, which vLLM's reader passes over."""
     ranks: dict[str, Any] = {"rank_pattern": {"up_proj": 12}, "alpha_pattern": {"up_proj": 6}}
     return sft_adapter(tmp_path_factory.mktemp("sft") / "adapter", modules_to_save=None, **ranks)
 

@@ -33,7 +33,10 @@ def tiny() -> Any:
 
 
 def trainer_of(folder: Path, model: Any = None, peft_config: PeftConfig | None = None) -> Any:
-    """As a notebook makes one: two steps with a KL term, and a reward that tells answers apart."""
+    """Build a trainer as a notebook does.
+
+    It has two steps with a KL term, and a reward that tells answers apart.
+    """
     args = AdoraGRPOConfig(
         str(folder),
         beta=0.1,
@@ -87,7 +90,7 @@ def test_it_is_refused_before_a_weight_is_loaded(tmp_path, no_weights):
 
 
 def test_the_reference_of_an_object_is_a_copy_of_it_and_not_of_its_folder(tmp_path):
-    """As of one that was fine-tuned or averaged in the notebook before."""
+    """The object may have been fine-tuned or averaged in the notebook before."""
     tuned = tiny()
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -86,7 +86,7 @@ def test_other_limits_are_another_entry_and_the_oldest_images_go_first(processor
 
 
 def test_an_image_that_is_used_again_and_again_outlives_those_that_came_after_it(processor):
-    """As that of a problem which stands in every generation."""
+    """Such an image is that of a problem which stands in every generation."""
     cache = ImageCache(60_000)
     cached = cache.preprocess(processor.image_processor)
     for seed in range(1, 9):

@@ -144,7 +144,7 @@ def separate(model: Any, rows: Batch) -> Tensor:
 
 
 def gradients(model: Any, logps: Tensor) -> dict[str, Tensor]:
-    """Of a loss in which every token has a weight of its own."""
+    """Return the gradients of a loss in which every token has a weight of its own."""
     weights = torch.linspace(-1, 2, logps.numel(), dtype=torch.float64).view_as(logps)
     model.zero_grad()
     (logps.exp() * weights).sum().backward()
@@ -188,9 +188,7 @@ def test_gradient_checkpointing_computes_the_same_attention_again(subtests):
 
 
 def test_float32_weights_under_autocast_get_the_kernel_for_bfloat16(monkeypatch):
-    """On a GPU it is flash attention; for float32 queries there is none, and every call would need
-    a mask.
-    """
+    """A GPU has flash attention for bfloat16 queries; float32 ones would need a mask in every call."""
     dtypes: list[torch.dtype] = []
     monkeypatch.setattr(
         split_attention, "_knows_lower_right", lambda query: dtypes.append(query.dtype)
@@ -342,9 +340,9 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references,
 def varlen(
     query, key, value, attention_mask, *, is_causal, softmax_scale, attn_implementation, **kwargs
 ) -> Tensor:
-    """As flash attention documents it: sequences end to end, each causal to the lower right.
+    """Compute attention as flash attention documents it, whose kernels need a GPU.
 
-    Its kernels need a GPU.
+    Sequences stand end to end, each causal to the lower right.
     """
     assert is_causal
     assert attention_mask is None
@@ -403,7 +401,7 @@ def test_flash_attention_finds_its_own_name_where_no_prompt_is_shared(monkeypatc
 
 
 def test_sharing_is_left_where_little_is_shared():
-    """By tokens: a prompt of 700 always, one of 64 unless the answers are very long and all alike."""
+    """A prompt of 700 tokens is always shared, one of 64 unless the answers are long and all alike."""
     assert sharing_pays([700], [[400] * 8])
     assert sharing_pays([700], [[1024] * 8])
     assert sharing_pays([64], [[1024] * 8])
@@ -418,9 +416,7 @@ def test_sharing_is_left_where_little_is_shared():
 
 
 def test_little_attention_is_computed_in_vain(subtests):
-    """Of what a rollout's queries are multiplied with, compared with the causal half that has to
-    be.
-    """
+    """The keys of a rollout's queries are compared with the causal half that has to be computed."""
     cases = [(64, 400), (64, 1024), (700, 400), (700, 1024), (1, 1), (1000, 16)]
     for prompt, rollout in cases:
         with subtests.test(f"{prompt} {rollout}"):
@@ -503,7 +499,7 @@ def test_rollouts_that_share_a_call_are_of_like_length(lengths):
 
 
 def test_the_longest_rollout_is_one_span_with_its_prompt():
-    """Of the others each has a span; among keys they come after the prompt once more."""
+    """Each of the other rollouts has a span; among keys it comes after the prompt once more."""
     alone = Group(4, (2,))
     three = Group(3, (5, 2, 1))
     shared = SharedPrompts((alone, three, Group(2, ())), torch.zeros(1, dtype=torch.long))
@@ -515,8 +511,9 @@ def test_the_longest_rollout_is_one_span_with_its_prompt():
 
 
 def test_dropout_is_found_in_the_attention_and_in_an_adapter():
-    """With it two passes over the same tokens differ, so the policy's own does not stand for the
-    one that sampled.
+    """Dropout makes two passes over the same tokens differ.
+
+    So the policy's own pass does not stand for the one that sampled.
     """
     plain = Qwen2ForCausalLM(Qwen2Config(**TEXT, attention_dropout=0.0))
     attending = Qwen2ForCausalLM(Qwen2Config(**TEXT, attention_dropout=0.1))

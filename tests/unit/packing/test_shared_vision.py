@@ -130,7 +130,7 @@ def tokens(pictures_of_row: list[int], words: int = 7) -> Tensor:
 
 
 def logps(model: Any, ids_BT: Tensor, mask_BT: Tensor, **images: Any) -> Tensor:
-    """Of the last five tokens of each row."""
+    """Return the log-probabilities of the last five tokens of each row."""
     inputs = {"mm_token_type_ids": (ids_BT == IMAGE).long(), **images} if images else {}
     scores = (
         model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, **inputs)
@@ -245,7 +245,7 @@ def test_rows_without_images_leave_the_tower_at_rest(subtests):
 
 
 def test_rows_without_images_among_processes_that_have_them(one_of_many, subtests):
-    """There the tower runs, and its gradients are there to be reduced, all zero."""
+    """The tower runs there, and its gradients are there to be reduced, all zero."""
     for kind in SEEING:
         with subtests.test(kind):
             model = model_of(kind)
@@ -260,8 +260,10 @@ def test_rows_without_images_among_processes_that_have_them(one_of_many, subtest
 
 
 def one_of_two(rank: int, port: int) -> None:
-    """What a process of the test below does: its rows through torch's DistributedDataParallel,
-    against both alone.
+    """Run one process of the test below.
+
+    It sends its rows through torch's DistributedDataParallel, and compares both with separate
+    passes.
     """
     rows: tuple[list[list[int]], ...] = ([[0], [2, 1, 1]], [[], []])
     distributed.init_process_group(
@@ -407,9 +409,7 @@ class Reader(SimpleNamespace):
 
 
 def test_without_kept_images_a_frozen_tower_runs_in_every_pass(one_of_many, subtests):
-    """As on the processes that have images: only kept images are known again, so only their
-    features are.
-    """
+    """Only kept images are known again, so only their features are, as on the other processes."""
     for keeps_images in (True, False):
         with subtests.test(f"images kept: {keeps_images}"):
             model = model_of("qwen2_5_vl")
@@ -428,8 +428,10 @@ def test_without_kept_images_a_frozen_tower_runs_in_every_pass(one_of_many, subt
 
 
 def test_scored_beside_a_generation_no_process_waits_for_another(one_of_many, monkeypatch):
-    """As one step ahead does for its drift: a process whose rows have an image, and one whose rows
-    have none, ask the others for the same while the features of a frozen tower are due.
+    """Two processes ask each other for the same while features of a frozen tower are due.
+
+    One step ahead does so for its drift; the rows of one process have an image, those of the other
+    have none.
     """
     collectives: list[str] = []
     monkeypatch.setattr(
@@ -631,7 +633,7 @@ def test_the_name_is_in_no_saved_model(tmp_path):
 
 
 def test_another_tower_can_be_built_from_its_configuration():
-    """With the implementation's name in it Transformers looks for a kernel of that name, and stops."""
+    """Transformers looks for a kernel of the implementation's name in it, and would stop."""
     eye = tower()
     assert batch_windows(eye, True)
     assert all(block.attn.config._attn_implementation == BATCHED for block in eye.blocks)

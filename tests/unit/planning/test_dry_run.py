@@ -63,7 +63,7 @@ DRAWN = (
 
 
 def test_every_shipped_config(tmp_path, capsys, data, subtests):
-    """As a user runs it, on a machine without a GPU, a hub or (but for the demo) the dataset."""
+    """A user runs it on a machine without a GPU, a hub or (but for the demo) the dataset."""
     for name in PAIRS:
         with subtests.test(name):
             (tmp_path / name).mkdir()

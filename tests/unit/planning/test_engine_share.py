@@ -39,7 +39,7 @@ def planned(name: str, *words: str) -> Plan:
 
 
 def four_gpus() -> list[str]:
-    """What the page on getting started tells owners of four GPUs to add."""
+    """Read what the page on getting started tells owners of four GPUs to add."""
     page = (CONFIGS.parent / "docs" / "quickstart.md").read_text(encoding="utf-8")
     command = page.split("**Four GPUs.**")[1].split("```")[1]
     assert "accelerate/zero3.yaml --num_processes 4 " in command
@@ -96,7 +96,7 @@ def test_a_recipe_fits_and_takes_nearly_all_that_is_free_on_its_card(name):
 
 
 def test_no_recipe_trains_weights_whose_updates_rounding_swallows():
-    """At 1e-6 Adam moves a weight of 0.02 by less than half of what bfloat16 can tell apart there."""
+    """Adam at 1e-6 moves a weight of 0.02 by less than half of what bfloat16 can tell apart there."""
     assert not [name for name in CARDS if LOST_UPDATES in memory_lines(planned(name))]
     assert LOST_UPDATES in memory_lines(planned("adora_qwen3_vl_2b_1gpu", "--dtype", "bfloat16"))
 

@@ -97,7 +97,7 @@ class Policy:
         return log_probs
 
     def kept(self) -> int:
-        """By the formulas."""
+        """Return the bytes that the formulas expect to be kept."""
         parts = saved(
             self.shape, self.size, self.dtypes, checkpointing=self.checkpointing, masked=self.padded
         )

@@ -31,8 +31,9 @@ def visible(setting: Setting) -> Iterator[Line]:
 
 
 def killed_while_it_compiles(setting: Setting) -> Iterator[Line]:
-    """As torch compiles an operator, ended in the middle; beside it one that another check has
-    compiled.
+    """Leave what torch leaves when it is killed while it compiles an operator.
+
+    Beside it stands an operator that another check has compiled.
     """
     for name, file in (("finished", "finished.so"), ("half", "lock")):
         folder = Path(os.environ["TORCH_EXTENSIONS_DIR"], name)

@@ -92,7 +92,7 @@ def test_a_check_runs_on_a_cpu_and_finds_nothing_wrong(name):
 @slow
 @pytest.mark.parametrize("name", APART)
 def test_a_check_runs_in_its_own_process_and_finds_nothing_wrong(name):
-    """With what DeepSpeed has compiled for other tests, which takes it most of a minute."""
+    """What DeepSpeed has compiled for other tests is used, which would take most of a minute."""
     nothing_wrong(
         checks.run(
             replace(check_named(name), limit=580), "small", Path(os.environ["TORCH_EXTENSIONS_DIR"])
@@ -218,7 +218,7 @@ def test_a_policy_merged_in_place_fails(monkeypatch):
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Line]]:
-    """By name, the lines of checks of which all but one go wrong, as the command runs them."""
+    """Run checks of which all but one go wrong; return their lines by name."""
     wrong = [
         GPUCheck("killed", f"{BROKEN}:killed", 300),
         GPUCheck("memory", f"{BROKEN}:out_of_memory", 300),

@@ -81,7 +81,7 @@ def test_a_missing_compiler_or_header_is_named_before_anything_is_made(case):
     ("device", "programs"), [("gpu", ["gcc"]), ("gpu", ["clang"]), ("cpu", [])]
 )
 def test_with_what_it_needs_it_goes_on(device, programs, tmp_path):
-    """As far as the environment, which a stand-in refuses to make."""
+    """The script goes on as far as the environment, which a stand-in refuses to make."""
     done = install(tmp_path, device, CHECKS, *programs)
     assert "Triton needs" not in done.stderr
     assert "1/4 environment" in done.stdout + done.stderr

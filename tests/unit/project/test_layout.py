@@ -36,7 +36,7 @@ def test_no_two_public_classes_have_the_same_name():
 
 
 def test_no_test_imports_another_test():
-    """What two of them need stands in `tests/support`, which imports none of them either."""
+    """Helpers of two tests stand in `tests/support`, which imports no test module either."""
     imports = re.compile(
         r"^\s*(?:from|import) (tests\.(?!support\b)[\w.]*\btest_\w+)", re.MULTILINE
     )

@@ -29,7 +29,7 @@ def _section(title: str) -> str:
 
 
 def _place(path: str) -> Path | None:
-    """Where a path of the page is: below the repository or below `adora_vl/`."""
+    """Resolve a path of the page, which is below the repository or below `adora_vl/`."""
     return next((home / path for home in (ROOT, ROOT / "adora_vl") if (home / path).exists()), None)
 
 
@@ -80,7 +80,7 @@ NOTEBOOKS = [
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path, adora_run, grpo_run, monkeypatch, capsys, tmp_path):
-    """Its cells in order as one script; the folder is the notebook's own."""
+    """The cells run in order as one script, in the notebook's own folder."""
     matplotlib.use("Agg", force=True)
     monkeypatch.setenv("ADORA_RUN", str(adora_run))
     monkeypatch.setenv("ADORA_RUN_GRPO", str(grpo_run))

@@ -82,7 +82,7 @@ GAIN: Rates = [[0.0, 0.25, 0.0, 0.25], *[[0.5, 0.5, 0.5, 0.5]] * 8, [1.0, 0.75, 
 def test_a_change_in_training_has_an_interval_over_groups(
     tmp_path: Path, rates: Rates, noise: bool
 ) -> None:
-    """On the page and at the end of the run alike."""
+    """The page and the end of the run say the same."""
     run = write_run(tmp_path / "run", rates)
     log = read_metrics(run / "metrics.jsonl")
     change = training_change(run, log, PASS)

@@ -4,6 +4,7 @@ bounded.
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -17,14 +18,14 @@ from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import weigh_groups
 from adora_vl.record import recorder as recorder_module
 from adora_vl.record import rollouts
-from adora_vl.record.metrics import METRICS, ToolUse, read_metrics, tool_figures
+from adora_vl.record.metrics import METRICS, read_metrics, tool_figures
 from adora_vl.record.recorder import Recorder
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
 from adora_vl.rollout.rollouts import Call, FinishReason, Picture, Rollout, Segment
-from adora_vl.training.advantages import Advantages
-from adora_vl.training.generation import Generation
-from adora_vl.training.scoring import Rewards, Scores, weighted_sum
+from adora_vl.training.advantages import JudgedGroups
+from adora_vl.training.rollout_facts import weighted_sum
+from tests.support.facts import counted_facts, rollout_facts
 from tests.support.stand_ins import Processes, state_of
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
@@ -59,38 +60,40 @@ def test_the_criteria_of_groups_by_hand():
     assert [len(column) for column in columns.values()] == [9, 9, 9]
 
 
-def test_rewards_and_drift_of_a_rollout_by_hand():
+def test_a_reward_is_the_weighted_sum_of_the_parts_that_are_there():
     parts_BF = torch.tensor([[1.0, 2.0], [NAN, 2.0], [NAN, NAN]])
-    assert weighted_sum(parts_BF, torch.tensor([1.0, 0.5])).tolist() == pytest.approx(
-        [2, 1, NAN], nan_ok=True
-    )
+    weights_F = torch.tensor([1.0, 0.5])
+    rewards = weighted_sum(parts_BF, weights_F).tolist()
+    assert rewards == pytest.approx([2, 1, NAN], nan_ok=True)
+
+
+def test_the_drift_of_a_rollout_is_its_largest_gap_where_both_sides_have_a_figure():
     trainer = torch.tensor([[1.0, 2.0, 9.0], [1.0, 1.0, 1.0]])
-    engine = torch.tensor([[1.5, NAN, 0.0], [NAN] * 3])
+    engine = torch.tensor([[1.5, NAN, 0.0], [NAN, NAN, NAN]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    assert rollout_drift(trainer, engine, mask).tolist() == pytest.approx([0.5, NAN], nan_ok=True)
+    drifts = rollout_drift(trainer, engine, mask).tolist()
+    assert drifts == pytest.approx([0.5, NAN], nan_ok=True)
 
 
-def test_the_text_of_a_message_in_every_form():
-    parts_of: Any = [{"type": "image"}, {"type": "text", "text": "b"}]
-    forms: list[Any] = [
-        "a",
-        [{"role": "user", "content": "a"}],
-        [{"content": "x"}, {"content": parts_of}],
-        [],
-    ]
-    assert [completion_text(form) for form in forms] == ["a", "a", "b", ""]
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ("a", "a"),
+        ([{"role": "user", "content": "a"}], "a"),
+        ([{"content": "x"}, {"content": [{"type": "image"}, {"type": "text", "text": "b"}]}], "b"),
+        ([], ""),
+    ],
+)
+def test_the_text_of_a_message_in_every_form(message, text):
+    assert completion_text(message) == text
 
 
 def test_a_figure_that_is_not_there_is_null():
-    table = rollouts.as_table(
-        rows(1, 2, drift=[NAN, 0.5], extracted=[None, "7"], tds=[], **{"reward/x": [1.0, None]}),
-        {"k": 1},
-    )
+    columns = rows(1, 2, drift=[NAN, 0.5], extracted=[None, "7"], tds=[])
+    columns["reward/x"] = [1.0, None]
+    table = rollouts.as_table(columns, {"k": 1})
     assert table["drift"].to_pylist() == [None, 0.5]
-    assert table["reward/x"].to_pylist() == [
-        1.0,
-        None,
-    ]
+    assert table["reward/x"].to_pylist() == [1.0, None]
     assert table["tds"].to_pylist() == [None, None]
     assert b"adora_vl" in table.schema.metadata
 
@@ -118,11 +121,15 @@ def test_many_small_files_become_one_and_nothing_is_lost_or_twice(tmp_path):
     assert steps(record.folder) == [step for step in range(1, 101) for _ in range(4)]
 
 
+def crash(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_crash_between_a_merge_and_its_deletions_leaves_nothing_twice(tmp_path, monkeypatch):
     for step in range(1, 33):
         rollouts.write_part(tmp_path, rollouts.as_table(rows(step), {}), step, step)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(Path, "unlink", crash)
         rollouts.merge_small(tmp_path)
     assert len(list(tmp_path.glob("*.parquet"))) == 33
     assert steps(tmp_path) == [step for step in range(1, 33) for _ in range(4)]
@@ -175,21 +182,14 @@ def test_the_oldest_go_when_the_bound_is_reached(tmp_path):
 
 def test_rollouts_and_diagrams_have_half_of_the_room_each(tmp_path):
     (tmp_path / "one").mkdir()
-    size = (
-        rollouts.write_part(tmp_path / "one", rollouts.as_table(rows(1), {}), 1, 1)
-        .path.stat()
-        .st_size
-    )
+    part = rollouts.write_part(tmp_path / "one", rollouts.as_table(rows(1), {}), 1, 1)
+    size = part.path.stat().st_size
     record = rollouts.Record(tmp_path, 7 * size / 1e9, {})
     record.start(0)
     for step in range(1, 10):
         record.add(rows(step), generations=4)
         record.flush(step)
-    assert sorted({*steps(record.folder)}) == [
-        7,
-        8,
-        9,
-    ]
+    assert sorted(set(steps(record.folder))) == [7, 8, 9]
     assert record.diagrams.limit_bytes == pytest.approx(3.5 * size)
 
 
@@ -207,20 +207,25 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, caps
     assert "step 1: the rollouts are no longer recorded" in capsys.readouterr().err
 
 
-def generation_of(drawn_rows: list[Any], ranks: int) -> Generation:
-    """Of groups of two; every rank has these rows."""
-    generation = Generation.restored(0, [])
-    count = ranks * len(drawn_rows)
-    generation.rows = drawn_rows
-    rewards_BF = torch.ones(count, 1)
-    lengths_B = torch.full((count,), 3.0)
-    rewards = Rewards.of(rewards_BF, {}, torch.ones(1), ["accuracy"], 2)
-    generation.scores = Scores(rewards, lengths_B, lengths_B > 9, lengths_B)
-    groups = Groups(rewards_BF.view(-1, 2), lengths_B.view(-1, 2), lengths_B.view(-1, 2) > 9)
-    generation.advantages = Advantages(
-        groups, weigh_groups(groups), groups.rewards_PG, groups.rewards_PG, {}
+def scored_rollouts(
+    rows: list[Any], ranks: int, rollouts: list[Rollout] | None = None
+) -> tuple[Any, Any]:
+    """Built and scored groups of two; every rank has these rows."""
+    count = ranks * len(rows)
+    rewards_NF = torch.ones(count, 1)
+    lengths_N = torch.full((count,), 3.0)
+    groups = Groups(rewards_NF.view(-1, 2), lengths_N.view(-1, 2), lengths_N.view(-1, 2) > 9)
+    judged = JudgedGroups(
+        groups=groups,
+        weighting=weigh_groups(groups),
+        raw_PG=groups.rewards_PG,
+        signal_P=torch.ones(len(groups.rewards_PG), dtype=torch.bool),
+        equal_reward_share=0.0,
+        ranks=ranks,
     )
-    return generation
+    facts = counted_facts(rewards_NF, 2, length_N=lengths_N)
+    built = SimpleNamespace(rows=rows, rollouts=rollouts or [])
+    return built, SimpleNamespace(batch={}, facts=facts, judged=judged)
 
 
 def test_a_rollout_with_tools_is_recorded_as_a_conversation(tmp_path):
@@ -241,13 +246,18 @@ def test_a_rollout_with_tools_is_recorded_as_a_conversation(tmp_path):
         pictures=(Picture(digest="x", image=image, span=1),),
         calls=(call,),
     )
-    generation = generation_of([{"id": 7, "problem": "?", "prompt": "?"}] * 2, 1)
-    generation.rollouts = [looked, Rollout(segments=spans[:1], finish_reason=FinishReason.STOP)]
-    recorder.add(generation, {"completion": ["so 3"] * 2, "extra": {}}, ["accuracy"])
+    rollouts = [looked, Rollout(segments=spans[:1], finish_reason=FinishReason.STOP)]
+    built, scored = scored_rollouts(
+        [{"id": 7, "problem": "?", "prompt": "?"}] * 2, 1, rollouts=rollouts
+    )
+    recorder.add(0, built, scored, {"completion": ["so 3"] * 2, "extra": {}}, ["accuracy"])
     recorder.record.flush(1)
     first, second = recorded(recorder.record.folder).to_pylist()
-    assert [first["calls"], second["calls"], len(second["turns"])] == [1, 0, 1]
-    assert [(t["by"], t["text"], t["tokens"], t["seconds"]) for t in first["turns"]] == [
+    assert first["calls"] == 1
+    assert second["calls"] == 0
+    assert len(second["turns"]) == 1
+    turns = [(turn["by"], turn["text"], turn["tokens"], turn["seconds"]) for turn in first["turns"]]
+    assert turns == [
         ("model", "said [1, 2]", 2, 0.0),
         ("tool", "Picture", 3, 0.5),
         ("model", "said [3]", 1, 0.0),
@@ -257,16 +267,20 @@ def test_a_rollout_with_tools_is_recorded_as_a_conversation(tmp_path):
 
 def test_what_a_call_gains_is_counted_within_groups_that_have_both():
     rewards_PG = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
-    facts = torch.tensor(
-        [[1, 0, 0.5, 0], [0, 0, 0, 0], [2, 1, 0.5, 0], [1, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
+    facts = rollout_facts(
+        rewards_PG.view(-1, 1),
+        calls_N=torch.tensor([1.0, 0, 2, 1, 0, 0]),
+        failed_calls_N=torch.tensor([0.0, 0, 1, 0, 0, 0]),
+        tool_seconds_N=torch.tensor([0.5, 0, 0.5, 0, 0, 0]),
+        unanswered_N=torch.tensor([False, False, False, True, False, False]),
     )
-    figures = tool_figures(rewards_PG, ToolUse.unstack(facts))
+    figures = tool_figures(rewards_PG, facts)
     assert figures["adora/tool_gain"] == 1
     assert figures["adora/called"] == 0.5
     assert figures["adora/tools_s"] == 1
     assert figures["tools/failure_frequency"] == 0.25
     assert figures["tools/call_frequency"] == pytest.approx(4 / 6)
-    assert "adora/tool_gain" not in tool_figures(rewards_PG[1:], ToolUse.unstack(facts[2:]))
+    assert "adora/tool_gain" not in tool_figures(rewards_PG[1:], facts.selected(range(2, 6)))
 
 
 def test_a_problem_is_recorded_with_its_choices(tmp_path):
@@ -281,31 +295,37 @@ def test_a_problem_is_recorded_with_its_choices(tmp_path):
     }
     changes: list[dict[str, Any]] = [{}, {}, {"choices": None}, {"choices": []}]
     rows = [{**problem, **changed} for changed in changes]
-    recorder.add(generation_of(rows, 1), {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"])
+    built, scored = scored_rollouts(rows, 1)
+    recorder.add(0, built, scored, {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"])
     recorder.record.flush(1)
     records = recorded(recorder.record.folder).to_pylist()
     assert [row["choices"] for row in records] == [["3", "4"], ["3", "4"], None, None]
     for row in records:
-        assert (row["id"], row["problem"], row["answer"], row["images"]) == ("7", "Which?", "B", [])
+        assert row["id"] == "7"
+        assert row["problem"] == "Which?"
+        assert row["answer"] == "B"
+        assert row["images"] == []
 
 
 def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_path, monkeypatch):
-    """Of two ranks, whose rollouts are recorded rank by rank.
+    """Two ranks record their rollouts one after the other.
 
-    The other one measures one of this rank's too.
+    The other rank measures one of this rank's too.
     """
-    drifts_elsewhere = iter([[], [{1: 10.5, 3: 10.25, 0: 0.75}]])
-    monkeypatch.setattr(
-        recorder_module, "gather_object", lambda local: [*local, *(next(drifts_elsewhere) or local)]
-    )
+    # The first call gathers the rows, which are alike on both ranks; the second one the drifts.
+    from_other_rank = iter([[], [{1: 10.5, 3: 10.25, 0: 0.75}]])
+
+    def gather_object(local: list[Any]) -> list[Any]:
+        return [*local, *(next(from_other_rank) or local)]
+
+    monkeypatch.setattr(recorder_module, "gather_object", gather_object)
     ranks = Processes(num_processes=2, gather=lambda local: torch.cat([local, local + 10]))
     recorder = Recorder(step_context(output_dir=str(tmp_path), accelerator=ranks))
     recorder.record.start(0)
     numbers = recorder.number(2)
     drawn_rows = [{"id": "a", "problem": "Which?", "prompt": "Which?"}] * 2
-    recorder.add(
-        generation_of(drawn_rows, 2), {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"]
-    )
+    built, scored = scored_rollouts(drawn_rows, 2)
+    recorder.add(0, built, scored, {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"])
     learned: Any = {"rollout_number": numbers[1:], "completion_mask": torch.ones(1, 1)}
     learned["sampling_per_token_logps"] = torch.zeros(1, 1)
     recorder.measured(learned, torch.tensor([[0.25]]))
@@ -357,39 +377,37 @@ def test_a_real_run_records_what_its_metrics_say(adora_run):
         assert line["seconds/rollout"] > 0
         assert line["seconds/policy"] > 0
     uneven = table.groupby(["step", "group"])["reward"].transform("nunique") > 1
+    assert uneven.any()
     # one float32 product of a number below 4: 2.4e-7 at most
     weighted = table["advantage_raw"] * table["weight"]
     assert table.loc[uneven, "advantage"].tolist() == pytest.approx(
         weighted[uneven].tolist(), abs=1e-6
     )
     assert (table.loc[~uneven, "advantage"] == 0).all()
-    assert uneven.any()
     assert (table["reward/adora_reward"] == table["reward"]).all()
     for names in table["images"]:
         assert len(names) == 1
         assert (adora_run / "rollouts" / "_images" / names[0]).is_file()
 
 
+def figures_of_steps(run: Path) -> list[tuple[Any, ...]]:
+    """Read what a run has logged of each step, without the times."""
+    return [
+        (line["step"], line["kind"], line.get("loss"), line.get("reward"))
+        for line in read_metrics(run / METRICS)
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.core
 def test_a_run_that_went_on_has_every_step_once(adora_run, resumed_run, tmp_path):
-    """And the same figures and rollouts in each; then it goes on with every second generation
-    recorded.
-    """
+    """Figures and rollouts of each step are the same; then every second generation is recorded."""
     uninterrupted = recorded(adora_run / "rollouts").to_pandas()
     again = recorded(resumed_run.folder / "rollouts").to_pandas()
     pd.testing.assert_frame_equal(again, uninterrupted)
     # as a stranger reads it
     pd.testing.assert_frame_equal(pd.read_parquet(resumed_run.folder / "rollouts"), uninterrupted)
-    before = [
-        (line["step"], line["kind"], line.get("loss"), line.get("reward"))
-        for line in read_metrics(adora_run / METRICS)
-    ]
-    after = [
-        (line["step"], line["kind"], line.get("loss"), line.get("reward"))
-        for line in read_metrics(resumed_run.folder / METRICS)
-    ]
-    assert before == after
+    assert figures_of_steps(resumed_run.folder) == figures_of_steps(adora_run)
     longer = shutil.copytree(resumed_run.folder, tmp_path / "out")
     train(longer, max_steps=STEPS + 2, adora_record_gb=1)
     assert sorted(set(steps(longer / "rollouts"))) == [1, 2, 3, 4, 5, 6]

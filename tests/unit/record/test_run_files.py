@@ -502,7 +502,7 @@ def test_the_commands_after_a_run(tmp_path):
 
 
 def test_an_adapter_alone_is_to_be_merged_before_it_is_evaluated(tmp_path):
-    """As a run with LoRA leaves it under ZeRO-3. Elsewhere training merges it."""
+    """A run with LoRA leaves it so under ZeRO-3; elsewhere training merges it."""
     config = AdoraGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, max_steps=10)
     (tmp_path / "adapter_config.json").touch()
     *_, merge, evaluate = summary_lines([], config, tmp_path, 1)
@@ -615,7 +615,7 @@ def test_every_saved_model_has_its_card_and_stays_whole(adora_run, tmp_path):
 
 
 def test_the_code_of_the_card_runs(adora_run, monkeypatch, capsys, tmp_path):
-    """As a stranger would: copied out of the card, in the model's folder, with a picture of theirs."""
+    """A stranger copies it out of the card and runs it in the model's folder, on their own picture."""
     out = shutil.copytree(
         adora_run, tmp_path / "model", ignore=shutil.ignore_patterns("checkpoint-*", "rollouts")
     )
@@ -655,7 +655,7 @@ def test_a_card_without_facts_one_of_an_adapter_and_one_of_a_text_only_policy():
 
 
 def test_the_summary_of_a_real_run_names_files_and_commands_that_exist(resumed_run, tmp_path):
-    """Its own words are taken as they are: the viewer's command writes the page."""
+    """The words are taken as they are: the viewer's command writes the page."""
     named = r"^(Model|Metrics|Rollouts|View it|Evaluate it|Train longer) +(.*)$"
     words = dict(re.findall(named, resumed_run.printed, re.M))
     for name in ("Model", "Metrics", "Rollouts"):

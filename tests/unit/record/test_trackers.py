@@ -63,7 +63,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def figures(run: Path) -> list[float]:
-    """What metrics.jsonl has, which the trackers have to repeat."""
+    """Read what metrics.jsonl has, which the trackers have to repeat."""
     values = [line[FIGURE] for line in read_metrics(run / "metrics.jsonl") if FIGURE in line]
     assert len(values) == STEPS
     return values
@@ -157,7 +157,7 @@ def test_trackers_are_offline(monkeypatch):
 
 
 def logs(size: int = 2) -> dict[str, Any]:
-    """As TRL makes them."""
+    """Build the lines of a log as TRL makes them."""
     column: Callable[[], deque[Any]] = partial(deque, maxlen=size)
     return {
         "images": column(),

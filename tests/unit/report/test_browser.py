@@ -81,8 +81,9 @@ def test_the_policy_alone_stops_what_would_not_be_escaped(browser, attacked, tmp
 
 
 def test_a_person_finds_a_group(browser, page):
-    """By every filter, with the mouse; the counts are those of `write_run`: 12 steps x 2 groups and
-    60 x 1.
+    """Every filter works with the mouse.
+
+    The counts are those of `write_run`: 12 steps x 2 groups and 60 x 1.
     """
     browser.look()
     browser.open(page)
@@ -530,7 +531,7 @@ def contrast(text_color: str, background: str) -> float:
 
 
 def test_two_real_runs_over_each_other(browser, adora_run, grpo_run, tmp_path):
-    """What the page shows is what the runs' own files say."""
+    """The page shows what the runs' own files say."""
     path = make_page(tmp_path / "page.html", adora_run, grpo_run)
     browser.look()
     browser.open(path)

@@ -192,7 +192,7 @@ def test_equal_seconds_are_not_equal_rollouts(tmp_path, capsys):
 
 
 def test_an_evaluation_on_the_way_is_taken_as_it_is(tmp_path, capsys):
-    """It is of many problems already. The pass rate in training is a mean over the last tenth."""
+    """It covers many problems already; the pass rate in training is a mean over the last tenth."""
     for name, offset in (("a", 0.0), ("b", 0.4)):
         folder = Path(run(tmp_path / name, [0.1], adora_method={name: {}}))
         shares = {95: 0.5, 100: 0.5 + offset}

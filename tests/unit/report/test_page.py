@@ -229,7 +229,7 @@ def test_a_long_run_is_thinned_evenly_and_says_so(tmp_path):
 
 
 def test_an_answer_of_several_parts_is_shown_part_by_part(tmp_path):
-    """As it was graded: with its tags and its rounding; not where the record has another reason."""
+    """Each part is graded with its tags and rounding, unless the record has another reason."""
     gold = "AB = 4, CD = 5"
     wrong = r"so \boxed{CD = 5, AB = 4.1}"
     both = [("CD=5", "CD=5", "same_part"), ("AB=4.1", "-", "different_part")]
@@ -261,7 +261,7 @@ def test_an_answer_of_several_parts_is_shown_part_by_part(tmp_path):
 
 
 def test_a_record_without_choices_has_a_page(tmp_path):
-    """Of an open problem, and of a run before they were recorded."""
+    """An open problem has no choices, nor has a run from before they were recorded."""
     run = write_run(tmp_path / "run", 1, choices=None)
     (part,) = parts(run / "rollouts")
     write_part(run / "rollouts", read_parts([part]).drop_columns(["choices"]), 2, 2)
@@ -327,7 +327,7 @@ def test_the_page_of_a_strangers_run_has_no_file_from_outside_of_its_folder(tmp_
 
 
 def unpacked(page: Path) -> dict[str, Any]:
-    """Both blocks of data."""
+    """Return both blocks of data of a page."""
     blocks = re.findall(r'id="(?:data|texts)">([^<]*)<', page.read_text())
     both = [json.loads(gzip.decompress(base64.b64decode(block))) for block in blocks]
     return {**both[0], **both[1]}
@@ -337,7 +337,7 @@ EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "report.html"
 
 
 def test_the_finished_report_of_the_pages_has_the_form_that_its_command_makes_today(tmp_path):
-    """It is opened by people who have installed nothing, so it is small and fetches nothing."""
+    """People who have installed nothing open it, so it is small and fetches nothing."""
     page = (EXAMPLE.parents[1] / "report.md").read_text()
     (options,) = re.findall(r"report adora grpo --output docs/examples/report.html (.+?)`", page)
     runs = [write_run(tmp_path / name, 3) for name in ("adora", "grpo")]

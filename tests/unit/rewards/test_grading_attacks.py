@@ -181,9 +181,7 @@ for start, piece, end in product(STARTS, PIECES, ("", "$", "!", "}", " b$", ")")
 
 
 def test_no_answer_that_repeats_itself_hangs():
-    """In a process of its own: a regular expression that backtracks without end lets no other
-    thread run.
-    """
+    """Each runs in its own process: a regular expression without end lets no other thread run."""
     subprocess.run([sys.executable, "-c", _REPEATED], check=True, timeout=300)
 
 

@@ -113,9 +113,7 @@ def test_every_reason_in_the_code_is_explained() -> None:
 
 
 def test_what_is_right_is_never_explained_as_never_right() -> None:
-    """Neither side of a case that is labelled correct, and each of its parts has a rule that speaks
-    of the same.
-    """
+    """No case labelled correct is, and each of its parts has a rule that speaks of the same."""
     for case in (case for case in cases() if case.label == "correct"):
         lines = explanation(case.response, case.gold, case.choices, rounding=case.rounding)
         sides = [line for line in lines if line.startswith(("answer ", "gold "))]

@@ -31,7 +31,7 @@ def tower(base: str, height: int, top: str) -> str:
 
 
 def filled(piece: str, separator: str = "+", chars: int = MAX_CHARS) -> str:
-    """As many pieces as an answer has room for, or as many functions."""
+    """Fill an answer with as many pieces as it has room for, or as many functions."""
     count = (chars + len(separator)) // (len(piece) + len(separator))
     costly = sum(piece.count(sign) for sign in ("^", r"\s", r"\t", r"\l", r"\a"))
     return separator.join([piece] * (min(count, MAX_FUNCTIONS // costly) if costly else count))
@@ -73,8 +73,10 @@ LARGE = {
 
 @dataclass
 class Work:
-    """What was computed while a test runs: of each operation the binary digits and the power of two
-    of what it found, before the caps are applied, and the absolute value that it gave.
+    """The work that was computed while a test ran.
+
+    For each operation: the binary digits and the power of two of its result before the caps are
+    applied, and its absolute value.
     """
 
     digits: list[int] = field(default_factory=list)
@@ -107,8 +109,9 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
 
 
 def test_the_work_is_bounded_by_the_length_of_an_answer(work: Work) -> None:
-    """Both sides are read, and computed at six points: for each character two operations at most,
-    on capped values.
+    """Both sides are read, and computed at six points.
+
+    Each character costs at most two operations on capped values.
     """
     over = []
     for name, answer in LARGE.items():

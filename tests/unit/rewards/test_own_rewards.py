@@ -62,7 +62,7 @@ def chosen_rewards(tmp_path):
 
 
 def call(function: Any, texts: list[str], **columns: Any) -> list[float | None]:
-    """As TRL calls it."""
+    """Call a function as TRL calls it."""
     rewards = function(
         prompts=["?"] * len(texts),
         completions=[[{"role": "assistant", "content": text}] for text in texts],
@@ -463,7 +463,7 @@ async def exits_later(**kwargs: Any) -> Any:
 
 
 class Panic(BaseException):
-    """As compiled code raises it, of which some is no `Exception`."""
+    """An error as compiled code raises it, of which some is no `Exception`."""
 
 
 class SpeechlessError(Exception):

@@ -148,7 +148,7 @@ def test_the_judge_reads_and_is_read_behind_the_thinking(tmp_path, serve) -> Non
 
 
 def test_a_training_knows_which_prompts_open_the_block() -> None:
-    """By the end of each prompt, or of what a tool's answer puts before the last turn."""
+    """The end of a prompt shows it, or of what a tool's answer puts before the last turn."""
     tokenizer: Any = load_processor(str(PRETRAINED)).tokenizer
     decode = partial(tokenizer.decode, skip_special_tokens=True)
 

@@ -41,7 +41,7 @@ def written(name, **arguments):
 
 
 def said(toolbox, text, images=None):
-    """What comes back, as one text and its pictures."""
+    """Return what comes back to the model, as one text and its pictures."""
     answer = toolbox.answer(text, [picture()] if images is None else images, seed="0", last=False)
     pictures = [part for part in answer.parts if not isinstance(part, str)]
     text = "".join(part if isinstance(part, str) else "<image>" for part in answer.parts)
@@ -214,7 +214,7 @@ def test_whatever_a_tool_does_is_an_answer(tmp_path, monkeypatch, how, answer):
 
 
 class Raises:
-    """Whatever is asked of it fails, its own words too."""
+    """A value that fails whatever is asked of it, its own words too."""
 
     def __init__(self, error: BaseException) -> None:
         object.__setattr__(self, "error", error)
@@ -231,7 +231,7 @@ class SpeechlessError(Exception):
 
 
 class Panic(BaseException):
-    """As compiled code raises it."""
+    """An error as compiled code raises it."""
 
 
 class Endless(list):

@@ -41,7 +41,7 @@ def _sources() -> list[tuple[str, ast.Module]]:
 
 
 def _set_in(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """What an assignment sets, and to what."""
+    """List the targets and the values that an assignment sets."""
     for target in node.targets:
         if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
             yield from zip(target.elts, node.value.elts, strict=True)

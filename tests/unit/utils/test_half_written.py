@@ -132,7 +132,7 @@ def test_a_full_disk_under_the_cache_of_datasets_is_one_line(prepared, tmp_path,
 def test_a_file_that_is_damaged_inside_is_not_taken_for_a_full_disk(
     prepared, tmp_path, monkeypatch
 ):
-    """Its end is whole, so that its columns and the number of its rows can be read."""
+    """The end of the file is whole, so its columns and the number of its rows can be read."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     shutil.copytree(prepared / "data", tmp_path / "data")
     (file,) = (tmp_path / "data" / "data").glob("train-*.parquet")

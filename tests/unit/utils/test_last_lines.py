@@ -154,7 +154,7 @@ def test_a_place_that_export_cannot_write_to_is_refused(tmp_path, capsys, monkey
 
 
 def test_a_command_whose_output_nobody_reads_on_ends_quietly() -> None:
-    """As behind `| head`: with text left in the buffer at its end, and in the middle of a long one."""
+    """`| head` does so, with text left in the buffer at its end, or in the middle of a long one."""
     for lines in (1, 100_000):
         code = (
             "import sys; from adora_vl.utils.cli import exit_code_of; say = lambda: print('a "

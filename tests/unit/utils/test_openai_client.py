@@ -51,7 +51,7 @@ def client(server: Server, **options: Any) -> ChatClient:
 
 
 def in_turn(*replies: Reply) -> Answer:
-    """What a server says to the first call, the second, ..."""
+    """Let a server say one thing to the first call, another to the second, and so on."""
     return lambda body, call: replies[call - 1]
 
 
@@ -161,10 +161,7 @@ def test_an_address_that_the_server_does_not_know_is_shown(serve):
 
 
 def test_a_key_with_a_line_break_is_named_before_anything_is_sent(serve, monkeypatch):
-    """As `KEY=$(printf 'a\\nb')` or a file with two lines makes it.
-
-    A line break at its end is no part of it.
-    """
+    """A file with two lines makes such a key; a line break at its end is no part of it."""
     server = serve(lambda body, call: completion("hi"))
     for key in (f"{KEY}\nmore", f"{KEY}\rmore", "ключ"):
         monkeypatch.setenv("OPENAI_API_KEY", key)
@@ -288,7 +285,7 @@ def test_a_reply_without_text_is_asked_again_and_never_taken_for_an_answer(serve
     ],
 )
 def test_thinking_without_an_answer_behind_it_is_an_empty_answer(serve, reason, message):
-    """As a server with a reasoning parser sends it; the same model would think as long again."""
+    """A server with a reasoning parser sends it so; the same model would think as long again."""
     server = serve(lambda body, call: without_text(reason, **message))
     reply = client(server, attempts=4).chat(HELLO)
     assert (reply.text, reply.finish_reason, reply.n_tokens) == ("", reason, 9)
@@ -308,7 +305,7 @@ def test_a_form_that_was_cut_off_is_not_asked_for_again(serve):
 
 
 def test_a_server_with_a_reasoning_parser_is_scored_on_all_problems(data, tmp_path, serve):
-    """Where its thinking was cut off, the answer is empty, truncated and wrong."""
+    """An answer whose thinking was cut off is empty, truncated and wrong."""
     server = serve(
         lambda body, call: without_text("length") if call < 3 else completion(r"\boxed{0}")
     )
@@ -508,7 +505,7 @@ def judge(tmp_path: Path, url: str, **options: Any) -> Any:
 def rewards(
     function: Any, metrics: dict[str, float], unscored: dict[int, str] | None = None
 ) -> list[float | None]:
-    """As the trainer calls it."""
+    """Call a reward as the trainer calls it."""
     completions = [[{"role": "assistant", "content": f"It is {word}."}] for word in ASKED]
     failures: list[RewardFailure] = []
     values: list[float | None] = safe_call(function, "judge", None, failures, unscored)(

@@ -303,7 +303,7 @@ def prepared(folder: Path) -> None:
 
 
 def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(folder):
-    """With the next start of the run, and with the next writing of the folder."""
+    """The next start of the run brings it back, and so does the next writing of the folder."""
     before = folder_contents(folder)
     for recover in (clear_staging, prepared):
         subprocess.run(
