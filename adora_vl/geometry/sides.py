@@ -109,6 +109,7 @@ _INVERSES = {
     **{"arcsin": math.asin, "arccos": math.acos, "arctan": math.atan},
     **{"sin": math.asin, "cos": math.acos, "tan": math.atan},
 }
+_VALUES = ("number", "points")
 _CLOSING = {"(": ")", "{": "}", "[": "]"}
 _BEGINS_FACTOR = {"sqrt", "frac", "pi", "sin", "cos", "tan"}
 _OF = {"the", "of", "length", "measure", "side", "a"}
@@ -186,10 +187,13 @@ class SideReader:
 
     def is_ratio(self, number: int) -> bool:
         """Whether a colon divides, as in `AB:CD = 1 : 2`, and does not end a sentence."""
-        before = self.at(number - 1).kind
+        before = self.at(number - 1)
+        colon = self.at(number)
         behind = self.at(number + 1)
-        has_values = before in ("number", "points") and behind.kind in ("number", "points")
-        return has_values and behind.is_apart == self.at(number).is_apart
+        has_values = before.kind in _VALUES and behind.kind in _VALUES
+        # The colon of "triangle $ABC$: $BC = 5$" stands between two formulas.
+        is_in_one_formula = before.is_math == colon.is_math == behind.is_math
+        return has_values and is_in_one_formula and behind.is_apart == colon.is_apart
 
     # Sums and products
 

@@ -239,6 +239,8 @@ def test_values_are_equal_up_to_rounding(
         ("We find that AD = 5.", ["new"]),
         ("We use the fact that AD = 5.", ["new"]),
         ("Is AD = 6?", []),
+        ("What if AD = 6? Then BD = 11.5.", []),
+        ("In triangle $ABD$: $BD = 12$.", ["new"]),
         ("It is not that AD = 6. AD = 6 is wrong.", []),
         ("AD = 5 or AD = 6.", []),
         ("Maybe AD = 6.", []),
