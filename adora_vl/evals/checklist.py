@@ -56,11 +56,13 @@ def _questions(problem: Problem) -> Iterator[Problem]:
     if not stored:
         return
     for number, question in enumerate(marks_of(figure_from(stored), problem.pid), start=1):
-        asked = str(problem.fields["question"])
+        old_question = str(problem.fields["question"])
         words = question.text
-        if PLACEHOLDER in asked:
+        if PLACEHOLDER in old_question:
             words = f"{PLACEHOLDER}{words}"
-        prompt = problem.prompt.replace(asked, words) if asked in problem.prompt else words
+        prompt = (
+            problem.prompt.replace(old_question, words) if old_question in problem.prompt else words
+        )
         fields = {
             **{name: value for name, value in problem.fields.items() if name != "figure"},
             "pid": f"{problem.pid}#{number}",

@@ -45,7 +45,7 @@ def problem(**fields: Any) -> Problem:
 
 
 def test_questions_are_of_marks_and_have_exact_answers(drawn: str) -> None:
-    seen: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
     for seed in range(60):
         questions = marks_of(figure_from(drawn), str(seed))
         assert 0 < len(questions) <= MOST
@@ -54,14 +54,14 @@ def test_questions_are_of_marks_and_have_exact_answers(drawn: str) -> None:
         assert answers["yes"] == answers["no"] == 1
         for question in questions:
             assert verify_gold(question.answer) is None
-            seen[question.kind] += 1
+            kinds[question.kind] += 1
             if question.kind == "length":
                 assert {"AB": "12", "CD": "8", "AD": "8"}[question.text[24:26]] == question.answer
             if question.answer == "no" and question.kind == "parallel":
                 assert "AB marked as parallel to CD" not in question.text
             if question.answer == "no" and question.kind == "right angle":
                 assert "BAD" not in question.text and "DAB" not in question.text
-    assert seen.keys() == {"length", "angle", "right angle", "parallel"}
+    assert kinds.keys() == {"length", "angle", "right angle", "parallel"}
 
 
 def test_the_same_problem_is_asked_the_same_questions(drawn: str) -> None:
@@ -70,9 +70,11 @@ def test_the_same_problem_is_asked_the_same_questions(drawn: str) -> None:
 
 
 def test_a_question_stands_in_the_words_of_the_prompt(drawn: str) -> None:
-    asked = checklist([problem(figure=drawn), problem(pid="geo/2")])
-    assert [question.pid for question in asked] == [f"geo/1#{n}" for n in range(1, len(asked) + 1)]
-    for question in asked:
+    questions = checklist([problem(figure=drawn), problem(pid="geo/2")])
+    assert [question.pid for question in questions] == [
+        f"geo/1#{n}" for n in range(1, len(questions) + 1)
+    ]
+    for question in questions:
         assert question.prompt == f"Think. {question.fields['question']} Box it."
         assert question.fields["question"].startswith("<image>")
         assert "figure" not in question.fields
