@@ -12,7 +12,7 @@ import numpy as np
 
 from adora_vl.geometry.chase import Chase
 from adora_vl.geometry.choose import Outcome, Status, outcome
-from adora_vl.geometry.conflict import Conflict, Repair, conflict_of
+from adora_vl.geometry.conflict import Conflict, Repair, conflict_of, is_value
 from adora_vl.geometry.exact import exact
 from adora_vl.geometry.figure import Verdict, figure_of
 from adora_vl.geometry.forms import Form, Term
@@ -313,11 +313,11 @@ def _by_lengths(form: Form, clash: Conflict) -> Verdict | None:
     """
     for repair in clash.repairs:
         solution = repair.outcome.solution
-        if len(repair.left_out) < 2 or repair.outcome.status != "answered" or solution is None:
+        if repair.outcome.status != "answered" or solution is None:
             continue
         reading = repair.problem.reading
         terms = [reading.drawing.terms[number] for number in repair.left_out]
-        if any(unit_of(term) != "degrees" for term in terms):
+        if not all(is_value(term) and unit_of(term) == "degrees" for term in terms):
             continue
         if all(_holds_as_rounded(repair, term) for term in terms):
             answer = _answered(form, repair.problem, repair.outcome)
